@@ -1,0 +1,93 @@
+"""The seam between stages (or the draft) and whatever multiplies the matrices.
+
+A backend evaluates rows over a cache of cells and edits the cells' sequence sets. It knows
+nothing about runs, requests, ranks or policies. Contracts are stated per call, in particular what
+remains in the cache when a call fails or is stopped, because cancellation depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeinfer.core import FloatArray, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a loaded shard is. Sizes in elements, memory in bytes.
+
+    first/last: whether it holds the embedding / the output head. layers: `[start, stop)` of the
+    whole model's layers. n_ctx: cells. n_seq_max: usable ids are `0..n_seq_max-1`. n_batch: most
+    rows of one decode.
+    """
+
+    architecture: str
+    layers: tuple[int, int]
+    n_layers_total: int
+    first: bool
+    last: bool
+    n_embd: int
+    n_vocab: int
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do beyond rows that continue their sequence without a gap.
+
+    free_positions: gaps and overlaps of positions within a sequence. separate_views: a row may
+    look through ids it is not stored under. embedding_rows: a row given as a vector, on the first
+    shard. stops_inside: a decode can be stopped at a layer boundary.
+    """
+
+    free_positions: bool
+    separate_views: bool
+    embedding_rows: bool
+    stops_inside: bool
+
+
+class Backend(Protocol):
+    """One shard of the target, or a whole draft model."""
+
+    info: ShardInfo
+    capabilities: Capabilities
+
+    def decode(
+        self,
+        rows: Rows,
+        hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """Evaluate `rows`, making one cell per row.
+
+        hidden: float32[n, n_embd], the previous shard's result, for every shard but the first
+        (None there). Returns float32[n, n_embd] (the residual stream after the shard's last
+        layer) or, on the last shard, float32[k, n_vocab] logits of the k rows with
+        `rows.outputs`, in row order (an empty k gives shape (0, n_vocab)). The array is the
+        caller's own. `should_stop` is asked at layer boundaries; once it answers True the result
+        is None and *no* cell of these rows remains. Positions of each id must continue that id
+        without a gap; an empty id may start anywhere.
+
+        Raises BackendError when the rows can not be evaluated (no free cells, a broken
+        sequence); no cell of these rows remains then. An exception of `should_stop` is re-raised
+        after the same clean-up.
+        """
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """Take `seq_id` (ALL_SEQS: every id) off cells in `[p0, p1)`. Never fails on an id or
+        range without cells."""
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Add `dst` to the cells of `src` in `[p0, p1)`. Metadata only; values do not move."""
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Drop every other id from every cell and free the cells without `seq_id`."""
+
+    def close(self) -> None:
+        """Release the model and its cache. May be called twice."""

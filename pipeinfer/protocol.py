@@ -1,0 +1,449 @@
+"""Messages between nodes, and their bytes.
+
+One transaction is one message: a fixed header, then columns, then (for a run that has passed a
+stage) the activations, all little-endian and readable in place. There is no pickle and no begin
+marker. This module knows no transport, rank, clock or model; it checks every count and length
+of a frame before it uses it and raises ProtocolError otherwise.
+
+    header  magic "PIPE", version, op, flags, epoch, run id, parent run id,
+            rows, sequence ids, operations, hidden size, payload bytes      (64 bytes)
+    DECODE  tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
+            ops i32[k,5] outputs u8[n] (padded to 4) hidden f32[n,d]
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from pipeinfer.core import (
+    Choice,
+    FloatArray,
+    IntArray,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
+from pipeinfer.errors import ProtocolError
+
+MAGIC = b"PIPE"
+VERSION = 1
+NO_RUN = -1
+
+_HEADER = struct.Struct("<4sBBHIIqqIIIIIxxxxxxxx")
+HEADER_BYTES = _HEADER.size
+_CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
+_TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
+_PARAMS = struct.Struct("<fifffffiqQi")
+_MAX_COUNT = 1 << 24
+_MAX_PAYLOAD = 1 << 28
+
+
+class Tag(enum.IntEnum):
+    """Routing only: what shares a tag stays in order, CANCEL has its own so it can overtake."""
+
+    TRANSACTION = 1
+    CANCEL = 2
+    RESULT = 3
+    ERROR = 4
+
+
+class Op(enum.IntEnum):
+    """Which message a frame holds."""
+
+    DECODE = 1
+    CACHE_OPS = 2
+    LANE_OPEN = 3
+    LANE_CLOSE = 4
+    SHUTDOWN = 5
+    RUN_FINISHED = 6
+    RUN_CANCELLED = 7
+    CANCEL = 8
+    WORKER_FAILED = 9
+    NOTICE = 10
+
+
+class Flag(enum.IntFlag):
+    """Header flags of a DECODE frame."""
+
+    SKIPPED = 1  #: an earlier stage skipped the run: apply its operations and pass it on
+    SPECULATIVE = 2  #: look for a cancellation at layer boundaries
+    HIDDEN = 4  #: activations follow the columns
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
+
+    lanes: int32[n], the lane whose sampling parameters a row uses. parent_id: the run whose
+    cells this one continues (NO_RUN: none); a stage that skipped the parent skips this one too.
+    hidden: float32[n, d] or None (to the first stage, or when skipped).
+    """
+
+    run_id: int
+    parent_id: int
+    rows: Rows
+    lanes: IntArray
+    ops: tuple[SeqOp, ...] = ()
+    speculative: bool = False
+    skipped: bool = False
+    hidden: FloatArray | None = None
+    epoch: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Decode):
+            return NotImplemented
+        mine, theirs = self.hidden, other.hidden
+        return (
+            (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
+            == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
+                other.skipped)
+            and self.epoch == other.epoch
+            and np.array_equal(self.lanes, other.lanes)
+            and (mine is None) == (theirs is None)
+            and (mine is None or theirs is None or np.array_equal(mine, theirs))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOps:
+    """Apply sequence operations outside any run (lane end, idle times)."""
+
+    ops: tuple[SeqOp, ...]
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOpen:
+    """Announce a lane and the parameters its tokens are chosen with."""
+
+    lane: int
+    params: SamplingParams
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneClose:
+    """Forget a lane; every run that uses it has passed."""
+
+    lane: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Pass it on, report, and leave."""
+
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """The choices after the output rows of a run, in row order."""
+
+    run_id: int
+    choices: tuple[Choice, ...]
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunCancelled:
+    """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
+
+    run_id: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Runs whose rows are all dead. Advisory, idempotent, travels against the flow."""
+
+    run_ids: tuple[int, ...]
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A node's last words: where it failed, in which run, and its traceback."""
+
+    node: int
+    host: str
+    run_id: int
+    summary: str
+    traceback: str
+    exit_code: int = 6
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Start-up and shut-down talk (hello, setup, progress, ready, report) as one JSON object."""
+
+    kind: str
+    node: int
+    data: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+
+Message: TypeAlias = (
+    Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
+    | WorkerFailed | Notice
+)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of `message`."""
+    match message:
+        case Decode():
+            return _encode_decode(message)
+        case CacheOps(ops, epoch):
+            return _frame(Op.CACHE_OPS, epoch, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case LaneOpen(lane, params, epoch):
+            return _frame(Op.LANE_OPEN, epoch, _encode_params(params), run_id=lane)
+        case LaneClose(lane, epoch):
+            return _frame(Op.LANE_CLOSE, epoch, run_id=lane)
+        case Shutdown(epoch):
+            return _frame(Op.SHUTDOWN, epoch)
+        case RunFinished(run_id, choices, epoch):
+            return _frame(Op.RUN_FINISHED, epoch, _encode_choices(choices), run_id=run_id,
+                          n_rows=len(choices))
+        case RunCancelled(run_id, epoch):
+            return _frame(Op.RUN_CANCELLED, epoch, run_id=run_id)
+        case Cancel(run_ids, epoch):
+            body = np.asarray(run_ids, "<i8").tobytes()
+            return _frame(Op.CANCEL, epoch, body, n_rows=len(run_ids))
+        case WorkerFailed(node, host, run_id, summary, traceback, exit_code, epoch):
+            data = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
+            return _frame(Op.WORKER_FAILED, epoch, json.dumps(data).encode(), run_id=run_id,
+                          parent_id=node)
+        case Notice(kind, node, data, epoch):
+            body = json.dumps({"kind": kind, "data": data}).encode()
+            return _frame(Op.NOTICE, epoch, body, parent_id=node)
+        case _:
+            raise ProtocolError(f"can not encode {type(message).__name__}")
+
+
+def decode(frame: bytes | bytearray | memoryview) -> Message:
+    """The message in `frame`; arrays are views into it. Raises ProtocolError."""
+    view = memoryview(frame)
+    if len(view) < HEADER_BYTES:
+        raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
+    magic, version, op, flags, epoch, reserved, run_id, parent_id, n_rows, n_ids, n_ops, d, size = (
+        _HEADER.unpack_from(view)
+    )
+    if magic != MAGIC or reserved:
+        raise ProtocolError("a frame that does not start with pipeinfer's header")
+    if version != VERSION:
+        raise ProtocolError(
+            f"protocol version {version} met {VERSION}: install the same pipeinfer on every host"
+        )
+    body = view[HEADER_BYTES:]
+    if len(body) != size or max(n_rows, n_ids, n_ops, d) > _MAX_COUNT:
+        raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
+    reader = _Reader(body)
+    message: Message
+    match op:
+        case Op.DECODE:
+            message = _decode_decode(
+                reader, Flag(flags & 7), epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d)
+            )
+        case Op.CACHE_OPS:
+            message = CacheOps(_read_ops(reader, n_ops), epoch)
+        case Op.LANE_OPEN:
+            message = LaneOpen(run_id, _decode_params(reader), epoch)
+        case Op.LANE_CLOSE:
+            message = LaneClose(run_id, epoch)
+        case Op.SHUTDOWN:
+            message = Shutdown(epoch)
+        case Op.RUN_FINISHED:
+            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch)
+        case Op.RUN_CANCELLED:
+            message = RunCancelled(run_id, epoch)
+        case Op.CANCEL:
+            message = Cancel(tuple(reader.array("<i8", n_rows).tolist()), epoch)
+        case Op.WORKER_FAILED:
+            data = reader.json()
+            try:
+                message = WorkerFailed(parent_id, str(data["host"]), run_id, str(data["summary"]),
+                                       str(data["traceback"]), int(data["code"]), epoch)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(f"a failure report with a bad body: {error}") from error
+        case Op.NOTICE:
+            data = reader.json()
+            kind, inner = data.get("kind"), data.get("data")
+            if not isinstance(kind, str) or not isinstance(inner, dict):
+                raise ProtocolError("a notice without a kind or data")
+            message = Notice(kind, parent_id, inner, epoch)
+        case _:
+            raise ProtocolError(f"unknown operation {op}")
+    reader.finish()
+    return message
+
+
+class _Reader:
+    """Takes columns off a body one after the other, never past its end."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body, self._at = body, 0
+
+    def take(self, count: int) -> memoryview:
+        if count < 0 or self._at + count > len(self._body):
+            raise ProtocolError("a frame whose columns reach past its end")
+        part = self._body[self._at : self._at + count]
+        self._at += count
+        return part
+
+    def array(self, dtype: Any, count: int) -> Any:
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
+
+    def json(self) -> dict[str, Any]:
+        try:
+            data = json.loads(bytes(self._body[self._at :]))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a frame with a damaged JSON body: {error}") from error
+        if not isinstance(data, dict):
+            raise ProtocolError("a frame whose JSON body is no object")
+        self._at = len(self._body)
+        return data
+
+    def finish(self) -> None:
+        if self._at != len(self._body):
+            raise ProtocolError(f"a frame with {len(self._body) - self._at} bytes left over")
+
+
+def _frame(
+    op: Op, epoch: int, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
+    parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
+) -> bytes:
+    size = sum(len(part) for part in body)
+    if size > _MAX_PAYLOAD:
+        raise ProtocolError(f"a message of {size} bytes is over the limit of {_MAX_PAYLOAD}")
+    header = _HEADER.pack(MAGIC, VERSION, op, flags, epoch, 0, run_id, parent_id, n_rows, n_ids,
+                          n_ops, d, size)
+    return b"".join((header, *body))
+
+
+def _encode_decode(m: Decode) -> bytes:
+    n = len(m.rows)
+    ids = [i for group in m.rows.seq_ids for i in group]
+    offsets = np.zeros(n + 1, "<i4")
+    np.cumsum([len(group) for group in m.rows.seq_ids], out=offsets[1:])
+    flags = (Flag.SKIPPED * m.skipped) | (Flag.SPECULATIVE * m.speculative)
+    columns = np.concatenate(
+        (m.rows.tokens, m.rows.positions, m.lanes, offsets, np.asarray(ids, "<i4"),
+         _ops_array(m.ops).ravel()), dtype="<i4",
+    )
+    parts: list[bytes | memoryview] = [
+        columns.tobytes(),
+        m.rows.outputs.astype(np.uint8).tobytes() + bytes(-n % 4),
+    ]
+    d = 0
+    if m.hidden is not None:
+        if m.hidden.shape[0] != n:
+            raise ProtocolError(f"{m.hidden.shape[0]} activations for {n} rows")
+        flags |= Flag.HIDDEN
+        d = m.hidden.shape[1]
+        parts.append(memoryview(np.ascontiguousarray(m.hidden, "<f4")).cast("B"))
+    return _frame(Op.DECODE, m.epoch, *parts, flags=int(flags), run_id=m.run_id,
+                  parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d)
+
+
+def _decode_decode(
+    reader: _Reader, flags: Flag, epoch: int, run_id: int, parent_id: int,
+    counts: tuple[int, int, int, int],
+) -> Decode:
+    n, n_ids, n_ops, d = counts
+    tokens, positions, lanes = (reader.array("<i4", n) for _ in range(3))
+    offsets = reader.array("<i4", n + 1).tolist()
+    ids = reader.array("<i4", n_ids).tolist()
+    if offsets[0] != 0 or offsets[-1] != n_ids or any(
+        b <= a for a, b in zip(offsets, offsets[1:], strict=False)
+    ):
+        raise ProtocolError(f"run {run_id} has rows without sequence ids")
+    ops = _read_ops(reader, n_ops)
+    outputs = reader.array("u1", n).astype(np.bool_)
+    reader.take(-n % 4)
+    hidden = None
+    if flags & Flag.HIDDEN:
+        hidden = reader.array("<f4", n * d).reshape(n, d)
+    seq_ids = tuple(tuple(ids[a:b]) for a, b in zip(offsets, offsets[1:], strict=False))
+    return Decode(
+        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
+        speculative=bool(flags & Flag.SPECULATIVE), skipped=bool(flags & Flag.SKIPPED),
+        hidden=hidden, epoch=epoch,
+    )
+
+
+def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
+    table = np.zeros((len(ops), 5), "<i4")
+    for row, op in zip(table, ops, strict=True):
+        match op:
+            case SeqRemove(seq_id, p0, p1):
+                row[:] = 0, seq_id, 0, p0, p1
+            case SeqCopy(src, dst, p0, p1):
+                row[:] = 1, src, dst, p0, p1
+            case SeqKeep(seq_id):
+                row[:] = 2, seq_id, 0, 0, 0
+    return table
+
+
+def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
+    ops: list[SeqOp] = []
+    for kind, a, b, p0, p1 in reader.array("<i4", 5 * count).reshape(count, 5).tolist():
+        match kind:
+            case 0:
+                ops.append(SeqRemove(a, p0, p1))
+            case 1:
+                ops.append(SeqCopy(a, b, p0, p1))
+            case 2:
+                ops.append(SeqKeep(a))
+            case _:
+                raise ProtocolError(f"unknown sequence operation {kind}")
+    return tuple(ops)
+
+
+def _encode_params(p: SamplingParams) -> bytes:
+    head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
+                        p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
+                        p.key, len(p.logit_bias))
+    bias = np.array(p.logit_bias, np.dtype([("token", "<i4"), ("bias", "<f4")]))
+    return head + bias.tobytes()
+
+
+def _decode_params(reader: _Reader) -> SamplingParams:
+    t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias = (
+        _PARAMS.unpack(reader.take(_PARAMS.size))
+    )
+    if n_bias < 0:
+        raise ProtocolError("a negative number of logit biases")
+    bias = reader.array(np.dtype([("token", "<i4"), ("bias", "<f4")]), n_bias)
+    return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
+                          tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs)
+
+
+def _encode_choices(choices: tuple[Choice, ...]) -> bytes:
+    head = np.array([(c.token, len(c.top), c.logprob) for c in choices], _CHOICE)
+    top = np.array([(i, 0, p) for c in choices for i, p in c.top], _TOP)
+    return head.tobytes() + top.tobytes()
+
+
+def _decode_choices(reader: _Reader, count: int) -> tuple[Choice, ...]:
+    choices = []
+    for token, n_top, logprob in reader.array(_CHOICE, count).tolist():
+        if not 0 <= n_top <= _MAX_COUNT:
+            raise ProtocolError(f"a choice with {n_top} alternatives")
+        choices.append((token, n_top, logprob))
+    return tuple(
+        Choice(token, logprob, tuple((i, p) for i, _, p in reader.array(_TOP, n_top).tolist()))
+        for token, n_top, logprob in choices
+    )

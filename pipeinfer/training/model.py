@@ -1,0 +1,133 @@
+"""A plain llama in torch, small enough to train on two cores.
+
+Rotary embeddings turn neighbouring pairs ``(x[2i], x[2i+1])``, as ggml's ``llama`` architecture
+does, so that query and key rows need no permutation on export. Embedding and output share one
+matrix; there are no biases.
+
+Does not know: tokenizers, files, training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Shape of a model; ``n_embd == n_head * head_size``."""
+
+    n_vocab: int = 4096
+    n_layer: int = 12
+    n_embd: int = 256
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 768
+    n_ctx: int = 2048
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.n_embd // self.n_head
+
+    def to_dict(self) -> dict[str, int | float]:
+        """The fields as plain values, for a checkpoint."""
+        return asdict(self)
+
+
+TARGET = LlamaConfig()
+DRAFT = LlamaConfig(n_layer=2)
+
+
+def rope_tables(config: LlamaConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, head_size / 2] (float32) of positions 0 .. length - 1."""
+    half = config.head_size // 2
+    frequencies = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the neighbouring pairs of ``x`` [batch, length, heads, head_size]."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, kv_width = config.n_embd, config.n_head_kv * config.head_size
+        self.config = config
+        self.attn_norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.attn_q = nn.Linear(width, width, bias=False)
+        self.attn_k = nn.Linear(width, kv_width, bias=False)
+        self.attn_v = nn.Linear(width, kv_width, bias=False)
+        self.attn_output = nn.Linear(width, width, bias=False)
+        self.ffn_norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.ffn_gate = nn.Linear(width, config.n_ff, bias=False)
+        self.ffn_up = nn.Linear(width, config.n_ff, bias=False)
+        self.ffn_down = nn.Linear(config.n_ff, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x`` [batch, length, width] -> the same shape."""
+        heads = (-1, self.config.head_size)
+        h = self.attn_norm(x)
+        q = rotate(self.attn_q(h).unflatten(-1, heads), cos, sin).transpose(1, 2)
+        k = rotate(self.attn_k(h).unflatten(-1, heads), cos, sin).transpose(1, 2)
+        v = self.attn_v(h).unflatten(-1, heads).transpose(1, 2)
+        groups = self.config.n_head // self.config.n_head_kv
+        # Repeating is cheaper than enable_gqa on CPU, whose fused kernel does not take groups.
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_output(y.transpose(1, 2).flatten(-2))
+        h = self.ffn_norm(x)
+        return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+
+
+class Llama(nn.Module):
+    """Tokens [batch, length] -> logits [batch, length, vocabulary]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embd = nn.Embedding(config.n_vocab, config.n_embd)
+        self.blk = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.output_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        cos, sin = rope_tables(config, config.n_ctx)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def reset(self, seed: int) -> None:
+        """Seeded initial weights: outputs of each half-layer start at zero, so layers start as
+        the identity and a deep narrow stack trains from the first step."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.ndim < 2:
+                    parameter.fill_(1.0)
+                elif name.endswith(("attn_output.weight", "ffn_down.weight")):
+                    parameter.zero_()
+                else:
+                    scale = 0.02 if "embd" in name else 0.6 * parameter.shape[1] ** -0.5
+                    parameter.normal_(0.0, scale, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every position; positions count from 0 in every row."""
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.token_embd(tokens)
+        for block in self.blk:
+            x = block(x, cos, sin)
+        return F.linear(self.output_norm(x), self.token_embd.weight)
+
+    def parameter_count(self) -> int:
+        """Number of weights (the shared embedding counted once)."""
+        return sum(parameter.numel() for parameter in self.parameters())
