@@ -143,7 +143,7 @@ class Choice:
     """The target's choice after one row: the token, and its raw log-probability if asked for."""
 
     token: int
-    logprob: float = float("nan")
+    logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -42,7 +43,7 @@ _HEADER = struct.Struct("<4sBBHIIqqIIIIIxxxxxxxx")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
-_PARAMS = struct.Struct("<fifffffiqQi")
+_PARAMS = struct.Struct("<didddddiqQi")
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 28
 
@@ -416,7 +417,7 @@ def _encode_params(p: SamplingParams) -> bytes:
     head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
                         p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
                         p.key, len(p.logit_bias))
-    bias = np.array(p.logit_bias, np.dtype([("token", "<i4"), ("bias", "<f4")]))
+    bias = np.array(list(p.logit_bias), np.dtype([("token", "<i4"), ("bias", "<f8")]))
     return head + bias.tobytes()
 
 
@@ -426,13 +427,16 @@ def _decode_params(reader: _Reader) -> SamplingParams:
     )
     if n_bias < 0:
         raise ProtocolError("a negative number of logit biases")
-    bias = reader.array(np.dtype([("token", "<i4"), ("bias", "<f4")]), n_bias)
+    bias = reader.array(np.dtype([("token", "<i4"), ("bias", "<f8")]), n_bias)
     return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
                           tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs)
 
 
 def _encode_choices(choices: tuple[Choice, ...]) -> bytes:
-    head = np.array([(c.token, len(c.top), c.logprob) for c in choices], _CHOICE)
+    head = np.array([
+            (c.token, len(c.top), math.nan if c.logprob is None else c.logprob)
+            for c in choices
+        ], _CHOICE)
     top = np.array([(i, 0, p) for c in choices for i, p in c.top], _TOP)
     return head.tobytes() + top.tobytes()
 
@@ -444,6 +448,7 @@ def _decode_choices(reader: _Reader, count: int) -> tuple[Choice, ...]:
             raise ProtocolError(f"a choice with {n_top} alternatives")
         choices.append((token, n_top, logprob))
     return tuple(
-        Choice(token, logprob, tuple((i, p) for i, _, p in reader.array(_TOP, n_top).tolist()))
+        Choice(token, None if math.isnan(logprob) else logprob,
+               tuple((i, p) for i, _, p in reader.array(_TOP, n_top).tolist()))
         for token, n_top, logprob in choices
     )

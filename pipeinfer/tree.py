@@ -1,0 +1,195 @@
+"""The token tree in flight of one lane, and the walk that accepts tokens.
+
+The root side of the tree is the last accepted token (the *frontier*); below it hang tokens that
+were already issued to the pipeline on a guess. When the target's choice after the frontier is
+known, that choice is accepted: if an issued child carries it the frontier moves there, else the
+caller issues the chosen token alone. Every other subtree dies. SpecInfer's verification,
+PipeInfer's continuous speculation and its invalidation are all this walk (ALGORITHMS 1.7, 2.2).
+
+Sequence ids: a child that is the first to continue its parent's id stays in it, every further
+one starts an id of its own; rows of one run that lie on several new paths carry all their ids.
+The tree knows no runs in flight, no policy and no draft; it asks the pool for ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core import Choice
+from pipeinfer.sequences import SequencePool
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One issued token.
+
+    seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
+    its first child continues. choice: the target's choice after it, None while in flight.
+    """
+
+    token: int
+    pos: int
+    parent: Node | None
+    seq_ids: tuple[int, ...]
+    run_id: int
+    speculative: bool
+    children: list[Node] = field(default_factory=list)
+    choice: Choice | None = None
+    alive: bool = True
+
+    def child(self, token: int) -> Node | None:
+        """The child that carries `token`, if any."""
+        return next((c for c in self.children if c.token == token), None)
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and everything below it."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+    def path_from(self, ancestor: Node) -> list[int]:
+        """Tokens from below `ancestor` down to this node."""
+        tokens: list[int] = []
+        node = self
+        while node is not ancestor:
+            tokens.append(node.token)
+            assert node.parent is not None
+            node = node.parent
+        return tokens[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
+
+    confidence: estimated probability that the target chooses it, given that its parent is.
+    """
+
+    parent: int
+    token: int
+    confidence: float = 1.0
+
+
+@dataclass(slots=True)
+class Tree:
+    """The tree of one lane; `lane` names it to the pool."""
+
+    lane: int
+    pool: SequencePool
+    frontier: Node
+
+    def add(self, token: int, run_id: int) -> Node:
+        """Issue the accepted token `token` alone (the non-speculative row); it is the frontier."""
+        here = self.frontier
+        node = self._attach(here, token, here.seq_ids[:1], run_id, speculative=False)
+        node.parent = None
+        self.frontier = node
+        return node
+
+    def extend(self, tip: Node, proposals: Sequence[Proposal], run_id: int) -> list[Node]:
+        """Issue `proposals` below `tip` in one run; returns their nodes in row order.
+
+        Proposals that repeat a sibling's token, or for which no id is left, are dropped together
+        with what hangs below them. `tip` may be a row of the same run (synchronous trees): it
+        then gets the new ids as well, see `widen`.
+        """
+        kept = self._affordable(tip, proposals)
+        ids: dict[int, tuple[int, ...]] = {}
+        children: dict[int, list[int]] = {}
+        for index in kept:
+            children.setdefault(proposals[index].parent, []).append(index)
+
+        def assign(index: int, primary: int) -> tuple[int, ...]:
+            """Ids of the leaves below `index`; the first child inherits `primary`."""
+            own: tuple[int, ...] = ()
+            for k, child in enumerate(children.get(index, ())):
+                fresh = primary if k == 0 else self._branch(tip)
+                own += assign(child, fresh)
+            ids[index] = own or (primary,)
+            return ids[index]
+
+        continued = bool(tip.children)
+        for k, index in enumerate(children.get(-1, ())):
+            primary = tip.seq_ids[0] if k == 0 and not continued else self._branch(tip)
+            assign(index, primary)
+        nodes: dict[int, Node] = {}
+        for index in kept:
+            proposal = proposals[index]
+            parent = tip if proposal.parent < 0 else nodes[proposal.parent]
+            nodes[index] = self._attach(parent, proposal.token, ids[index], run_id,
+                                        speculative=True)
+        return [nodes[index] for index in kept]
+
+    def widen(self, tip: Node, nodes: Sequence[Node]) -> None:
+        """Let `tip`, a row of the same run as its new subtree, carry all ids of that subtree."""
+        ids = dict.fromkeys(tip.seq_ids[:1])
+        for node in nodes:
+            ids.update(dict.fromkeys(node.seq_ids))
+        tip.seq_ids = tuple(ids)
+
+    def step(self, token: int) -> tuple[Node | None, list[Node]]:
+        """Accept `token` after the frontier.
+
+        Returns the child that the frontier moved to (None: the token has not been issued, and
+        the frontier stays until `add`) and the nodes that died, in no particular order.
+        """
+        here = self.frontier
+        survivor = here.child(token)
+        dead = [n for c in here.children if c is not survivor for n in c.subtree()]
+        length = here.pos + 1
+        keep = {here.seq_ids[0]} if survivor is None else {
+            i for n in survivor.subtree() for i in n.seq_ids
+        }
+        gone = dict.fromkeys(i for n in dead for i in n.seq_ids if i not in keep)
+        if survivor is None and here.children:
+            self.pool.truncate(here.seq_ids[0], length)
+        for seq_id in gone:
+            self.pool.release(seq_id, length)
+        for node in dead:
+            node.alive = False
+        here.children = [] if survivor is None else [survivor]
+        if survivor is not None:
+            survivor.parent = here
+            here.parent = None
+            self.frontier = survivor
+        return survivor, dead
+
+    def kill(self) -> list[Node]:
+        """Everything in the tree dies (the lane ends); the caller releases the lane's ids."""
+        nodes = list(self.frontier.subtree())
+        for node in nodes:
+            node.alive = False
+        return nodes
+
+    def _attach(
+        self, parent: Node, token: int, seq_ids: tuple[int, ...], run_id: int, *,
+        speculative: bool,
+    ) -> Node:
+        node = Node(token, parent.pos + 1, parent, seq_ids, run_id, speculative)
+        parent.children.append(node)
+        return node
+
+    def _branch(self, tip: Node) -> int:
+        return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
+
+    def _affordable(self, tip: Node, proposals: Sequence[Proposal]) -> list[int]:
+        """Indices of the proposals that have an id to live in, without repeated siblings."""
+        budget = self.pool.available
+        continued = {-1: bool(tip.children)}
+        seen = {(-1, c.token) for c in tip.children}
+        kept: list[int] = []
+        for index, proposal in enumerate(proposals):
+            parent = proposal.parent
+            if (parent >= 0 and parent not in kept) or (parent, proposal.token) in seen:
+                continue
+            if continued.get(parent, False):
+                if budget == 0:
+                    continue
+                budget -= 1
+            continued[parent] = True
+            seen.add((parent, proposal.token))
+            kept.append(index)
+        return kept
