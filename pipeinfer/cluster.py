@@ -1,0 +1,513 @@
+"""Start-up and shut-down: from ranks to a head with loaded stages, and back.
+
+    every rank    facts and versions are gathered; the head compares them
+    head          reads the model's header, cuts the layers, sends each stage its Setup
+    stages        extract their shard, load it, find their exact width, answer Ready
+    head          loads the draft meanwhile, then takes requests
+
+The same code runs one process (`-np 1`: the stage is a thread) and many. This module knows no
+policies and no prompts; `cli` and `server` use the `Session` that `open_session` gives to rank 0,
+and every other rank returns from it when the job is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeinfer import __version__, host
+from pipeinfer.backends.base import Backend
+from pipeinfer.config import Config
+from pipeinfer.errors import (
+    ClusterError,
+    MismatchError,
+    PipeinferError,
+    PlanError,
+    TransportTimeout,
+    UsageError,
+)
+from pipeinfer.head import Head, raise_worker_failed
+from pipeinfer.protocol import VERSION, Notice, Tag, WorkerFailed
+from pipeinfer.scheduler import Ablation, Limits, Policy, Scheduler
+from pipeinfer.stage import CancelPath, Stage
+from pipeinfer.strategies.worker import DraftWorker
+from pipeinfer.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.transport.base import Port
+from pipeinfer.transport.inproc import local_ports
+
+EXACT_LIMIT = 16
+_PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
+                              "keep_binding", "trace"})
+_LAST_WORDS_SECONDS = 8.0
+
+
+@dataclass(slots=True)
+class StageState:
+    """What the head knows about a stage while it starts."""
+
+    phase: str = "waiting"
+    done: int = 0
+    total: int = 0
+    ready: dict[str, Any] = field(default_factory=dict)
+
+
+ProgressHook = Callable[[dict[int, StageState]], None]
+
+
+@dataclass(slots=True)
+class Session:
+    """A running cluster, as rank 0 sees it."""
+
+    config: Config
+    head: Head
+    limits: Limits
+    tokenizer: Tokenizer
+    draft: DraftWorker | None
+    stages: dict[int, dict[str, Any]]
+    hosts: list[dict[str, Any]]
+    model_name: str
+    draft_name: str
+    notes: list[str]
+    load_seconds: float
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def n_stages(self) -> int:
+        """How many stages hold the target."""
+        return len(self.stages)
+
+
+@dataclass(slots=True)
+class _Place:
+    """This process in the job."""
+
+    rank: int
+    size: int
+    comm: Any
+    cores: int
+    local_rank: int
+    local_size: int
+
+
+def open_session(config: Config, progress: ProgressHook | None = None
+                 ) -> contextlib.AbstractContextManager[Session | None]:
+    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks."""
+    return _session(config, progress)
+
+
+@contextlib.contextmanager
+def _session(config: Config, progress: ProgressHook | None) -> Iterator[Session | None]:
+    place = _find_place(config)
+    n_stages = place.size if config.head_stage or place.size == 1 else place.size - 1
+    if place.rank > 0:
+        _serve_rank(config, place, n_stages)
+        yield None
+        return
+    started = time.monotonic()
+    port, thread = _head_port(config, place, n_stages)
+    hosts = _compare(config, place)
+    session = _start(config, place, n_stages, port, hosts, progress, started)
+    try:
+        yield session
+    finally:
+        failed = sys.exc_info()[0] is not None and not issubclass(
+            sys.exc_info()[0] or Exception, (KeyboardInterrupt, SystemExit))
+        if session.draft is not None:
+            session.draft.close(timeout=5.0)
+        if not failed:
+            session.head.drain(config.timeout)
+            session.reports = session.head.shutdown(timeout=10.0)
+            port.close(timeout=5.0)
+            if thread is not None:
+                thread.join(timeout=10.0)
+            session.tokenizer.close()
+
+
+# --- places -----------------------------------------------------------------------------------
+
+
+def _find_place(config: Config) -> _Place:
+    size = host.launched_size()
+    local_rank, local_size = host.local_place()
+    comm = None
+    rank = 0
+    if size > 1:
+        from pipeinfer.transport import mpi  # only ranks of a job load MPI
+
+        comm = mpi.world()
+        rank, size = comm.Get_rank(), comm.Get_size()
+    cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
+        local_rank, local_size)
+    return _Place(rank, size, comm, cores, local_rank, local_size)
+
+
+def _layout(config: Config, size: int) -> Any:
+    from pipeinfer.transport import mpi
+
+    return mpi.Layout((0, *range(size)) if config.head_stage else tuple(range(size)))
+
+
+def _head_port(config: Config, place: _Place, n_stages: int
+               ) -> tuple[Port, threading.Thread | None]:
+    """The head's port, and the thread of a stage that shares this process."""
+    if place.comm is None:
+        head_port, stage_port = local_ports(2)
+        return head_port, _stage_thread(config, place, stage_port, n_stages)
+    from pipeinfer.transport import mpi
+
+    port = mpi.MpiPort(place.comm, _layout(config, place.size))
+    if not config.head_stage:
+        return port, None
+    return port, _stage_thread(config, place, port.local_port(1), n_stages)
+
+
+def _stage_thread(config: Config, place: _Place, port: Port, n_stages: int) -> threading.Thread:
+    thread = threading.Thread(target=_guarded_stage, args=(config, place, port, n_stages),
+                              name="stage", daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve_rank(config: Config, place: _Place, n_stages: int) -> None:
+    from pipeinfer.transport import mpi
+
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
+    port = mpi.MpiPort(place.comm, _layout(config, place.size))
+    mpi.gather_json(place.comm, json.dumps(_hello(config, place)))
+    ok = _guarded_stage(config, place, port, n_stages)
+    port.close(timeout=_LAST_WORDS_SECONDS)
+    if not ok:
+        time.sleep(_LAST_WORDS_SECONDS)  # rank 0 reports and ends the job; if it can not, we do
+        mpi.abort(ClusterError.exit_code)
+
+
+# --- hello ------------------------------------------------------------------------------------
+
+
+def _hello(config: Config, place: _Place) -> dict[str, Any]:
+    shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in _PER_NODE_FIELDS}
+    digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
+    return {
+        "rank": place.rank, "version": __version__, "protocol": VERSION,
+        "backend": _llama_version(), "config": digest.hexdigest(),
+        "values": {k: repr(v)[:80] for k, v in shared.items()},
+        **host.facts(place.cores, place.local_rank, place.local_size).to_json(),
+    }
+
+
+def _llama_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _compare(config: Config, place: _Place) -> list[dict[str, Any]]:
+    """Every rank's hello; raises MismatchError when they can not work together."""
+    mine = _hello(config, place)
+    if place.comm is None:
+        return [mine]
+    from pipeinfer.transport import mpi
+
+    texts = mpi.gather_json(place.comm, json.dumps(mine))
+    assert texts is not None
+    hellos: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    for other in hellos[1:]:
+        who = f"rank {other['rank']} on {other['host']}"
+        for key, what in (("version", "pipeinfer"), ("protocol", "protocol"),
+                          ("backend", "llama-cpp-python")):
+            if other[key] != mine[key]:
+                raise MismatchError(
+                    f"{who} runs {what} {other[key]}, rank 0 on {mine['host']} runs {mine[key]}: "
+                    "install the same version on every host"
+                )
+        if other["config"] != mine["config"]:
+            names = [k for k, v in mine["values"].items() if other["values"].get(k) != v]
+            raise MismatchError(
+                f"{who} has other values than rank 0 for {', '.join(names)}: give every rank the "
+                "same options (PIPEINFER_* variables and config files differ between hosts?)"
+            )
+    return hellos
+
+
+# --- the head's start -------------------------------------------------------------------------
+
+
+def _start(
+    config: Config, place: _Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
+    progress: ProgressHook | None, started: float,
+) -> Session:
+    from pipeinfer.models.shard import stage_layers
+
+    notes: list[str] = []
+    target_path, draft_path = model_paths(config)
+    model = open_model(target_path)
+    policy = _policy(config, draft_path)
+    layers = stage_layers(model.n_layers, n_stages)
+    n_ctx = config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)
+    credit = config.credit or n_stages + 1
+    width = EXACT_LIMIT if config.exact == "on" else max(config.tree_max + 1, config.draft_max)
+    cells = n_ctx + width * (2 * credit + 4)
+    setup = {
+        "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
+        "n_seq_max": 1 + config.partitions, "n_batch": max(config.chunk, width, config.ubatch),
+        "fingerprint": model.fingerprint,
+    }
+    _check_memory(config, model, layers, setup, hosts)
+    for node, (start, stop) in enumerate(layers, 1):
+        port.send(node, Tag.TRANSACTION, Notice("setup", node, {
+            **setup, "start": start, "stop": stop}))
+    states = {node: StageState() for node in range(1, n_stages + 1)}
+    tokenizer = Tokenizer(target_path)
+    worker = None
+    if draft_path is not None and policy is not Policy.ITERATIVE:
+        check_draft_vocab(tokenizer, draft_path)
+        worker = _load_draft(config, place, draft_path, cells, port.wake)
+    _await_ready(config, port, states, progress)
+    exact = min(state.ready["exact_width"] for state in states.values())
+    if config.exact == "off":
+        exact = width
+        notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
+    elif exact == 1:
+        notes.append("no width above 1 is exact here: tokens equal plain decoding, trees need "
+                     "--exact off")
+    limits = Limits(
+        n_ctx=n_ctx, policy=policy, ablations=frozenset(Ablation(a) for a in config.ablate),
+        chunk=config.chunk, exact_width=exact, credit=credit, partitions=config.partitions,
+        draft_max=config.draft_max, tree_max=config.tree_max, branches=config.branches,
+        p_min=config.draft_p_min, p_split=config.p_split, p_recovery=config.p_recovery,
+        p_decay=config.p_decay,
+    )
+    head = Head(port, n_stages, Scheduler(limits), worker,
+                cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
+                timeout=config.timeout)
+    return Session(
+        config, head, limits, tokenizer, worker,
+        {node: state.ready for node, state in states.items()}, hosts, target_path.name,
+        draft_path.name if worker is not None and draft_path is not None else "",
+        notes, time.monotonic() - started,
+    )
+
+
+def model_paths(config: Config) -> tuple[Path, Path | None]:
+    """Target and draft files; the embedded pair when no target is named."""
+    embedded = Path(__file__).parent / "models" / "embedded"
+    target = Path(config.model) if config.model else embedded / "target.gguf"
+    if config.draft_model:
+        draft: Path | None = Path(config.draft_model)
+    else:
+        draft = None if config.model else embedded / "draft.gguf"
+    return target, draft
+
+
+def open_model(path: Path) -> Any:
+    """The model's header. Raises ModelError."""
+    from pipeinfer.models.gguf import ModelFile
+
+    return ModelFile(path)
+
+
+def _policy(config: Config, draft: Path | None) -> Policy:
+    if config.policy:
+        policy = Policy(config.policy)
+        if policy is not Policy.ITERATIVE and draft is None:
+            raise UsageError(f"--policy {policy} needs a draft model: give one with -md")
+        return policy
+    return Policy.ITERATIVE if draft is None else Policy.PIPEINFER
+
+
+def _check_memory(
+    config: Config, model: Any, layers: list[tuple[int, int]], setup: dict[str, Any],
+    hosts: list[dict[str, Any]],
+) -> None:
+    """Refuse a plan that a host can not hold. Raises PlanError naming the rank and the lack."""
+    from pipeinfer.models.shard import cache_bytes, shard_bytes
+
+    offset = 0 if config.head_stage or len(hosts) == 1 else 1
+    need: dict[str, int] = {}
+    ranks: dict[str, list[int]] = {}
+    for index, (start, stop) in enumerate(layers):
+        rank = index + offset
+        where = hosts[rank]["host"]
+        need[where] = need.get(where, 0) + shard_bytes(model, start, stop) + cache_bytes(
+            model, start, stop, setup["n_ctx"], config.cache_type_k, config.cache_type_v)
+        ranks.setdefault(where, []).append(rank)
+    for where, wanted in need.items():
+        rank = ranks[where][0]
+        free = hosts[rank]["memory_available"]
+        if wanted > free:
+            raise PlanError(
+                f"rank {', '.join(map(str, ranks[where]))} on {where} needs "
+                f"{wanted / 2**30:.1f} GiB for weights and cache and has {free / 2**30:.1f} GiB: "
+                "use more hosts, a smaller quantisation or a smaller context (-c)"
+            )
+
+
+def _load_draft(
+    config: Config, place: _Place, path: Path, cells: int, notify: Callable[[], None]
+) -> DraftWorker:
+    from pipeinfer.backends.llamacpp import LlamaCppBackend
+    from pipeinfer.strategies.draft_model import DraftModel
+
+    threads = config.threads_draft or place.cores
+    n_layers = open_model(path).n_layers
+    backend: Backend = LlamaCppBackend.load(
+        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=cells,
+        n_seq_max=max(2, config.branches), n_batch=256, n_threads=threads,
+        options=llama_options(config, draft=True),
+    )
+    return DraftWorker(DraftModel(backend), notify)
+
+
+def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False) -> Any:
+    """The llama.cpp side of a config."""
+    from pipeinfer.backends.llamacpp import LlamaOptions
+
+    return LlamaOptions(
+        n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
+        type_k=config.cache_type_k, type_v=config.cache_type_v, flash_attn=config.flash_attn,
+        use_mmap=config.mmap, use_mlock=config.mlock, numa=config.numa,
+        layer_callbacks=callbacks,
+    )
+
+
+def _await_ready(
+    config: Config, port: Port, states: dict[int, StageState], progress: ProgressHook | None
+) -> None:
+    last_news = time.monotonic()
+    while not all(state.ready for state in states.values()):
+        failure = port.take(Tag.ERROR)
+        if failure is not None and isinstance(failure.message, WorkerFailed):
+            raise_worker_failed(failure.message)
+        envelope = port.take(Tag.RESULT)
+        if envelope is None:
+            port.wait(0.2)
+            if time.monotonic() - last_news > config.timeout:
+                late = next(n for n, state in states.items() if not state.ready)
+                raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
+                                       seconds=config.timeout)
+            continue
+        last_news = time.monotonic()
+        message = envelope.message
+        if isinstance(message, Notice) and message.node in states:
+            state = states[message.node]
+            if message.kind == "progress":
+                state.phase = str(message.data["phase"])
+                state.done, state.total = int(message.data["done"]), int(message.data["total"])
+            elif message.kind == "ready":
+                state.phase, state.ready = "ready", message.data
+            if progress is not None:
+                progress(states)
+
+
+# --- a stage's life ---------------------------------------------------------------------------
+
+
+def _guarded_stage(config: Config, place: _Place, port: Port, n_stages: int) -> bool:
+    """Run a stage; failures become a message to the head. Whether it ended well."""
+    stage: Stage | None = None
+    try:
+        stage, backend = _load_stage(config, place, port, n_stages)
+        if stage is None or backend is None:
+            return True
+        stage.serve()
+        backend.close()
+    except BaseException as error:  # everything is reported, nothing may vanish in a thread
+        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
+        summary = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, PipeinferError):
+            summary = f"{type(error).__name__}: {summary}"
+        with contextlib.suppress(Exception):
+            port.send(0, Tag.ERROR, WorkerFailed(
+                port.node, socket.gethostname(), -1 if stage is None else stage.current_run,
+                summary, traceback.format_exc(), code))
+        return False
+    return True
+
+
+def _load_stage(config: Config, place: _Place, port: Port, n_stages: int
+                ) -> tuple[Stage | None, Backend | None]:
+    from pipeinfer.backends.exact import exact_width
+    from pipeinfer.backends.llamacpp import LlamaCppBackend
+    from pipeinfer.models.shard import extract_shard
+
+    setup = _await_setup(config, port)
+    if setup is None:
+        return None, None
+
+    def report(phase: str, done: int, total: int) -> None:
+        port.send(0, Tag.RESULT, Notice("progress", port.node, {
+            "phase": phase, "done": done, "total": total}))
+
+    model = open_model(Path(setup["model"]))
+    if model.fingerprint != setup["fingerprint"]:
+        raise MismatchError(
+            f"{setup['model']} on {socket.gethostname()} is not the file that rank 0 has: copy "
+            "the same model to every host"
+        )
+    start, stop = setup["start"], setup["stop"]
+    shard = extract_shard(model, start, stop, progress=lambda d, t: report("extracting", d, t))
+    report("loading", 0, 1)
+    whole = start == 0 and stop == setup["n_layers"]
+    backend = LlamaCppBackend.load(
+        shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
+        last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
+        n_batch=setup["n_batch"], n_threads=config.threads or place.cores,
+        options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
+    )
+    width = exact_width(backend, limit=EXACT_LIMIT) if config.exact == "on" else EXACT_LIMIT
+    report("loading", 1, 1)
+    port.send(0, Tag.RESULT, Notice("ready", port.node, {
+        "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
+        "exact_width": width, "weight_bytes": backend.info.weight_bytes,
+        "cache_bytes": backend.info.cache_bytes, "threads": config.threads or place.cores,
+    }))
+    stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
+                  trace=bool(config.trace), timeout=config.timeout,
+                  extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
+                                        "exact_width": width, **host.memory_parts()})
+    return stage, backend
+
+
+def _await_setup(config: Config, port: Port) -> dict[str, Any] | None:
+    deadline = time.monotonic() + config.timeout
+    while True:
+        envelope = port.take(Tag.TRANSACTION)
+        if envelope is not None and isinstance(envelope.message, Notice):
+            return envelope.message.data
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=place_of(port), peer=0, tag="Setup", run_id=None,
+                                   seconds=config.timeout)
+        port.wait(0.5)
+
+
+def place_of(port: Port) -> int:
+    """The node number, for messages."""
+    return port.node
+
+
+def end_job(code: int) -> None:
+    """Leave with `code` and take every other rank along."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if host.launched_size() > 1:
+        from pipeinfer.transport import mpi
+
+        mpi.abort(code)
+    os._exit(code)

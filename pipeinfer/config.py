@@ -1,0 +1,279 @@
+"""Every option, declared once: its flags, type, bounds, default and help.
+
+The command line wins over the environment (`PIPEINFER_<NAME>`), the environment over a TOML file
+(`--config`), the file over defaults; where each value came from is kept. This module knows no
+model, rank or click command; `cli` turns the declarations into options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UsageError
+
+ENV_PREFIX = "PIPEINFER_"
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How one field is given. kind: int, float, str, flag, list or map."""
+
+    flags: tuple[str, ...]
+    kind: str
+    help: str
+    group: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    off_flag: str | None = None
+
+
+def _opt(default: Any, *flags: str, kind: str = "int", help: str, group: str, **extra: Any) -> Any:
+    option = Option(flags, kind, help, group, **extra)
+    return field(default=default, metadata={"option": option})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A complete, checked set of values. Empty strings mean "not given"."""
+
+    # model
+    model: str = _opt("", "-m", "--model", kind="str", group="model",
+                      help="Target model, a GGUF file [default: the embedded one].")
+    draft_model: str = _opt("", "-md", "--model-draft", kind="str", group="model",
+                            help="Draft model (GGUF, same vocabulary) [default: the embedded one "
+                                 "with the embedded target, else none].")
+    ctx: int = _opt(0, "-c", "--ctx-size", group="model", low=0, high=2**24,
+                    help="Context in tokens; 0 takes the model's own, at most 8192.")
+    threads: int = _opt(0, "-t", "--threads", group="model", low=0, high=4096,
+                        help="Threads per stage; 0 shares the host's cores among its ranks.")
+    threads_draft: int = _opt(0, "-td", "--threads-draft", group="model", low=0, high=4096,
+                              help="Threads of the draft; 0 as for a stage.")
+    gpu_layers: int = _opt(0, "-ngl", "--n-gpu-layers", group="model", low=0, high=100_000,
+                           help="Layers of a stage on its GPU.")
+    gpu_layers_draft: int = _opt(0, "-ngld", "--n-gpu-layers-draft", group="model", low=0,
+                                 high=100_000, help="Layers of the draft on the GPU.")
+    cache_type_k: str = _opt("f16", "-ctk", "--cache-type-k", kind="str", group="model",
+                             choices=CACHE_TYPES, help="Type of the cached keys.")
+    cache_type_v: str = _opt("f16", "-ctv", "--cache-type-v", kind="str", group="model",
+                             choices=CACHE_TYPES, help="Type of the cached values.")
+    ubatch: int = _opt(0, "-ub", "--ubatch-size", group="model", low=0, high=65536,
+                       help="Most rows of one decode; 0 takes --chunk.")
+    flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str", group="model",
+                           choices=("auto", "on", "off"), help="Flash attention.")
+    mlock: bool = _opt(False, "--mlock", kind="flag", group="model",
+                       help="Keep the weights in memory.")
+    mmap: bool = _opt(True, "--mmap", kind="flag", group="model", off_flag="--no-mmap",
+                      help="Map the weights instead of reading them.")
+    numa: str = _opt("", "--numa", kind="str", group="model",
+                     choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
+
+    # runtime
+    policy: str = _opt("", "--policy", kind="str", group="runtime",
+                       choices=("", "iterative", "speculative", "pipeinfer"),
+                       help="What to issue next [default: pipeinfer with a draft, else iterative].")
+    ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
+                                   choices=("async", "continuous", "multibuffer", "cancel"),
+                                   help="Switch a component off (repeatable).")
+    draft_max: int = _opt(3, "--draft-max", "--draft", group="runtime", low=1, high=64,
+                          help="Drafted tokens per micro-batch.")
+    tree_max: int = _opt(7, "--tree-max", group="runtime", low=1, high=256,
+                         help="Drafted tokens of a synchronous tree (--policy speculative).")
+    draft_p_min: float = _opt(0.4, "--draft-p-min", kind="float", group="runtime", low=0, high=1,
+                              help="Confidence below which a drafted token is not issued.")
+    p_split: float = _opt(0.2, "--p-split", kind="float", group="runtime", low=0, high=1,
+                          help="Confidence from which a further branch is opened.")
+    p_recovery: float = _opt(0.0, "--p-recovery", kind="float", group="runtime", low=0, high=1,
+                             help="Added to the cutoff per run issued since the last acceptance.")
+    p_decay: float = _opt(0.0, "--p-decay", kind="float", group="runtime", low=0, high=1,
+                          help="Taken off the cutoff per empty draft since the last acceptance.")
+    branches: int = _opt(1, "--branches", "-np", group="runtime", low=1, high=32,
+                         help="Paths per micro-batch or tree (1: a chain).")
+    partitions: int = _opt(8, "--partitions", group="runtime", low=0, high=200,
+                           help="Sequence ids for side branches.")
+    credit: int = _opt(0, "--credit", group="runtime", low=0, high=1024,
+                       help="Most useful runs in flight; 0 takes stages + 1.")
+    chunk: int = _opt(64, "--chunk", group="runtime", low=1, high=65536,
+                      help="Prompt tokens per run, cut at its multiples.")
+    exact: str = _opt("on", "--exact", kind="str", group="runtime", choices=("on", "off"),
+                      help="Keep runs to the width at which decodes are bit-equal to single rows.")
+    cancel_path: str = _opt("backward", "--cancel-path", kind="str", group="runtime",
+                            choices=("backward", "direct"), help="How cancellations travel.")
+    head_stage: bool = _opt(False, "--head-stage", kind="flag", group="runtime",
+                            help="Rank 0 holds the first layers too.")
+    keep_binding: bool = _opt(False, "--keep-binding", kind="flag", group="runtime",
+                              help="Leave the processor binding as the launcher set it.")
+    timeout: float = _opt(300.0, "--timeout", kind="float", group="runtime", low=0.1, high=1e6,
+                          help="Seconds without an answer after which the job gives up.")
+    trace: str = _opt("", "--trace", kind="str", group="runtime",
+                      help="Write a Chrome trace (JSON) of every run to this file.")
+
+    # sampling
+    temp: float = _opt(0.8, "--temp", kind="float", group="sampling", low=0, high=100,
+                       help="Temperature; 0 always takes the likeliest token.")
+    top_k: int = _opt(40, "--top-k", group="sampling", low=0, high=10**7,
+                      help="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: float = _opt(0.95, "--top-p", kind="float", group="sampling", low=0, high=1,
+                        help="Keep the likeliest tokens that hold this mass; 1 keeps all.")
+    min_p: float = _opt(0.05, "--min-p", kind="float", group="sampling", low=0, high=1,
+                        help="Keep tokens at least this likely relative to the likeliest.")
+    repeat_penalty: float = _opt(1.0, "--repeat-penalty", kind="float", group="sampling",
+                                 low=0.01, high=100, help="Divide repeated tokens' logits.")
+    presence_penalty: float = _opt(0.0, "--presence-penalty", kind="float", group="sampling",
+                                   low=-100, high=100, help="Subtract from repeated tokens.")
+    frequency_penalty: float = _opt(0.0, "--frequency-penalty", kind="float", group="sampling",
+                                    low=-100, high=100, help="Subtract per repetition.")
+    repeat_last_n: int = _opt(64, "--repeat-last-n", group="sampling", low=-1, high=2**24,
+                              help="Tokens the penalties look back on; 0 none, -1 all.")
+    logit_bias: tuple[str, ...] = _opt((), "-l", "--logit-bias", kind="list", group="sampling",
+                                       help="TOKEN_ID(+|-)BIAS, for instance 15043+1 "
+                                            "(repeatable).")
+    seed: int = _opt(-1, "-s", "--seed", group="sampling", low=-1, high=2**63 - 1,
+                     help="Seed; -1 draws one and reports it.")
+
+    # request
+    prompt: str = _opt("", "-p", "--prompt", kind="str", group="request", help="Prompt text.")
+    file: str = _opt("", "-f", "--file", kind="str", group="request",
+                     help="File with the prompt, - for standard input.")
+    n_predict: int = _opt(128, "-n", "--n-predict", "--predict", group="request", low=0,
+                          high=2**24, help="Most tokens to generate.")
+    chat: bool = _opt(False, "--chat", kind="flag", group="request",
+                      help="Put the prompt into the model's chat template.")
+    stop: tuple[str, ...] = _opt((), "-r", "--stop", "--reverse-prompt", kind="list",
+                                 group="request", help="End at this text (repeatable).")
+    ignore_eos: bool = _opt(False, "--ignore-eos", kind="flag", group="request",
+                            help="Go on past the end-of-text token.")
+    json: bool = _opt(False, "--json", kind="flag", group="request",
+                      help="Print one JSON object instead of text.")
+    no_display_prompt: bool = _opt(False, "--no-display-prompt", kind="flag", group="request",
+                                   help="Do not print the prompt before the text.")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A config and where each of its values came from."""
+
+    config: Config
+    origin: Mapping[str, str]
+
+    def show(self) -> str:
+        """One line per value: name, value, origin."""
+        names = [f.name for f in dataclasses.fields(Config)]
+        width = max(map(len, names))
+        return "\n".join(
+            f"{name:{width}}  {getattr(self.config, name)!r:24}  {self.origin[name]}"
+            for name in names
+        )
+
+
+def options() -> dict[str, Option]:
+    """Field name to declaration, in order."""
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
+
+
+def resolve(
+    command_line: Mapping[str, Any], environ: Mapping[str, str] | None = None,
+    config_file: str | None = None,
+) -> Resolved:
+    """Merge the sources; `command_line` holds given values only. Raises UsageError."""
+    environ = os.environ if environ is None else environ
+    from_file = _read_toml(config_file) if config_file else {}
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for item in dataclasses.fields(Config):
+        name, option = item.name, item.metadata["option"]
+        env_name = ENV_PREFIX + name.upper()
+        if name in command_line:
+            values[name], origin[name] = command_line[name], "command line"
+        elif env_name in environ:
+            values[name] = _parse(option, environ[env_name], env_name)
+            origin[name] = f"environment {env_name}"
+        elif name in from_file:
+            values[name], origin[name] = from_file[name], f"file {config_file}"
+        else:
+            values[name], origin[name] = item.default, "default"
+        values[name] = _check(name, option, values[name], origin[name])
+    return Resolved(Config(**values), origin)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"can not read config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"config file {path} is not valid TOML: {error}") from error
+    by_name = {}
+    names = {f.name: f.name for f in dataclasses.fields(Config)}
+    for name, option in options().items():
+        names |= {flag.lstrip("-").replace("-", "_"): name for flag in option.flags if
+                  flag.startswith("--")}
+    for key, value in data.items():
+        name = names.get(key.replace("-", "_"))
+        if name is None:
+            near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"config file {path} has an unknown key {key!r}{hint}")
+        by_name[name] = tuple(value) if isinstance(value, list) else value
+    return by_name
+
+
+def _parse(option: Option, text: str, source: str) -> Any:
+    """A value from the environment."""
+    try:
+        match option.kind:
+            case "int":
+                return int(text)
+            case "float":
+                return float(text)
+            case "flag":
+                lowered = text.strip().lower()
+                if lowered in ("1", "true", "yes", "on"):
+                    return True
+                if lowered in ("0", "false", "no", "off", ""):
+                    return False
+                raise ValueError("give 1 or 0")
+            case "list":
+                return tuple(part for part in text.split(",") if part)
+            case _:
+                return text
+    except ValueError as error:
+        raise UsageError(f"{source}={text!r} is no {option.kind}: {error}") from error
+
+
+def _check(name: str, option: Option, value: Any, origin: str) -> Any:
+    """The value in its type and bounds. Raises UsageError that names the flag."""
+    flag = next((f for f in option.flags if f.startswith("--")), option.flags[0])
+    where = f"{flag} (from {origin})"
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "int": int, "float": (int, float), "str": str, "flag": bool, "list": tuple,
+    }
+    if not isinstance(value, kinds[option.kind]) or (
+        isinstance(value, bool) and option.kind != "flag"
+    ):
+        raise UsageError(f"{where} needs a {option.kind}, not {value!r}")
+    if option.kind == "float":
+        value = float(value)
+        if value != value:
+            raise UsageError(f"{where} is not a number")
+    if option.kind in ("int", "float"):
+        if option.low is not None and value < option.low:
+            raise UsageError(f"{where} is {value}; the least is {option.low:g}")
+        if option.high is not None and value > option.high:
+            raise UsageError(f"{where} is {value}; the most is {option.high:g}")
+    if option.choices:
+        for part in value if option.kind == "list" else (value,):
+            if part not in option.choices:
+                known = ", ".join(c for c in option.choices if c)
+                raise UsageError(f"{where} is {part!r}; choose from {known}")
+    if option.kind == "list" and not all(isinstance(part, str) for part in value):
+        raise UsageError(f"{where} needs a list of texts")
+    return value

@@ -1,0 +1,173 @@
+"""One request from prompt to text: streaming, stop strings, timing.
+
+Used by the command line, benchmarks and tests. It knows the session and the tokenizer, no click
+and no MPI.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeinfer.cluster import Session
+from pipeinfer.config import Config
+from pipeinfer.core import Request, SamplingParams
+from pipeinfer.errors import UsageError
+from pipeinfer.sampling import noise_key
+from pipeinfer.scheduler import Emit, Finish, LaneStats, Refuse
+
+_request_ids = itertools.count()
+
+
+@dataclass(slots=True)
+class Generated:
+    """What a request brought. Times in seconds since its submission.
+
+    reason: stop (end of text or stop string), length, context, interrupted. speculated: per
+    token, whether it was in flight before it was accepted.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    n_prompt: int = 0
+    times: list[float] = field(default_factory=list)
+    speculated: list[bool] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    lane: LaneStats = field(default_factory=LaneStats)
+    seed: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed after the first token (the prompt's time is not in it, as in the paper)."""
+        span = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+        return (len(self.times) - 1) / span if span > 0 else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the accepted positions with a guess in flight at which it was right."""
+        tested = self.lane.guesses_tested
+        return self.lane.accepted_speculative / tested if tested else 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Figures for `--json` and the summary."""
+        gaps = [b - a for a, b in itertools.pairwise(self.times)]
+        return {
+            "n_prompt": self.n_prompt, "n_output": len(self.tokens), "reason": self.reason,
+            "seed": self.seed,
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token": self.times[0] if self.times else None,
+            "inter_token_latency_mean": statistics.fmean(gaps) if gaps else None,
+            "inter_token_latency_median": statistics.median(gaps) if gaps else None,
+            "acceptance": self.acceptance, **dataclasses.asdict(self.lane),
+        }
+
+
+class StopText:
+    """Looks for stop strings in a text that arrives in pieces; holds back partial matches."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [s for s in stops if s]
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Text that is safe to show now, and whether a stop string has been met."""
+        text = self._held + piece
+        found = [at for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max((n for s in self._stops for n in range(1, min(len(s), len(text) + 1))
+                    if text.endswith(s[:n])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def rest(self) -> str:
+        """What was held back when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def sampling_params(config: Config, seed: int) -> SamplingParams:
+    """The sampling side of a config. Raises UsageError for a malformed logit bias."""
+    return SamplingParams(
+        temperature=config.temp, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
+        repeat_penalty=config.repeat_penalty, presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty, repeat_last_n=config.repeat_last_n,
+        logit_bias=tuple(map(_bias, config.logit_bias)), key=noise_key(seed),
+    )
+
+
+def draw_seed(config: Config) -> int:
+    """The seed to use: the one given, or a fresh one."""
+    return config.seed if config.seed >= 0 else secrets.randbits(31)
+
+
+def run_request(
+    session: Session, prompt: Sequence[int], params: SamplingParams, max_tokens: int, *,
+    stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
+    on_text: Callable[[str], None] = lambda text: None,
+    interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
+) -> Generated:
+    """Generate; returns when the request's terminal event has come. Raises ContextOverflow.
+
+    `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
+    """
+    out = Generated() if into is None else into
+    out.n_prompt, out.seed = len(prompt), seed
+    if not prompt:
+        raise UsageError("the prompt is empty: give at least one token")
+    tokenizer, head = session.tokenizer, session.head
+    request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
+                      frozenset(tokenizer.eog_ids), ignore_eos)
+    pieces, stopper = tokenizer.stream(), StopText(stops)
+    start = time.monotonic()
+
+    def show(text: str) -> None:
+        if text:
+            out.text += text
+            on_text(text)
+
+    head.submit(request)
+    asked_to_end = stopped = False
+    while True:
+        if interrupted() and not asked_to_end:
+            asked_to_end = True
+            head.abort(request.request_id, "interrupted")
+        match head.next_news(0.1):
+            case Emit(_, choice, speculated) if not stopped:
+                out.tokens.append(choice.token)
+                out.times.append(time.monotonic() - start)
+                out.speculated.append(speculated)
+                out.logprobs.append(choice.logprob)
+                text, stopped = stopper.push(pieces.push(choice.token))
+                show(text)
+                if stopped:
+                    head.abort(request.request_id, "stop")
+            case Finish(_, reason, lane):
+                out.reason, out.lane = "stop" if stopped else reason, lane
+                if not stopped:
+                    text, _ = stopper.push(pieces.finish())
+                    show(text + stopper.rest())
+                return out
+            case Refuse(_, error):
+                raise error
+            case _:
+                pass
+
+
+def _bias(text: str) -> tuple[int, float]:
+    for sign in "+-":
+        token, found, value = text.partition(sign)
+        if found and token.isdigit():
+            try:
+                return int(token), float(sign + value)
+            except ValueError:
+                break
+    raise UsageError(f"--logit-bias {text!r} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS")

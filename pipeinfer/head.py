@@ -1,0 +1,236 @@
+"""Node 0: feeds events to the scheduler and executes its instructions.
+
+    schedule -> send -> receive
+
+The head owns the request side of the job: it sends runs to the first stage, takes choices from
+the last, hands drafting to a worker thread and gives tokens to whoever asked. It computes
+nothing itself and knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.core import Request
+from pipeinfer.errors import ProtocolError, TransportTimeout, WorkerFailed
+from pipeinfer.protocol import (
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Message,
+    Notice,
+    RunCancelled,
+    RunFinished,
+    Shutdown,
+    Tag,
+)
+from pipeinfer.protocol import WorkerFailed as WorkerFailedMessage
+from pipeinfer.scheduler import (
+    Abort,
+    CancelRuns,
+    CloseLane,
+    Emit,
+    Event,
+    Finish,
+    Instruction,
+    IssueRun,
+    OpenLane,
+    Refuse,
+    RunDone,
+    Scheduler,
+    SendOps,
+    StartDraft,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.stage import CancelPath
+from pipeinfer.strategies.worker import DraftWorker
+from pipeinfer.transport.base import Port
+
+
+@dataclass(slots=True)
+class HeadStats:
+    """busy: seconds handling events and instructions, the draft's own compute not included."""
+
+    busy: float = 0.0
+    handled: int = 0
+    issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
+    cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    results: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Head:
+    """The message loop of node 0."""
+
+    def __init__(
+        self, port: Port, n_stages: int, scheduler: Scheduler, draft: DraftWorker | None, *,
+        cancel_path: CancelPath = CancelPath.BACKWARD, trace: bool = False, timeout: float = 300.0,
+    ) -> None:
+        self.stats = HeadStats()
+        self.scheduler = scheduler
+        self._port, self._n_stages, self._draft = port, n_stages, draft
+        self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
+        self._news: deque[Emit | Finish | Refuse] = deque()
+        self._last_result = time.monotonic()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its tokens and its one terminal event come from `next_news`."""
+        self._feed(Submit(request))
+
+    def abort(self, request_id: int, reason: str) -> None:
+        """End a request now; harmless when it has ended already."""
+        self._feed(Abort(request_id, reason))
+
+    def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
+        """The next token or terminal event, waiting up to `timeout` seconds for it.
+
+        Raises WorkerFailed when a node reports failure, TransportTimeout when runs are in flight
+        and nothing has come back for the deadline.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._news:
+            left = deadline - time.monotonic()
+            if not self._receive() and left <= 0:
+                return None
+            if not self._news and not self._has_mail():
+                self._port.wait(max(min(left, 1.0), 0.0), live=bool(self.scheduler.runs))
+                self._check_deadline()
+        return self._news.popleft()
+
+    def drain(self, timeout: float) -> None:
+        """Wait for the runs that are still in flight after their request has ended."""
+        deadline = time.monotonic() + timeout
+        while self.scheduler.runs:
+            if not self._receive():
+                if time.monotonic() > deadline:
+                    self._raise_timeout(timeout)
+                self._port.wait(0.1)
+                self._check_deadline()
+
+    def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
+        """End every stage; returns their reports by node (those that came in time)."""
+        self._port.send(1, Tag.TRANSACTION, Shutdown())
+        reports: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(reports) < self._n_stages and time.monotonic() < deadline:
+            envelope = self._take()
+            if envelope is None:
+                self._port.wait(0.05)
+            elif isinstance(envelope, Notice) and envelope.kind == "report":
+                reports[envelope.node] = envelope.data
+        return reports
+
+    # --- receive ------------------------------------------------------------------------------
+
+    def _has_mail(self) -> bool:
+        return self._draft is not None and self._draft.has_news
+
+    def _receive(self) -> bool:
+        """Handle everything that has arrived; whether there was anything."""
+        some = False
+        while (message := self._take()) is not None:
+            some = True
+            match message:
+                case RunFinished(run_id, choices):
+                    self._result(run_id)
+                    self._feed(RunDone(run_id, choices))
+                case RunCancelled(run_id):
+                    self._result(run_id)
+                    self._feed(RunDone(run_id, None))
+                case Notice():
+                    pass
+                case _:
+                    raise ProtocolError(f"the head can not handle {type(message).__name__}")
+        while self._draft is not None and (drafted := self._draft.take()) is not None:
+            some = True
+            self._feed(drafted)
+        return some
+
+    def _take(self) -> Message | None:
+        failure = self._port.take(Tag.ERROR)
+        if failure is not None and isinstance(failure.message, WorkerFailedMessage):
+            raise_worker_failed(failure.message)
+        envelope = self._port.take(Tag.RESULT)
+        return None if envelope is None else envelope.message
+
+    def _result(self, run_id: int) -> None:
+        self._last_result = time.monotonic()
+        if self._trace:
+            self.stats.results.append((run_id, time.time()))
+
+    def _check_deadline(self) -> None:
+        if not self.scheduler.runs:
+            self._last_result = time.monotonic()
+        elif time.monotonic() - self._last_result > self._timeout:
+            self._raise_timeout(self._timeout)
+
+    def _raise_timeout(self, seconds: float) -> None:
+        raise TransportTimeout(rank=0, peer=self._n_stages, tag=Tag.RESULT.name,
+                               run_id=min(self.scheduler.runs, default=None), seconds=seconds)
+
+    # --- schedule and send --------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        start = time.perf_counter()
+        if not self.scheduler.runs:
+            self._last_result = time.monotonic()
+        for instruction in self.scheduler.handle(event):
+            self._execute(instruction)
+        self.stats.busy += time.perf_counter() - start
+        self.stats.handled += 1
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case IssueRun(run_id, parent_id, lane, rows, ops, speculative):
+                lanes = np.full(len(rows), lane, np.int32)
+                self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
+                if self._trace:
+                    self.stats.issues.append((run_id, time.time(), speculative, len(rows)))
+            case SendOps(ops):
+                self._first(CacheOps(ops))
+            case OpenLane(lane, params):
+                self._first(LaneOpen(lane, params))
+            case CloseLane(lane):
+                self._first(LaneClose(lane))
+            case CancelRuns(run_ids):
+                self._cancel(run_ids)
+            case StartDraft():
+                if self._draft is None:
+                    raise ProtocolError("a draft is wanted and none is loaded: --policy iterative")
+                self._draft.start(instruction)
+            case StopDraft(job_id):
+                if self._draft is not None:
+                    self._draft.stop(job_id)
+            case Emit() | Finish() | Refuse():
+                self._news.append(instruction)
+            case _:
+                raise ProtocolError(f"unknown instruction {instruction!r}")
+
+    def _first(self, message: Message) -> None:
+        self._port.send(1, Tag.TRANSACTION, message)
+
+    def _cancel(self, run_ids: tuple[int, ...]) -> None:
+        if self._trace:
+            self.stats.cancels.append((time.time(), run_ids))
+        targets = range(self._n_stages, 0, -1) if self._cancel_path is CancelPath.DIRECT \
+            else (self._n_stages,)
+        for node in targets:
+            self._port.send(node, Tag.CANCEL, Cancel(run_ids))
+
+
+def raise_worker_failed(message: WorkerFailedMessage) -> None:
+    """Turn a node's last words into an exception with the node's exit code."""
+    error = WorkerFailed(
+        rank=message.node, host=message.host,
+        run_id=None if message.run_id < 0 else message.run_id,
+        summary=message.summary, remote_traceback=message.traceback,
+    )
+    error.exit_code = message.exit_code
+    raise error

@@ -1,0 +1,134 @@
+"""Facts about this process's place: rank, host, processors, memory, processor features.
+
+Knows the launchers' environment variables and Linux's files; knows no MPI and no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a rank tells the head about itself. Memory in bytes."""
+
+    host: str
+    pid: int
+    cores: int
+    local_rank: int
+    local_size: int
+    memory_total: int
+    memory_available: int
+    features: tuple[str, ...]
+    machine: str
+    python: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire."""
+        return asdict(self)
+
+
+def launched_size() -> int:
+    """How many ranks the launcher started, 1 without a launcher."""
+    return _first_int(_SIZE_VARIABLES, 1)
+
+
+def launched_rank() -> int:
+    """This process's rank by the launcher's environment, 0 without one."""
+    return _first_int(_RANK_VARIABLES, 0)
+
+
+def widen_affinity(local_rank: int, local_size: int) -> int:
+    """Use every processor the cgroup allows, shared out among the ranks of this host.
+
+    With at least one core per rank each takes its own share; otherwise all share all. Returns
+    the number of cores a rank may count on.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    cores = sorted(os.sched_getaffinity(0))
+    each = min(len(cores), _quota()) // local_size
+    if each >= 1 and local_size > 1:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores[local_rank * each : (local_rank + 1) * each])
+    return max(1, each)
+
+
+def cores_here(local_size: int) -> int:
+    """Cores of the present binding that a rank may count on, without changing it."""
+    bound = len(os.sched_getaffinity(0))
+    share = max(1, min(os.cpu_count() or 1, _quota()) // local_size)
+    return max(1, min(bound, share))
+
+
+def local_place() -> tuple[int, int]:
+    """(rank on this host, ranks on this host) by the launcher's environment."""
+    return _first_int(_LOCAL_RANK, 0), max(1, _first_int(_LOCAL_SIZE, 1))
+
+
+def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
+    """This rank's facts."""
+    memory = psutil.virtual_memory()
+    return HostFacts(
+        socket.gethostname(), os.getpid(), cores, local_rank, local_size, memory.total,
+        memory.available, cpu_features(), platform.machine(), platform.python_version(),
+    )
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets that decide whether a native build runs here."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ()
+    line = next((part for part in text.splitlines() if part.startswith("flags")), "")
+    flags = set(line.split())
+    return tuple(name for name in _FEATURES if name in flags)
+
+
+def resident_bytes() -> int:
+    """Memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def memory_parts() -> dict[str, int]:
+    """Resident memory of this process: all of it, and what is not file-backed."""
+    info = psutil.Process().memory_info()
+    return {"rss": int(info.rss), "anonymous": int(info.rss - getattr(info, "shared", 0))}
+
+
+def _quota() -> int:
+    """Cores that the cgroup's processor quota allows, rounded up."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            return max(1, math.ceil(int(quota) / int(period)))
+    with contextlib.suppress(OSError, ValueError):
+        base = Path("/sys/fs/cgroup/cpu")
+        quota_us = int((base / "cpu.cfs_quota_us").read_text())
+        if quota_us > 0:
+            return max(1, math.ceil(quota_us / int((base / "cpu.cfs_period_us").read_text())))
+    return 1 << 20
+
+
+def _first_int(names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return default

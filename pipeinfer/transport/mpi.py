@@ -1,0 +1,184 @@
+"""Nodes as MPI ranks. The only file that imports mpi4py.MPI.
+
+Facts behind the shape (docs/mpi.md): sends are non-blocking and their buffers are kept; one
+matched probe for any tag drains everything that has arrived, so a cancellation is never stuck
+behind activations and a large message is moved along by its receiver; waiting sleeps in
+proportion to the time already waited, which bounds both the latency added and the processor
+time burnt. This module knows no runs and no models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4py import MPI
+
+from pipeinfer import protocol
+from pipeinfer.errors import ProtocolError
+from pipeinfer.protocol import Message, Tag
+from pipeinfer.transport.base import Envelope, Mailbox, Traffic
+from pipeinfer.transport.inproc import LocalPort
+
+_TAGS_PER_NODE = 8
+_SPIN_SECONDS = 60e-6
+_MIN_SLEEP = 30e-6
+_SHARE = 0.125
+_LIVE_CAP = 1e-3
+_IDLE_CAP = 10e-3
+
+
+@dataclass(slots=True)
+class Layout:
+    """Which rank holds which node: `rank_of[node]`."""
+
+    rank_of: tuple[int, ...]
+
+    def local_nodes(self, rank: int) -> list[int]:
+        """Nodes of a rank, ascending."""
+        return [node for node, owner in enumerate(self.rank_of) if owner == rank]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A send that MPI still reads from."""
+
+    request: MPI.Request
+    frame: bytes = field(repr=False)
+
+
+class MpiPort:
+    """The port of a rank's first node; relays for further nodes of the same rank.
+
+    Every method but `wake` belongs to the thread that initialised MPI.
+    """
+
+    def __init__(self, comm: MPI.Comm, layout: Layout) -> None:
+        self.comm = comm
+        self.traffic = Traffic()
+        self._layout = layout
+        local = layout.local_nodes(comm.Get_rank())
+        self.node = local[0]
+        self._mailboxes = {node: Mailbox() for node in local}
+        self._own = self._mailboxes[self.node]
+        self._pending: deque[_Pending] = deque()
+        self._outbox: deque[tuple[int, Tag, bytes]] = deque()
+        self._status = MPI.Status()
+
+    def local_port(self, node: int) -> LocalPort:
+        """A port for another node of this rank, to be used by a thread of its own."""
+
+        def forward(source: int, dest: int, tag: Tag, frame: bytes) -> None:
+            del source
+            self._outbox.append((dest, tag, frame))
+            self.wake()
+
+        return LocalPort(node, self._mailboxes, forward)
+
+    def send(self, dest: int, tag: Tag, message: Message) -> None:
+        """See `Port.send`."""
+        frame = protocol.encode(message)
+        self.traffic.count(tag, len(frame))
+        box = self._mailboxes.get(dest)
+        if box is not None:
+            box.put(self.node, tag, frame)
+        else:
+            self._isend(dest, tag, frame)
+
+    def take(self, tag: Tag) -> Envelope | None:
+        """See `Port.take`."""
+        self.pump()
+        return self._own.take(tag)
+
+    def wait(self, timeout: float, *, live: bool = True) -> None:
+        """See `Port.wait`."""
+        start = time.monotonic()
+        cap = _LIVE_CAP if live else _IDLE_CAP
+        while True:
+            self.pump()
+            if not self._own.empty or self._own.arrived.is_set():
+                self._own.arrived.clear()
+                return
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                return
+            if waited > _SPIN_SECONDS:
+                pause = min(max(waited * _SHARE, _MIN_SLEEP), cap, timeout - waited)
+                self._own.arrived.wait(pause)
+
+    def wake(self) -> None:
+        """See `Port.wake`."""
+        self._own.arrived.set()
+
+    def close(self, timeout: float) -> None:
+        """See `Port.close`."""
+        deadline = time.monotonic() + timeout
+        while (self._pending or self._outbox) and time.monotonic() < deadline:
+            self.pump()
+            time.sleep(_LIVE_CAP)
+
+    def pump(self) -> None:
+        """Receive all that has arrived, relay, and forget completed sends."""
+        while self._outbox:
+            self._isend(*self._outbox.popleft())
+        while self._pending and self._pending[0].request.Test():
+            self._pending.popleft()
+        status = self._status
+        while (probe := self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            frame = bytearray(status.Get_count(MPI.BYTE))
+            node, tag = divmod(status.Get_tag(), _TAGS_PER_NODE)
+            probe.Recv([frame, MPI.BYTE])
+            box = self._mailboxes.get(node)
+            if box is None:
+                raise ProtocolError(
+                    f"rank {self.comm.Get_rank()} got a message for node {node} from rank "
+                    f"{status.Get_source()}"
+                )
+            box.put(-1, Tag(tag), frame)
+
+    def _isend(self, dest: int, tag: Tag, frame: bytes) -> None:
+        request = self.comm.Isend([frame, MPI.BYTE], dest=self._layout.rank_of[dest],
+                                  tag=dest * _TAGS_PER_NODE + int(tag))
+        self._pending.append(_Pending(request, frame))
+
+
+def world() -> MPI.Comm:
+    """A duplicate of the world, so that no one else's messages are met. Checks thread support."""
+    if MPI.Query_thread() < MPI.THREAD_FUNNELED:
+        raise ProtocolError(
+            "this MPI was started without thread support; pipeinfer needs MPI_THREAD_FUNNELED"
+        )
+    return MPI.COMM_WORLD.Dup()
+
+
+def abort(code: int) -> None:
+    """End every rank of the job at once, with exit status `code`."""
+    MPI.COMM_WORLD.Abort(code)
+
+
+def library_version() -> str:
+    """The MPI library's own name and version, first line."""
+    return MPI.Get_library_version().split("\n")[0].strip(" \x00")
+
+
+def host_name() -> str:
+    """The host name as MPI knows it."""
+    return MPI.Get_processor_name()
+
+
+def gather_json(comm: MPI.Comm, text: str) -> list[str] | None:
+    """Collective: every rank's `text` at rank 0 (None elsewhere), without pickle."""
+    import numpy as np
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.zeros(comm.Get_size(), np.int32) if comm.Get_rank() == 0 else None
+    comm.Gather(np.array([len(data)], np.int32), sizes, root=0)
+    if sizes is None:
+        comm.Gatherv(data, None, root=0)
+        return None
+    out = np.zeros(int(sizes.sum()), np.uint8)
+    comm.Gatherv(data, [out, sizes], root=0)
+    parts: list[Any] = np.split(out, np.cumsum(sizes)[:-1])
+    return [part.tobytes().decode() for part in parts]
