@@ -277,7 +277,9 @@ def _start(
     tokenizer = Tokenizer(target_path)
     worker = None
     if draft_path is not None and policy is not Policy.ITERATIVE:
-        check_draft_vocab(tokenizer, draft_path)
+        draft_tokenizer = Tokenizer(draft_path)
+        check_draft_vocab(tokenizer, draft_tokenizer)
+        draft_tokenizer.close()
         worker = _load_draft(config, place, draft_path, cells, port.wake)
     _await_ready(config, port, states, progress)
     exact = min(state.ready["exact_width"] for state in states.values())
@@ -337,7 +339,7 @@ def _check_memory(
     hosts: list[dict[str, Any]],
 ) -> None:
     """Refuse a plan that a host can not hold. Raises PlanError naming the rank and the lack."""
-    from pipeinfer.models.shard import cache_bytes, shard_bytes
+    from pipeinfer.models.shard import shard_bytes
 
     offset = 0 if config.head_stage or len(hosts) == 1 else 1
     need: dict[str, int] = {}
@@ -345,8 +347,8 @@ def _check_memory(
     for index, (start, stop) in enumerate(layers):
         rank = index + offset
         where = hosts[rank]["host"]
-        need[where] = need.get(where, 0) + shard_bytes(model, start, stop) + cache_bytes(
-            model, start, stop, setup["n_ctx"], config.cache_type_k, config.cache_type_v)
+        need[where] = need.get(where, 0) + shard_bytes(model, start, stop)
+        need[where] += _cache_bytes(model, stop - start, setup["n_ctx"])
         ranks.setdefault(where, []).append(rank)
     for where, wanted in need.items():
         rank = ranks[where][0]
@@ -357,6 +359,16 @@ def _check_memory(
                 f"{wanted / 2**30:.1f} GiB for weights and cache and has {free / 2**30:.1f} GiB: "
                 "use more hosts, a smaller quantisation or a smaller context (-c)"
             )
+
+
+def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
+    """A shard's cache with two bytes per element (quantised caches need less)."""
+    heads = int(model.arch_get("attention.head_count", 1) or 1)
+    kv_heads = int(model.arch_get("attention.head_count_kv", heads) or heads)
+    size = model.n_embd // heads
+    widths = sum(int(model.arch_get(f"attention.{kind}_length", size) or size)
+                 for kind in ("key", "value"))
+    return n_layers * n_cells * kv_heads * widths * 2
 
 
 def _load_draft(
@@ -443,7 +455,6 @@ def _guarded_stage(config: Config, place: _Place, port: Port, n_stages: int) -> 
 
 def _load_stage(config: Config, place: _Place, port: Port, n_stages: int
                 ) -> tuple[Stage | None, Backend | None]:
-    from pipeinfer.backends.exact import exact_width
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard
 
@@ -471,7 +482,11 @@ def _load_stage(config: Config, place: _Place, port: Port, n_stages: int
         n_batch=setup["n_batch"], n_threads=config.threads or place.cores,
         options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
     )
-    width = exact_width(backend, limit=EXACT_LIMIT) if config.exact == "on" else EXACT_LIMIT
+    width = EXACT_LIMIT
+    if config.exact == "on":
+        from pipeinfer.backends.exact import exact_width
+
+        width = exact_width(backend, limit=EXACT_LIMIT)
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,

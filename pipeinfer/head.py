@@ -43,6 +43,7 @@ from pipeinfer.scheduler import (
     IssueRun,
     OpenLane,
     Refuse,
+    Run,
     RunDone,
     Scheduler,
     SendOps,
@@ -64,6 +65,11 @@ class HeadStats:
     issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
     cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     results: list[tuple[int, float]] = field(default_factory=list)
+    traced: list[Run] = field(default_factory=list)
+
+    def fates(self) -> dict[int, str]:
+        """What became of each traced run's tokens, by run id."""
+        return {run.run_id: _fate(run) for run in self.traced}
 
 
 class Head:
@@ -193,6 +199,7 @@ class Head:
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
                 if self._trace:
                     self.stats.issues.append((run_id, time.time(), speculative, len(rows)))
+                    self.stats.traced.append(self.scheduler.runs[run_id])
             case SendOps(ops):
                 self._first(CacheOps(ops))
             case OpenLane(lane, params):
@@ -223,6 +230,14 @@ class Head:
             else (self._n_stages,)
         for node in targets:
             self._port.send(node, Tag.CANCEL, Cancel(run_ids))
+
+
+def _fate(run: Run) -> str:
+    guesses = [node for node in run.nodes if node.speculative]
+    if not guesses:
+        return "non-speculative" if run.nodes else "prompt"
+    right = sum(node.accepted for node in guesses)
+    return "accepted" if right == len(guesses) else "partly accepted" if right else "rejected"
 
 
 def raise_worker_failed(message: WorkerFailedMessage) -> None:

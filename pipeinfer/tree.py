@@ -26,6 +26,7 @@ class Node:
 
     seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
     its first child continues. choice: the target's choice after it, None while in flight.
+    accepted: the frontier has reached it.
     """
 
     token: int
@@ -37,6 +38,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
     choice: Choice | None = None
     alive: bool = True
+    accepted: bool = False
 
     def child(self, token: int) -> Node | None:
         """The child that carries `token`, if any."""
@@ -86,6 +88,7 @@ class Tree:
         here = self.frontier
         node = self._attach(here, token, here.seq_ids[:1], run_id, speculative=False)
         node.parent = None
+        node.accepted = True
         self.frontier = node
         return node
 
@@ -152,8 +155,7 @@ class Tree:
             node.alive = False
         here.children = [] if survivor is None else [survivor]
         if survivor is not None:
-            survivor.parent = here
-            here.parent = None
+            survivor.accepted = True
             self.frontier = survivor
         return survivor, dead
 

@@ -1,0 +1,5 @@
+"""`python -m pipeinfer`."""
+
+from pipeinfer.cli import main
+
+main(prog_name="pipeinfer")

@@ -1,0 +1,309 @@
+"""The command line. Turns declarations of `config` into options and errors into exit codes.
+
+It knows what to print and nothing of how it is computed; heavy modules are imported by the
+command that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from pipeinfer import __version__
+from pipeinfer.config import Config, Option, Resolved, options, resolve
+from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
+
+INTERRUPTED = 130
+
+
+class Stopped(BaseException):
+    """The user wants to leave at once."""
+
+
+def config_options(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of these groups, collected into one `given` mapping of values on the line."""
+
+    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
+        names = [n for n, o in options().items() if o.group in groups]
+
+        def inner(config_file: str | None, show_config: bool, **values: Any) -> Any:
+            given = {n: values.pop(n) for n in names if n in values}
+            given = {n: v for n, v in given.items() if v is not None and v != ()}
+            resolved = resolve(given, config_file=config_file)
+            if show_config:
+                click.echo(resolved.show())
+                return None
+            return command(resolved=resolved, **values)
+
+        inner.__doc__ = command.__doc__
+        inner.__name__ = command.__name__
+        decorated: Callable[..., Any] = inner
+        for name in reversed(names):
+            decorated = _click_option(name, options()[name])(decorated)
+        decorated = click.option("--show-config", is_flag=True,
+                                 help="Print every value and where it came from.")(decorated)
+        return click.option("--config", "config_file", metavar="FILE",
+                            help="TOML file with option values.")(decorated)
+
+    return wrap
+
+
+def _click_option(name: str, option: Option) -> Callable[[Any], Any]:
+    default = {f.name: f.default for f in Config.__dataclass_fields__.values()}[name]
+    text = option.help
+    if option.kind != "flag" and default not in ("", ()) and "[default" not in text:
+        text += f" [default: {default}]"
+    if option.kind == "flag":
+        flags = "/".join(filter(None, (" ".join(option.flags), option.off_flag or "")))
+        return click.option(flags, name, default=None, is_flag=True, help=text)
+    kind: Any = {"int": click.INT, "float": click.FLOAT}.get(option.kind, click.STRING)
+    if option.choices:
+        kind = click.Choice([c for c in option.choices if c])
+    return click.option(*option.flags, name, default=None, type=kind,
+                        multiple=option.kind == "list", help=text)
+
+
+class _Main(click.Group):
+    """Prints pipeinfer's errors as one line and exits with their code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeinferError as error:
+            fail(error)
+        except Stopped:
+            leave(INTERRUPTED)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # a bug: its traceback is wanted, and no rank may stay behind
+            import traceback
+
+            click.echo(traceback.format_exc(), err=True, nl=False)
+            click.echo(f"pipeinfer: error: {type(error).__name__}: {error} (this is a bug)",
+                       err=True)
+            leave(1)
+
+
+def fail(error: PipeinferError) -> NoReturn:
+    """Say what is wrong and end every rank."""
+    if isinstance(error, WorkerFailed) and error.remote_traceback and \
+            not error.summary.startswith("Traceback") and error.exit_code == 6:
+        click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
+    click.echo(f"pipeinfer: error: {error}", err=True)
+    leave(error.exit_code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with `code`, and end the other ranks."""
+    from pipeinfer.cluster import end_job
+
+    end_job(code)
+    raise SystemExit(code)
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"],
+                                          "max_content_width": 100})
+@click.version_option(__version__, prog_name="pipeinfer")
+def main() -> None:
+    """Run a large language model over a cluster, as fast as one user's text can come."""
+
+
+@main.command()
+@config_options("model", "runtime", "sampling", "request")
+def generate(resolved: Resolved) -> None:
+    """Continue a prompt and stream the text.
+
+    \b
+    pipeinfer generate -p "def fibonacci(n):"
+    mpirun -np 4 pipeinfer generate -m big.gguf -md small.gguf -f prompt.txt
+    """
+    from pipeinfer import generate as gen
+    from pipeinfer.cluster import open_session
+
+    config = resolved.config
+    out = gen.Generated()
+    interrupts = _watch_signals()
+    with open_session(config, _progress_hook(config)) as session:
+        if session is None:
+            return
+        text = _prompt_text(config)
+        prompt = session.tokenizer.apply_chat([{"role": "user", "content": text}]) \
+            if config.chat else session.tokenizer.encode(text)
+        seed = gen.draw_seed(config)
+        if not config.json and not config.no_display_prompt and not config.chat:
+            _write(text)
+        try:
+            gen.run_request(
+                session, prompt, gen.sampling_params(config, seed), config.n_predict,
+                stops=config.stop, ignore_eos=config.ignore_eos, seed=seed, into=out,
+                on_text=(lambda piece: None) if config.json else _write,
+                interrupted=lambda: bool(interrupts),
+            )
+        except Stopped:
+            out.reason = "interrupted"
+            _report(config, out, session, {})
+            leave(INTERRUPTED)
+    _report(config, out, session, session.reports)
+    if config.trace:
+        _write_trace(Path(config.trace), session)
+    if out.reason == "interrupted":
+        leave(INTERRUPTED)
+    if out.reason == "context":
+        raise RequestError(
+            f"the context of {session.limits.n_ctx} tokens is full after {len(out.tokens)} new "
+            "tokens: raise it with -c"
+        )
+
+
+def _watch_signals() -> list[int]:
+    """Count interrupts: the first asks to finish the token, the second leaves at once.
+
+    mpirun turns Ctrl-C into SIGTERM and kills 0.25 s later: then print what there is at once.
+    """
+    seen: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        seen.append(number)
+        if len(seen) > 1 or number == signal.SIGTERM:
+            raise Stopped
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    return seen
+
+
+def _prompt_text(config: Config) -> str:
+    if config.prompt and config.file:
+        raise UsageError("give either -p or -f, not both")
+    if not config.file:
+        if not config.prompt:
+            raise UsageError('there is no prompt: give one with -p "...", -f FILE or -f -')
+        return config.prompt
+    try:
+        data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"can not read {config.file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{config.file} is not UTF-8 text: {error}") from error
+    if not text:
+        raise UsageError(f"{config.file} is empty: there is no prompt")
+    return text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _report(config: Config, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]) -> None:
+    from pipeinfer.observe import summary
+
+    figures = out.stats()
+    stages = {node: {**ready, **reports.get(node, {})} for node, ready in session.stages.items()}
+    span = out.times[-1] if out.times else 0.0
+    for stage in stages.values():
+        if "busy" in stage and span:
+            stage["busy_share"] = min(1.0, stage["busy"] / span)
+        stage.pop("events", None)
+    if config.json:
+        limits = session.limits
+        head = session.head.stats
+        figures |= {
+            "model": session.model_name, "draft": session.draft_name,
+            "policy": limits.policy.value, "ablations": sorted(limits.ablations),
+            "stages": stages, "exact_width": limits.exact_width, "notes": session.notes,
+            "load_seconds": session.load_seconds,
+            "head_seconds_per_token": head.busy / max(1, len(out.tokens)),
+            "draft_seconds": session.draft.busy_seconds if session.draft else 0.0,
+        }
+        click.echo(json.dumps({"text": out.text, "tokens": out.tokens, "stats": figures}))
+    else:
+        click.echo()
+        click.echo(f"\n{summary(figures, stages, session.notes)}", err=True)
+
+
+def _write_trace(path: Path, session: Any) -> None:
+    from pipeinfer.observe import chrome_trace, write_atomically
+
+    stats = session.head.stats
+    data = chrome_trace(stats.issues, stats.cancels, stats.results, session.reports,
+                        stats.fates())
+    write_atomically(path, json.dumps(data))
+    click.echo(f"trace written to {path}", err=True)
+
+
+def _progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
+    """One line on a terminal's standard error that shows how far each stage is."""
+    if config.json or not sys.stderr.isatty():
+        return None
+
+    def show(states: Mapping[int, Any]) -> None:
+        parts = []
+        for node, state in sorted(states.items()):
+            share = f" {state.done / state.total:.0%}" if state.total > 1 else ""
+            parts.append(f"{node} {state.phase}{share}")
+        done = all(state.ready for state in states.values())
+        line = "stages: " + " | ".join(parts)
+        sys.stderr.write("\r\x1b[K" + ("" if done else line[:160]))
+        sys.stderr.flush()
+
+    return show
+
+
+@main.command()
+@click.argument("model")
+@click.option("--stages", type=click.IntRange(1), required=True, help="How many stages.")
+def shard(model: str, stages: int) -> None:
+    """Cut MODEL into shards ahead of time, into the cache directory."""
+    from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.models.shard import extract_shard, stage_layers
+
+    source = ModelFile(Path(model))
+    for node, (start, stop) in enumerate(stage_layers(source.n_layers, stages), 1):
+        label = f"stage {node}, layers {start}-{stop - 1}"
+        with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+            state = {"done": 0}
+
+            def progress(done: int, total: int, bar: Any = bar,
+                         state: dict[str, int] = state) -> None:
+                bar.length = total
+                bar.update(done - state["done"])
+                state["done"] = done
+
+            path = extract_shard(source, start, stop, progress=progress)
+            bar.update(max(0, (bar.length or 1) - state["done"]))
+        click.echo(f"{label}: {path}")
+
+
+@main.command()
+@click.argument("trace_file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
+              help="Picture to write (PNG, SVG or PDF).")
+@click.option("--start-ms", type=float, default=0.0, help="Skip this much of the beginning.")
+@click.option("--span-ms", type=click.FloatRange(min=0.001), default=400.0, show_default=True,
+              help="How much time to show.")
+def trace(trace_file: Path, output: Path, start_ms: float, span_ms: float) -> None:
+    """Draw a trace: stages against time, runs coloured by fate."""
+    from pipeinfer.observe import draw_timeline
+
+    draw_timeline(trace_file, output, start_ms=start_ms, span_ms=span_ms)
+    click.echo(f"wrote {output}")
+
+
+def _add_lazy_commands() -> None:
+    """Commands that live elsewhere."""
+    from pipeinfer.models.inflate import inflate_command
+
+    main.add_command(inflate_command, "inflate")
+
+
+_add_lazy_commands()
