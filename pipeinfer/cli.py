@@ -6,13 +6,14 @@ command that needs them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import click
 
@@ -71,7 +72,22 @@ def _click_option(name: str, option: Option) -> Callable[[Any], Any]:
 
 
 class _Main(click.Group):
-    """Prints pipeinfer's errors as one line and exits with their code."""
+    """Prints pipeinfer's errors as one line and exits with their code; loads commands late."""
+
+    elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
+        "inflate": ("pipeinfer.models.inflate", "inflate_command"),
+        "doctor": ("pipeinfer.doctor", "doctor_command"),
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self.elsewhere})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.elsewhere:
+            module, name = self.elsewhere[cmd_name]
+            command: click.Command = getattr(importlib.import_module(module), name)
+            return command
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -134,8 +150,11 @@ def generate(resolved: Resolved) -> None:
         if session is None:
             return
         text = _prompt_text(config)
-        prompt = session.tokenizer.apply_chat([{"role": "user", "content": text}]) \
-            if config.chat else session.tokenizer.encode(text)
+        if config.chat:
+            chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
+            prompt = session.tokenizer.encode(chat, special=True)
+        else:
+            prompt = session.tokenizer.encode(text)
         seed = gen.draw_seed(config)
         if not config.json and not config.no_display_prompt and not config.chat:
             _write(text)
@@ -299,11 +318,3 @@ def trace(trace_file: Path, output: Path, start_ms: float, span_ms: float) -> No
     click.echo(f"wrote {output}")
 
 
-def _add_lazy_commands() -> None:
-    """Commands that live elsewhere."""
-    from pipeinfer.models.inflate import inflate_command
-
-    main.add_command(inflate_command, "inflate")
-
-
-_add_lazy_commands()

@@ -391,11 +391,11 @@ def llama_options(config: Config, *, draft: bool = False, callbacks: bool = Fals
     """The llama.cpp side of a config."""
     from pipeinfer.backends.llamacpp import LlamaOptions
 
+    values: dict[str, Any] = {"flash_attn": config.flash_attn, "numa": config.numa}
     return LlamaOptions(
         n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
-        type_k=config.cache_type_k, type_v=config.cache_type_v, flash_attn=config.flash_attn,
-        use_mmap=config.mmap, use_mlock=config.mlock, numa=config.numa,
-        layer_callbacks=callbacks,
+        type_k=config.cache_type_k, type_v=config.cache_type_v, use_mmap=config.mmap,
+        use_mlock=config.mlock, layer_callbacks=callbacks, **values,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -217,12 +218,12 @@ def _read_toml(path: str) -> dict[str, Any]:
         names |= {flag.lstrip("-").replace("-", "_"): name for flag in option.flags if
                   flag.startswith("--")}
     for key, value in data.items():
-        name = names.get(key.replace("-", "_"))
-        if name is None:
+        known = names.get(key.replace("-", "_"))
+        if known is None:
             near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"config file {path} has an unknown key {key!r}{hint}")
-        by_name[name] = tuple(value) if isinstance(value, list) else value
+        by_name[known] = tuple(value) if isinstance(value, list) else value
     return by_name
 
 
@@ -261,10 +262,10 @@ def _check(name: str, option: Option, value: Any, origin: str) -> Any:
     ):
         raise UsageError(f"{where} needs a {option.kind}, not {value!r}")
     if option.kind == "float":
-        value = float(value)
-        if value != value:
+        value = float(str(value))
+        if math.isnan(value):
             raise UsageError(f"{where} is not a number")
-    if option.kind in ("int", "float"):
+    if isinstance(value, int | float) and option.kind != "flag":
         if option.low is not None and value < option.low:
             raise UsageError(f"{where} is {value}; the least is {option.low:g}")
         if option.high is not None and value > option.high:

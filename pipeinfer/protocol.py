@@ -354,7 +354,7 @@ def _encode_decode(m: Decode) -> bytes:
             raise ProtocolError(f"{m.hidden.shape[0]} activations for {n} rows")
         flags |= Flag.HIDDEN
         d = m.hidden.shape[1]
-        parts.append(memoryview(np.ascontiguousarray(m.hidden, "<f4")).cast("B"))
+        parts.append(np.ascontiguousarray(m.hidden, "<f4").tobytes())
     return _frame(Op.DECODE, m.epoch, *parts, flags=int(flags), run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d)
 

@@ -104,8 +104,8 @@ def choose(
     x = logits.astype(np.float64)
     x -= x.max()
     x -= np.log(np.exp(x).sum())
-    order = _descending(x, params.n_logprobs) if params.n_logprobs else []
-    return Choice(token, float(x[token]), tuple((int(i), float(x[i])) for i in order))
+    order = _descending(x, params.n_logprobs).tolist() if params.n_logprobs else []
+    return Choice(token, float(x[token]), tuple((i, float(x[i])) for i in order))
 
 
 def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntArray) -> None:

@@ -1,0 +1,85 @@
+# Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
+# setup EXTRAS...   install pipeinfer with these extras unless that was done already
+# MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
+
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$ROOT/.venv"
+
+say() { printf 'pipeinfer: %s\n' "$*" >&2; }
+
+find_python() {
+    local candidate
+    for candidate in "${PIPEINFER_PYTHON:-}" python3.13 python3.12 python3.11 python3; do
+        [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'; then
+            echo "$candidate"
+            return
+        fi
+    done
+    say "Python 3.11 or newer is needed (set PIPEINFER_PYTHON to name one)"
+    exit 2
+}
+
+system_mpirun() {
+    # A launcher that was there before our own environment.
+    local found=${PIPEINFER_MPIRUN:-}
+    [ -n "$found" ] || found=$(command -v mpirun || true)
+    case "$found" in "$VENV"/*) found= ;; esac
+    echo "$found"
+}
+
+setup() {
+    local extras=$1 stamp wanted python
+    SYSTEM_MPIRUN=$(system_mpirun)
+    [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
+    wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt"; echo "$ROOT")
+    stamp="$VENV/.installed-${extras//,/-}"
+    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+        if [ ! -x "$VENV/bin/python" ]; then
+            python=$(find_python)
+            "$python" -m venv "$VENV" || {
+                say "can not make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+                exit 2
+            }
+        fi
+        if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
+            say "a C++ compiler is needed to build llama.cpp (Debian and Ubuntu: apt install g++)"
+            exit 2
+        fi
+        say "installing into .venv; llama.cpp is compiled once, which takes some minutes"
+        "$VENV/bin/python" -m pip install --quiet --upgrade pip
+        "$VENV/bin/python" -m pip install --quiet --constraint "$ROOT/constraints.txt" \
+            --editable "$ROOT[$extras]"
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+    export PATH="$VENV/bin:$PATH"
+    MPIRUN=${SYSTEM_MPIRUN:-$VENV/bin/mpirun}
+    load_mpi_env
+}
+
+load_mpi_env() {
+    # Values that are already set win.
+    local line name
+    while IFS= read -r line; do
+        case "$line" in ''|\#*) continue ;; esac
+        name=${line%%=*}
+        [ -n "${!name+x}" ] || export "${line?}"
+    done <"$ROOT/launch/mpi.env"
+}
+
+run_mpi() {
+    # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
+    # first Ctrl-C asks rank 0 to finish its token (SIGUSR1), the second ends the job.
+    local job status count=0
+    setsid "$MPIRUN" "$@" <&0 &
+    job=$!
+    trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT
+    trap 'kill -TERM $job' TERM
+    while true; do
+        wait "$job" && status=0 || status=$?
+        kill -0 "$job" 2>/dev/null || break
+    done
+    trap - INT TERM
+    return "$status"
+}
