@@ -28,7 +28,7 @@ _SKIP_FILES = re.compile(
     r"|_sysconfigdata.*|html/entities\.py|.*(cjk|unicode_ident|badsyntax|bad_coding|big5|gb).*)$"
 )
 #: One file in this many is held out.
-HELD_OUT_ONE_IN = 32
+HELD_OUT_ONE_IN = 20
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 
@@ -110,12 +110,13 @@ def _chat_documents(document: Document) -> Iterator[Document]:
         tree = ast.parse(document.text)
     except (SyntaxError, ValueError):
         return
+    lines = document.text.splitlines()
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         doc = ast.get_docstring(node)
-        source = ast.get_source_segment(document.text, node, padded=True)
-        if not doc or not source or len(source) > 2400 or len(node.body) < 2:
+        source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        if not doc or len(source) > 2400 or len(node.body) < 2:
             continue
         request = doc.split("\n\n")[0].strip()
         if len(request) < 12:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.
     """One stream of ids (uint16), each document led by the end-of-text token."""
     import numpy as np
 
-    pieces: list[np.ndarray] = []
+    pieces: list[np.ndarray] = [np.zeros(0, dtype=np.uint16)]
     texts = [document.text for document in documents]
     for start in range(0, len(texts), 256):
         for encoding in tokenizer.encode_batch(texts[start : start + 256]):
