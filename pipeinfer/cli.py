@@ -162,7 +162,7 @@ def generate(resolved: Resolved) -> None:
             gen.run_request(
                 session, prompt, gen.sampling_params(config, seed), config.n_predict,
                 stops=config.stop, ignore_eos=config.ignore_eos, seed=seed, into=out,
-                on_text=(lambda piece: None) if config.json else _write,
+                on_text=None if config.json else _write,
                 interrupted=lambda: bool(interrupts),
             )
         except Stopped:

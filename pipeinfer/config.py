@@ -201,7 +201,7 @@ def resolve(
             values[name], origin[name] = from_file[name], f"file {config_file}"
         else:
             values[name], origin[name] = item.default, "default"
-        values[name] = _check(name, option, values[name], origin[name])
+        values[name] = _check(option, values[name], origin[name])
     return Resolved(Config(**values), origin)
 
 
@@ -250,7 +250,7 @@ def _parse(option: Option, text: str, source: str) -> Any:
         raise UsageError(f"{source}={text!r} is no {option.kind}: {error}") from error
 
 
-def _check(name: str, option: Option, value: Any, origin: str) -> Any:
+def _check(option: Option, value: Any, origin: str) -> Any:
     """The value in its type and bounds. Raises UsageError that names the flag."""
     flag = next((f for f in option.flags if f.startswith("--")), option.flags[0])
     where = f"{flag} (from {origin})"

@@ -112,7 +112,7 @@ def draw_seed(config: Config) -> int:
 def run_request(
     session: Session, prompt: Sequence[int], params: SamplingParams, max_tokens: int, *,
     stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
-    on_text: Callable[[str], None] = lambda text: None,
+    on_text: Callable[[str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
 ) -> Generated:
     """Generate; returns when the request's terminal event has come. Raises ContextOverflow.
@@ -132,7 +132,8 @@ def run_request(
     def show(text: str) -> None:
         if text:
             out.text += text
-            on_text(text)
+            if on_text is not None:
+                on_text(text)
 
     head.submit(request)
     asked_to_end = stopped = False

@@ -14,6 +14,7 @@ of a frame before it uses it and raises ProtocolError otherwise.
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import math
 import struct
@@ -368,7 +369,7 @@ def _decode_decode(
     offsets = reader.array("<i4", n + 1).tolist()
     ids = reader.array("<i4", n_ids).tolist()
     if offsets[0] != 0 or offsets[-1] != n_ids or any(
-        b <= a for a, b in zip(offsets, offsets[1:], strict=False)
+        b <= a for a, b in itertools.pairwise(offsets)
     ):
         raise ProtocolError(f"run {run_id} has rows without sequence ids")
     ops = _read_ops(reader, n_ops)
@@ -377,7 +378,7 @@ def _decode_decode(
     hidden = None
     if flags & Flag.HIDDEN:
         hidden = reader.array("<f4", n * d).reshape(n, d)
-    seq_ids = tuple(tuple(ids[a:b]) for a, b in zip(offsets, offsets[1:], strict=False))
+    seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
         speculative=bool(flags & Flag.SPECULATIVE), skipped=bool(flags & Flag.SKIPPED),

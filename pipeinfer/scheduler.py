@@ -243,7 +243,7 @@ class LaneStats:
     guesses_tested: accepted positions at which a speculated child was there to be compared.
     """
 
-    tokens: int = 0
+    accepted: int = 0
     runs: int = 0
     speculative_runs: int = 0
     cancelled_runs: int = 0
@@ -310,6 +310,13 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing is waiting, running or in flight."""
         return not (self.waiting or self.lanes or self.runs)
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use other knobs from now on; only while idle, and run ids keep increasing."""
+        if not self.idle:
+            raise ProtocolError("the scheduler can be reconfigured only while it is idle")
+        self.limits = limits
+        self.pool = SequencePool(1 + limits.partitions)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; returns the instructions to execute, in order."""
@@ -423,7 +430,7 @@ class Scheduler:
             dead += died
             lane.accepted.append(choice.token)
             lane.runs_since_accept = lane.empty_since_accept = 0
-            lane.stats.tokens += 1
+            lane.stats.accepted += 1
             lane.stats.guesses_tested += had_guess
             lane.stats.accepted_speculative += survivor is not None
             self._out.append(Emit(lane.request.request_id, choice, survivor is not None))

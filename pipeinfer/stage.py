@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.core import Choice, FloatArray, IntArray, Rows, SamplingParams, SeqCopy, SeqKeep, \
-    SeqOp, SeqRemove
+from pipeinfer.core import (
+    Choice,
+    FloatArray,
+    IntArray,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.protocol import (
     CacheOps,

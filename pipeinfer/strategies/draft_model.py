@@ -90,7 +90,8 @@ class DraftModel:
         length = base + len(suffix)
         if job.lane != self._lane:
             self._lane, self._agreed = job.lane, 0
-        common = self._agreed = self._common(job.accepted, min(self._agreed, base), base)
+        known = min(self._agreed, base, len(self._path))
+        common = self._agreed = self._common(job.accepted, known, base)
         if common == base:
             common = base + _common_prefix(self._path[base:], suffix)
         if self._tip is not None and self._tip[0] == common == length == len(self._path):
