@@ -1,0 +1,117 @@
+"""Messages survive their bytes, and damaged bytes are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.core import Choice, SamplingParams, SeqCopy, SeqKeep, SeqRemove, make_rows
+from pipeinfer.errors import ProtocolError
+from pipeinfer.protocol import (
+    HEADER_BYTES,
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Notice,
+    RunCancelled,
+    RunFinished,
+    Shutdown,
+    WorkerFailed,
+    decode,
+    encode,
+)
+
+i32 = st.integers(-(2**31), 2**31 - 1)
+run_ids = st.integers(-(2**63), 2**63 - 1)
+epochs = st.integers(0, 2**32 - 1)
+floats = st.floats(-1e9, 1e9)
+ops = st.lists(st.one_of(
+    st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
+    st.builds(SeqKeep, i32),
+), max_size=6).map(tuple)
+row = st.tuples(i32, i32, st.lists(i32, min_size=1, max_size=4).map(tuple), st.booleans())
+choice = st.builds(Choice, i32, st.none() | floats, st.lists(st.tuples(i32, floats),
+                                                             max_size=4).map(tuple))
+params = st.builds(
+    SamplingParams, floats, i32, floats, floats, floats, floats, floats, i32,
+    st.lists(st.tuples(i32, floats), max_size=4).map(tuple), st.integers(0, 2**64 - 1), i32,
+)
+
+
+@st.composite
+def decodes(draw):
+    rows = make_rows(draw(st.lists(row, max_size=9)))
+    n = len(rows)
+    hidden = None
+    if draw(st.booleans()):
+        d = draw(st.integers(1, 8))
+        hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
+    lanes = np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32)
+    return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
+                  draw(st.booleans()), hidden, draw(epochs))
+
+
+json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
+                           lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+messages = st.one_of(
+    decodes(), st.builds(CacheOps, ops, epochs), st.builds(LaneOpen, run_ids, params, epochs),
+    st.builds(LaneClose, run_ids, epochs), st.builds(Shutdown, epochs),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs),
+    st.builds(RunCancelled, run_ids, epochs),
+    st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple), epochs),
+    st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32, epochs),
+    st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4), epochs),
+)
+
+
+@given(messages)
+def test_round_trip(message):
+    assert decode(encode(message)) == message
+
+
+@given(messages, st.data())
+def test_damaged_frames_are_refused_or_understood(message, data):
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    for candidate in (frame, frame[:cut]):
+        try:
+            decode(candidate)
+        except ProtocolError:
+            pass
+
+
+def test_arrays_are_views_into_the_frame():
+    hidden = np.ones((2, 4), np.float32)
+    rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False)])
+    frame = encode(Decode(1, 0, rows, np.zeros(2, np.int32), hidden=hidden))
+    message = decode(frame)
+    assert isinstance(message, Decode)
+    assert message.hidden is not None
+    assert not message.hidden.flags.owndata
+    assert not message.rows.tokens.flags.owndata
+    assert len(frame) < HEADER_BYTES + 2 * 4 * 4 + 100
+
+
+def test_other_versions_and_strangers_are_named():
+    frame = bytearray(encode(Shutdown()))
+    frame[4] = 9
+    with pytest.raises(ProtocolError, match="version 9"):
+        decode(frame)
+    with pytest.raises(ProtocolError, match="header"):
+        decode(bytes(HEADER_BYTES))
+    with pytest.raises(ProtocolError, match="shorter"):
+        decode(b"PIPE")
+    with pytest.raises(ProtocolError):
+        encode("hello")
+
+
+def test_activations_must_match_the_rows():
+    rows = make_rows([(1, 2, (0,), True)])
+    with pytest.raises(ProtocolError, match="activations"):
+        encode(Decode(1, 0, rows, np.zeros(1, np.int32), hidden=np.ones((2, 4), np.float32)))
