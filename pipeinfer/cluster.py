@@ -91,7 +91,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """This process in the job."""
 
     rank: int
@@ -110,7 +110,7 @@ def open_session(config: Config, progress: ProgressHook | None = None
 
 @contextlib.contextmanager
 def _session(config: Config, progress: ProgressHook | None) -> Iterator[Session | None]:
-    place = _find_place(config)
+    place = find_place(config)
     n_stages = place.size if config.head_stage or place.size == 1 else place.size - 1
     if place.rank > 0:
         _serve_rank(config, place, n_stages)
@@ -139,7 +139,8 @@ def _session(config: Config, progress: ProgressHook | None) -> Iterator[Session 
 # --- places -----------------------------------------------------------------------------------
 
 
-def _find_place(config: Config) -> _Place:
+def find_place(config: Config) -> Place:
+    """Join MPI when a launcher started several ranks, and take this rank's cores."""
     size = host.launched_size()
     local_rank, local_size = host.local_place()
     comm = None
@@ -151,7 +152,7 @@ def _find_place(config: Config) -> _Place:
         rank, size = comm.Get_rank(), comm.Get_size()
     cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
         local_rank, local_size)
-    return _Place(rank, size, comm, cores, local_rank, local_size)
+    return Place(rank, size, comm, cores, local_rank, local_size)
 
 
 def _layout(config: Config, size: int) -> Any:
@@ -160,7 +161,7 @@ def _layout(config: Config, size: int) -> Any:
     return mpi.Layout((0, *range(size)) if config.head_stage else tuple(range(size)))
 
 
-def _head_port(config: Config, place: _Place, n_stages: int
+def _head_port(config: Config, place: Place, n_stages: int
                ) -> tuple[Port, threading.Thread | None]:
     """The head's port, and the thread of a stage that shares this process."""
     if place.comm is None:
@@ -174,20 +175,20 @@ def _head_port(config: Config, place: _Place, n_stages: int
     return port, _stage_thread(config, place, port.local_port(1), n_stages)
 
 
-def _stage_thread(config: Config, place: _Place, port: Port, n_stages: int) -> threading.Thread:
+def _stage_thread(config: Config, place: Place, port: Port, n_stages: int) -> threading.Thread:
     thread = threading.Thread(target=_guarded_stage, args=(config, place, port, n_stages),
                               name="stage", daemon=True)
     thread.start()
     return thread
 
 
-def _serve_rank(config: Config, place: _Place, n_stages: int) -> None:
+def _serve_rank(config: Config, place: Place, n_stages: int) -> None:
     from pipeinfer.transport import mpi
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
     port = mpi.MpiPort(place.comm, _layout(config, place.size))
-    mpi.gather_json(place.comm, json.dumps(_hello(config, place)))
+    mpi.gather_json(place.comm, json.dumps(hello(config, place)))
     ok = _guarded_stage(config, place, port, n_stages)
     port.close(timeout=_LAST_WORDS_SECONDS)
     if not ok:
@@ -198,7 +199,8 @@ def _serve_rank(config: Config, place: _Place, n_stages: int) -> None:
 # --- hello ------------------------------------------------------------------------------------
 
 
-def _hello(config: Config, place: _Place) -> dict[str, Any]:
+def hello(config: Config, place: Place) -> dict[str, Any]:
+    """What this rank tells the head: versions, config digest, host facts."""
     shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in _PER_NODE_FIELDS}
     digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
     return {
@@ -218,9 +220,9 @@ def _llama_version() -> str:
         return "absent"
 
 
-def _compare(config: Config, place: _Place) -> list[dict[str, Any]]:
+def _compare(config: Config, place: Place) -> list[dict[str, Any]]:
     """Every rank's hello; raises MismatchError when they can not work together."""
-    mine = _hello(config, place)
+    mine = hello(config, place)
     if place.comm is None:
         return [mine]
     from pipeinfer.transport import mpi
@@ -250,7 +252,7 @@ def _compare(config: Config, place: _Place) -> list[dict[str, Any]]:
 
 
 def _start(
-    config: Config, place: _Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
+    config: Config, place: Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float,
 ) -> Session:
     from pipeinfer.models.shard import stage_layers
@@ -260,7 +262,7 @@ def _start(
     model = open_model(target_path)
     policy = _policy(config, draft_path)
     layers = stage_layers(model.n_layers, n_stages)
-    n_ctx = config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)
+    n_ctx = context_size(config, model)
     credit = config.credit or n_stages + 1
     width = EXACT_LIMIT if config.exact == "on" else max(config.tree_max + 1, config.draft_max)
     cells = n_ctx + width * (2 * credit + 4)
@@ -269,7 +271,7 @@ def _start(
         "n_seq_max": 1 + config.partitions, "n_batch": max(config.chunk, width, config.ubatch),
         "fingerprint": model.fingerprint,
     }
-    _check_memory(config, model, layers, setup, hosts)
+    check_memory(config, model, layers, cells, hosts)
     for node, (start, stop) in enumerate(layers, 1):
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
             **setup, "start": start, "stop": stop}))
@@ -325,6 +327,11 @@ def open_model(path: Path) -> Any:
     return ModelFile(path)
 
 
+def context_size(config: Config, model: Any) -> int:
+    """Tokens of context: the one asked for, or the model's own up to 8192."""
+    return config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)
+
+
 def _policy(config: Config, draft: Path | None) -> Policy:
     if config.policy:
         policy = Policy(config.policy)
@@ -334,8 +341,8 @@ def _policy(config: Config, draft: Path | None) -> Policy:
     return Policy.ITERATIVE if draft is None else Policy.PIPEINFER
 
 
-def _check_memory(
-    config: Config, model: Any, layers: list[tuple[int, int]], setup: dict[str, Any],
+def check_memory(
+    config: Config, model: Any, layers: list[tuple[int, int]], n_cells: int,
     hosts: list[dict[str, Any]],
 ) -> None:
     """Refuse a plan that a host can not hold. Raises PlanError naming the rank and the lack."""
@@ -348,7 +355,7 @@ def _check_memory(
         rank = index + offset
         where = hosts[rank]["host"]
         need[where] = need.get(where, 0) + shard_bytes(model, start, stop)
-        need[where] += _cache_bytes(model, stop - start, setup["n_ctx"])
+        need[where] += _cache_bytes(model, stop - start, n_cells)
         ranks.setdefault(where, []).append(rank)
     for where, wanted in need.items():
         rank = ranks[where][0]
@@ -372,7 +379,7 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
 
 
 def _load_draft(
-    config: Config, place: _Place, path: Path, cells: int, notify: Callable[[], None]
+    config: Config, place: Place, path: Path, cells: int, notify: Callable[[], None]
 ) -> DraftWorker:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
@@ -431,7 +438,7 @@ def _await_ready(
 # --- a stage's life ---------------------------------------------------------------------------
 
 
-def _guarded_stage(config: Config, place: _Place, port: Port, n_stages: int) -> bool:
+def _guarded_stage(config: Config, place: Place, port: Port, n_stages: int) -> bool:
     """Run a stage; failures become a message to the head. Whether it ended well."""
     stage: Stage | None = None
     try:
@@ -453,7 +460,7 @@ def _guarded_stage(config: Config, place: _Place, port: Port, n_stages: int) -> 
     return True
 
 
-def _load_stage(config: Config, place: _Place, port: Port, n_stages: int
+def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                 ) -> tuple[Stage | None, Backend | None]:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard

@@ -30,6 +30,7 @@ class HostFacts:
     host: str
     pid: int
     cores: int
+    cores_host: int
     local_rank: int
     local_size: int
     memory_total: int
@@ -85,7 +86,7 @@ def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
     """This rank's facts."""
     memory = psutil.virtual_memory()
     return HostFacts(
-        socket.gethostname(), os.getpid(), cores, local_rank, local_size, memory.total,
+        socket.gethostname(), os.getpid(), cores, min(os.cpu_count() or 1, _quota()), local_rank, local_size, memory.total,
         memory.available, cpu_features(), platform.machine(), platform.python_version(),
     )
 

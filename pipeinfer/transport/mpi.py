@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpi4py import MPI
 
 from pipeinfer import protocol
-from pipeinfer.errors import ProtocolError
+from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.protocol import Message, Tag
 from pipeinfer.transport.base import Envelope, Mailbox, Traffic
 from pipeinfer.transport.inproc import LocalPort
@@ -182,3 +183,62 @@ def gather_json(comm: MPI.Comm, text: str) -> list[str] | None:
     comm.Gatherv(data, [out, sizes], root=0)
     parts: list[Any] = np.split(out, np.cumsum(sizes)[:-1])
     return [part.tobytes().decode() for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A measured link: one-way latency of 4 KiB in seconds, bandwidth of 1 MiB in bytes/s."""
+
+    source: int
+    dest: int
+    latency: float
+    bandwidth: float
+
+
+def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
+    """Collective: every rank bounces messages with its successor; a rank returns its own link.
+
+    Raises TransportTimeout naming the neighbour that does not answer.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    links = []
+    for first in range(size - 1):
+        if rank == first:
+            small = _bounce(comm, first + 1, 4096, 50, timeout, leads=True)
+            large = _bounce(comm, first + 1, 1 << 20, 6, timeout, leads=True)
+            links.append(Link(first, first + 1, small / 2, (1 << 20) / (large / 2)))
+        elif rank == first + 1:
+            _bounce(comm, first, 4096, 50, timeout, leads=False)
+            _bounce(comm, first, 1 << 20, 6, timeout, leads=False)
+    return links
+
+
+def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *, leads: bool
+            ) -> float:
+    """The median round trip in seconds."""
+    frame, times = bytearray(size), []
+    deadline = time.monotonic() + timeout
+    for turn in range(2 * rounds):
+        start = time.perf_counter()
+        if (turn % 2 == 0) == leads:
+            request = comm.Isend([frame, MPI.BYTE], dest=peer, tag=1)
+            _until(request.Test, comm, peer, deadline, timeout)
+        else:
+            request = comm.Irecv([frame, MPI.BYTE], source=peer, tag=1)
+            _until(request.Test, comm, peer, deadline, timeout)
+        times.append(time.perf_counter() - start)
+    pairs = sorted(a + b for a, b in zip(times[::2], times[1::2], strict=True))
+    return pairs[len(pairs) // 2]
+
+
+def _until(
+    test: Callable[[], bool], comm: MPI.Comm, peer: int, deadline: float, timeout: float
+) -> None:
+    spins = 0
+    while not test():
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag="link test", run_id=None,
+                                   seconds=timeout)
+        spins += 1
+        if spins > 50:
+            time.sleep(_MIN_SLEEP)
