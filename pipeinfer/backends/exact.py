@@ -1,0 +1,130 @@
+"""Finds how many rows a backend may decode together and still give single rows' bits.
+
+Matrix kernels differ by the number of rows, and a logit that moves by a rounding error can flip a
+near-tie. The pipeline keeps to the smallest R of its stages, so that its tokens do not depend on
+what was decoded beside what. Measured, not assumed: it depends on processor, file and threads.
+
+Where a cell lies in memory matters too, see `backends.llamacpp`; that is not probed here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.core import ALL_SEQS, END, FloatArray, IntArray, Rows
+
+_CONTEXT = 40  #: tokens before the rows that are compared
+
+
+def exact_width(backend: Backend, limit: int = 16, seed: int = 0) -> int:
+    """The largest R <= limit for which decodes of 2, 3, ... R rows are bit-equal to single rows.
+
+    After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
+    rows up to the first width that differs (a wider one may agree again, but runs have any width
+    up to R, so none beyond the first difference counts); the R so found is also tried as two
+    branches in two sequence ids, and lowered until they agree. A shard that is not the first gets
+    random rows instead of tokens.
+
+    A backend may state a bound that a short context can not show, as an attribute `exact_limit`.
+    The cache must be empty, and is empty afterwards. Costs about limit² / 2 rows.
+    """
+    info = backend.info
+    limit = min(limit, info.n_batch, int(getattr(backend, "exact_limit", limit)))
+    limit = min(limit, (info.n_ctx - 1) // 3)
+    if limit < 2:
+        return 1
+    context = min(_CONTEXT, info.n_ctx - 2 * limit)
+    rng = np.random.default_rng(seed)
+    probe = _Probe(backend, rng, context, limit)
+    try:
+        return probe.run(limit)
+    finally:
+        backend.seq_rm(ALL_SEQS, 0, END)
+
+
+class _Probe:
+    """The rows of one search: a context, and two continuations of it."""
+
+    def __init__(
+        self, backend: Backend, rng: np.random.Generator, context: int, limit: int
+    ) -> None:
+        self.backend, self.context = backend, context
+        n, info = context + 2 * limit, backend.info
+        self.tokens: IntArray = rng.integers(0, info.n_vocab, n).astype(np.int32)
+        self.hidden: FloatArray | None = None
+        if not info.first:
+            # Channels of a trained model's residual stream differ in scale by orders.
+            scale = np.exp(rng.standard_normal(info.n_embd))
+            self.hidden = (rng.standard_normal((n, info.n_embd)) * scale).astype(np.float32)
+
+    def run(self, limit: int) -> int:
+        """The search that `exact_width` describes."""
+        context = self.context
+        chunk = self.backend.info.n_batch
+        for start in range(0, context, chunk):
+            stop = min(start + chunk, context)
+            self._decode(np.arange(start, stop), np.arange(start, stop), [(0,)] * (stop - start))
+        first = np.arange(context, context + limit)
+        second = first + limit
+        singles = self._singles(first)
+        width = 1
+        while width < limit and self._same_chain(first[: width + 1], singles):
+            width += 1
+        if width == 1 or self.backend.info.n_seq_max < 2:
+            return width
+        others = self._singles(second)
+        while width > 1 and not self._same_branches(first, second, width, singles, others):
+            width -= 1
+        return width
+
+    def _singles(self, source: IntArray) -> FloatArray:
+        """Results of `source` decoded one by one after the context."""
+        results = [
+            self._decode(source[i : i + 1], np.array([self.context + i]), [(0,)])
+            for i in range(len(source))
+        ]
+        self.backend.seq_rm(0, self.context, END)
+        return np.concatenate(results)
+
+    def _same_chain(self, source: IntArray, singles: FloatArray) -> bool:
+        positions = self.context + np.arange(len(source))
+        result = self._decode(source, positions, [(0,)] * len(source))
+        self.backend.seq_rm(0, self.context, END)
+        return result.tobytes() == singles[: len(source)].tobytes()
+
+    def _same_branches(
+        self,
+        first: IntArray,
+        second: IntArray,
+        width: int,
+        singles: FloatArray,
+        others: FloatArray,
+    ) -> bool:
+        left, right = width - width // 2, width // 2
+        self.backend.seq_cp(0, 1, 0, self.context)
+        result = self._decode(
+            np.concatenate([first[:left], second[:right]]),
+            self.context + np.concatenate([np.arange(left), np.arange(right)]),
+            [(0,)] * left + [(1,)] * right,
+        )
+        self.backend.seq_rm(1, 0, END)
+        self.backend.seq_rm(0, self.context, END)
+        return (
+            result[:left].tobytes() == singles[:left].tobytes()
+            and result[left:].tobytes() == others[:right].tobytes()
+        )
+
+    def _decode(
+        self, source: IntArray, positions: IntArray, seq_ids: list[tuple[int, ...]]
+    ) -> FloatArray:
+        rows = Rows(
+            self.tokens[source],
+            positions.astype(np.int32),
+            tuple(seq_ids),
+            np.ones(len(source), np.bool_),
+        )
+        hidden = None if self.hidden is None else self.hidden[source]
+        result = self.backend.decode(rows, hidden)
+        assert result is not None  # only a stop gives None, and none was asked for
+        return result

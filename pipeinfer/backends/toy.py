@@ -1,0 +1,366 @@
+"""A tiny deterministic language model in numpy with real cache semantics, for tests and emulation.
+
+Real attention over the cells that a row sees, several layers so that it splits into stages, and
+logits that are the same bits for the same path whatever was decoded beside it: rows are computed
+one by one, each over its visible cells in order of position. The residual stream is rounded to
+float32 after every layer, so a pipeline gives the same bits as the whole model.
+
+A *tainted* cell stands for one whose computation was skipped. Its values are NaN, so whatever is
+computed from it is tainted in turn, through all stages; a wanted row of logits that depends on one
+raises. Nothing here knows runs, ranks or tokens' meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.backends.base import Capabilities, ShardInfo
+from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.errors import BackendError, PlanError
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ToySpec:
+    """Which toy model. Equal specs are equal models.
+
+    agreement below 1 makes it a draft of the model with agreement 1: at the share of 1 -
+    agreement of all (token, position) pairs its arg-max is a wrong token, elsewhere its logits
+    are the target's own.
+    """
+
+    n_vocab: int = 64
+    n_layers: int = 4
+    n_embd: int = 16
+    seed: int = 0
+    agreement: float = 1.0
+
+
+def draft_of(spec: ToySpec, agreement: float = 0.8) -> ToySpec:
+    """A draft for `spec` whose greedy choice agrees with it at about the given rate."""
+    return replace(spec, agreement=agreement)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    up: Matrix
+    down: Matrix
+
+
+@lru_cache(maxsize=32)
+def _weights(
+    n_vocab: int, n_layers: int, width: int, seed: int
+) -> tuple[Matrix, tuple[_Layer, ...], Matrix]:
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int, gain: float) -> Matrix:
+        return rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+
+    embedding = rng.standard_normal((n_vocab, width))
+    layers = tuple(
+        _Layer(
+            matrix(width, width, 1.5),
+            matrix(width, width, 1.5),
+            matrix(width, width, 1.5),
+            matrix(width, width, 1.0),
+            matrix(2 * width, width, 1.0),
+            matrix(width, 2 * width, 1.0),
+        )
+        for _ in range(n_layers)
+    )
+    return embedding, layers, matrix(n_vocab, width, 3.0)
+
+
+def _normed(x: Matrix) -> Matrix:
+    return x / np.sqrt(x.dot(x) / len(x) + 1e-6)
+
+
+class ToyBackend:
+    """One shard of a toy model. See `backends.base.Backend` for the contract of each call.
+
+    log: every call as a tuple, `("decode", tokens, positions, seq_ids, outcome)` with outcome
+    "done", "stopped" or "failed", `("seq_rm", id, p0, p1)` and so on; None unless asked for.
+    """
+
+    def __init__(
+        self, spec: ToySpec, info: ShardInfo, strict: bool, log: list[tuple[Any, ...]] | None
+    ) -> None:
+        self.spec, self.info, self.strict, self.log = spec, info, strict, log
+        self.capabilities = Capabilities(
+            free_positions=not strict,
+            separate_views=False,
+            embedding_rows=False,
+            stops_inside=True,
+        )
+        self._embedding, layers, self._head = _weights(
+            spec.n_vocab, spec.n_layers, spec.n_embd, spec.seed
+        )
+        self._layers = layers[info.layers[0] : info.layers[1]]
+        shape = (len(self._layers), info.n_ctx, spec.n_embd)
+        self._keys, self._values = np.zeros(shape), np.zeros(shape)
+        self._pos = np.full(info.n_ctx, -1, np.int64)
+        self._member = np.zeros((info.n_seq_max, info.n_ctx), np.bool_)
+        self._rates = 1e4 ** (-np.arange(spec.n_embd // 2) / (spec.n_embd // 2))
+        self._closed = False
+
+    @classmethod
+    def load(  # noqa: PLR0913
+        cls,
+        spec: ToySpec | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        n_ctx: int = 512,
+        n_seq_max: int = 64,
+        n_batch: int = 64,
+        strict: bool = True,
+        log: bool = False,
+    ) -> ToyBackend:
+        """The layers `[start, stop)` of `spec`, by default all of them.
+
+        strict: refuse what llama.cpp refuses (gaps in a sequence) and what it silently computes
+        wrongly (two cells of an id at one position). Raises PlanError for an impossible range.
+        """
+        spec = spec or ToySpec()
+        stop = spec.n_layers if stop is None else stop
+        if not 0 <= start < stop <= spec.n_layers:
+            raise PlanError(f"layers {start} to {stop} are no range of {spec.n_layers} layers")
+        info = ShardInfo(
+            architecture="toy",
+            layers=(start, stop),
+            n_layers_total=spec.n_layers,
+            first=start == 0,
+            last=stop == spec.n_layers,
+            n_embd=spec.n_embd,
+            n_vocab=spec.n_vocab,
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_batch=n_batch,
+            weight_bytes=(stop - start) * 8 * spec.n_embd**2 * 8,
+            cache_bytes=(stop - start) * n_ctx * spec.n_embd * 16,
+        )
+        return cls(spec, info, strict, [] if log else None)
+
+    def decode(
+        self,
+        rows: Rows,
+        hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """See `Backend.decode`. Raises BackendError, too, when a wanted row of logits depends on
+        a tainted cell."""
+        outcome = "failed"
+        cells: list[int] = []
+        try:
+            cells = self._claim(rows, hidden)
+            result = self._compute(rows, hidden, should_stop, cells)
+            outcome = "stopped" if result is None else "done"
+            return result
+        finally:
+            if outcome != "done":
+                self._free(cells)
+            if self.log is not None:
+                columns = (rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids)
+                self.log.append(("decode", *columns, outcome))
+
+    def taint(self, rows: Rows) -> None:
+        """Claim the cells of `rows` without computing them: what a skipped run leaves behind."""
+        cells = self._claim(rows, np.zeros((len(rows), self.info.n_embd), np.float32))
+        self._keys[:, cells] = self._values[:, cells] = np.nan
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_rm`."""
+        inside = (self._pos >= p0) & (self._pos < p1)
+        if seq_id == ALL_SEQS:
+            self._member[:, inside] = False
+        else:
+            self._member[seq_id, inside] = False
+        self._sweep()
+        self._note("seq_rm", seq_id, p0, p1)
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_cp`. Strict: BackendError when `dst` would hold a position twice."""
+        inside = self._member[src] & (self._pos >= p0) & (self._pos < p1)
+        if self.strict:
+            added = self._pos[inside & ~self._member[dst]]
+            twice = np.intersect1d(added, self._pos[self._member[dst]])
+            if len(twice):
+                raise BackendError(
+                    f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} already has a cell at "
+                    f"position {twice[0]}"
+                )
+        self._member[dst] |= inside
+        self._note("seq_cp", src, dst, p0, p1)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """See `Backend.seq_keep`."""
+        kept = self._member[seq_id].copy()
+        self._member[:] = False
+        self._member[seq_id] = kept
+        self._sweep()
+        self._note("seq_keep", seq_id)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._closed = True
+
+    def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
+        """Lowest and highest position of the id's cells, None without cells."""
+        positions = self._pos[self._member[seq_id]]
+        return (int(positions.min()), int(positions.max())) if len(positions) else None
+
+    def used_cells(self) -> int:
+        """How many cells are taken."""
+        return int(np.count_nonzero(self._pos >= 0))
+
+    def cells(self) -> list[tuple[int, frozenset[int]]]:
+        """Every taken cell as (position, ids), sorted."""
+        taken = np.flatnonzero(self._pos >= 0)
+        pairs = [
+            (int(self._pos[c]), frozenset(np.flatnonzero(self._member[:, c]).tolist()))
+            for c in taken
+        ]
+        return sorted(pairs, key=lambda pair: (pair[0], sorted(pair[1])))
+
+    def _note(self, *entry: Any) -> None:  # noqa: ANN401
+        if self.log is not None:
+            self.log.append(entry)
+
+    def _sweep(self) -> None:
+        """Free the cells that no id holds."""
+        self._pos[~self._member.any(axis=0)] = -1
+
+    def _free(self, cells: list[int]) -> None:
+        self._member[:, cells] = False
+        self._pos[cells] = -1
+
+    def _claim(self, rows: Rows, hidden: FloatArray | None) -> list[int]:
+        """Check the rows and give each a cell; on an error nothing is claimed."""
+        n, info = len(rows), self.info
+        if self._closed:
+            raise BackendError("decode on a closed backend")
+        if not 0 < n <= info.n_batch:
+            raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+        if hidden is None and not info.first:
+            raise BackendError("this shard needs the previous shard's hidden rows")
+        if hidden is not None and hidden.shape != (n, info.n_embd):
+            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
+        if info.first and (rows.tokens.min() < 0 or rows.tokens.max() >= info.n_vocab):
+            raise BackendError("a token outside the vocabulary")
+        self._check_sequences(rows)
+        free = np.flatnonzero(self._pos < 0)
+        if len(free) < n:
+            raise BackendError(f"no free cells for {n} rows in a cache of {info.n_ctx}; raise -c")
+        cells: list[int] = free[:n].tolist()
+        for cell, pos, ids in zip(cells, rows.positions.tolist(), rows.seq_ids, strict=True):
+            self._pos[cell] = pos
+            self._member[list(ids), cell] = True
+        return cells
+
+    def _check_sequences(self, rows: Rows) -> None:
+        """llama.cpp's rules, and with `strict` those that it leaves to its caller."""
+        tips: dict[int, int] = {}
+        earlier: list[set[int]] = []
+        for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
+            own = set(ids)
+            if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= self.info.n_seq_max:
+                raise BackendError(f"row {i} has bad sequence ids {ids}")
+            if not self.strict:
+                continue
+            for seq_id in ids:
+                if seq_id not in tips:
+                    bounds = self.seq_bounds(seq_id)
+                    tips[seq_id] = pos - 1 if bounds is None else bounds[1]
+                if pos != tips[seq_id] + 1:
+                    raise BackendError(
+                        f"row {i} at position {pos} does not continue id {seq_id}, which ends at "
+                        f"{tips[seq_id]}"
+                    )
+                tips[seq_id] = pos
+            if any(own & other and not own <= other for other in earlier):
+                raise BackendError(f"row {i}: ids {ids} were apart in an earlier row")
+            earlier.append(own)
+
+    def _compute(
+        self,
+        rows: Rows,
+        hidden: FloatArray | None,
+        should_stop: Callable[[], bool] | None,
+        cells: list[int],
+    ) -> FloatArray | None:
+        positions = rows.positions.tolist()
+        if hidden is None:
+            stream = np.stack(
+                [
+                    (self._embedding[t] + self._position(p)).astype(np.float32)
+                    for t, p in zip(rows.tokens.tolist(), positions, strict=True)
+                ]
+            )
+        else:
+            stream = np.array(hidden, np.float32)
+        visible = [self._visible(p, ids[0]) for p, ids in zip(positions, rows.seq_ids, strict=True)]
+        for i, layer in enumerate(self._layers):
+            if should_stop is not None and should_stop():
+                return None
+            inputs = [_normed(row.astype(np.float64)) for row in stream]
+            for x, cell in zip(inputs, cells, strict=True):
+                self._keys[i, cell] = layer.key.dot(x)
+                self._values[i, cell] = layer.value.dot(x)
+            for j, x in enumerate(inputs):
+                stream[j] = self._layer_row(i, layer, stream[j].astype(np.float64), x, visible[j])
+        if not self.info.last:
+            return stream
+        return self._logits(rows, stream)
+
+    def _layer_row(  # noqa: PLR0913
+        self, index: int, layer: _Layer, stream: Matrix, x: Matrix, cells: npt.NDArray[np.intp]
+    ) -> FloatArray:
+        scores = self._keys[index, cells].dot(layer.query.dot(x)) / np.sqrt(len(x))
+        weights = np.exp(scores - scores.max())
+        mixed = weights.dot(self._values[index, cells]) / weights.sum()
+        stream = stream + layer.output.dot(mixed)
+        stream = stream + layer.down.dot(np.tanh(layer.up.dot(_normed(stream))))
+        return stream.astype(np.float32)
+
+    def _visible(self, pos: int, view: int) -> npt.NDArray[np.intp]:
+        """Cells that a row at `pos` looking through `view` sees, in order of position."""
+        cells = np.flatnonzero(self._member[view] & (self._pos <= pos))
+        return cells[np.argsort(self._pos[cells], kind="stable")]
+
+    def _position(self, pos: int) -> Matrix:
+        angles = pos * self._rates
+        return np.concatenate([np.sin(angles), np.cos(angles)])
+
+    def _logits(self, rows: Rows, stream: FloatArray) -> FloatArray:
+        wanted = np.flatnonzero(rows.outputs)
+        out = np.empty((len(wanted), self.spec.n_vocab), np.float32)
+        for k, j in enumerate(wanted.tolist()):
+            out[k] = self._head.dot(_normed(stream[j].astype(np.float64)))
+            if np.isnan(out[k, 0]):
+                raise BackendError(
+                    f"row {j} (position {rows.positions[j]}, ids {rows.seq_ids[j]}) depends on a "
+                    "tainted cell"
+                )
+            if self.spec.agreement < 1.0 and self._disagrees(
+                int(rows.tokens[j]), int(rows.positions[j])
+            ):
+                out[k] = np.roll(out[k], 1)
+        return out
+
+    def _disagrees(self, token: int, pos: int) -> bool:
+        """A fixed coin for each (token, position)."""
+        mixed = (token * 0x9E3779B1 + pos * 0x85EBCA77 + self.spec.seed * 0xC2B2AE3D) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
+        return (mixed ^ (mixed >> 15)) / 2**32 >= self.spec.agreement
