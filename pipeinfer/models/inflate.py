@@ -22,10 +22,12 @@ Does not know: architectures other than llama, biases, experts, sharding. Shapes
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -411,8 +413,8 @@ def verify(
         import inspect
 
         text = inspect.getsource(getopt)
-    given: Sequence[int] | str = text if tokens is None else tokens
-    ours, theirs = (_logits(path, given, n_tokens, threads) for path in (src, dst))
+    tokens = list(tokens if tokens is not None else _tokens(src, text))[:n_tokens]
+    ours, theirs = (_logits(path, tokens, threads) for path in (src, dst))
     return Verification(
         positions=len(ours),
         max_logit_difference=float(np.abs(ours - theirs).max()),
@@ -421,49 +423,62 @@ def verify(
     )
 
 
-def _logits(
-    path: Path, given: Sequence[int] | str, n_tokens: int, threads: int
-) -> npt.NDArray[np.float32]:
-    """Logits [position, vocabulary] of the first ``n_tokens`` tokens of a text or of ids."""
+@contextmanager
+def _loaded(path: Path) -> Iterator[Any]:
+    """The model that llama.cpp makes of ``path``."""
     import llama_cpp
 
+    # The package prints hundreds of lines for a load unless its logger says otherwise.
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     llama_cpp.llama_backend_init()
-    model_params = llama_cpp.llama_model_default_params()
+    params = llama_cpp.llama_model_default_params()
     # The extra buffer types crash on AMX processors when several quantised rows are decoded.
-    model_params.use_extra_bufts = False
-    model_params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+    params.use_extra_bufts = False
+    params.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ValueError(f"llama.cpp cannot load {path}")
     try:
-        vocab = llama_cpp.llama_model_get_vocab(model)
-        tokens = list(given)[:n_tokens] if not isinstance(given, str) else []
-        if isinstance(given, str):
-            raw = given.encode()
-            ids = (llama_cpp.llama_token * (len(raw) + 8))()
-            count = llama_cpp.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
-            tokens = ids[: min(count, n_tokens)]
-        count = len(tokens)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = count
-        params.n_threads = params.n_threads_batch = threads
+        yield model
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def _tokens(path: Path, text: str) -> list[int]:
+    """The ids of ``text`` in the model at ``path``, with its leading token."""
+    import llama_cpp
+
+    with _loaded(path) as model:
+        vocab, raw = llama_cpp.llama_model_get_vocab(model), text.encode()
+        ids = (llama_cpp.llama_token * (len(raw) + 8))()
+        count = llama_cpp.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
+        return list(ids[:count])
+
+
+def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.float32]:
+    """Logits [position, vocabulary] of ``tokens``, decoded in one batch."""
+    import llama_cpp
+
+    count = len(tokens)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = count
+    params.n_threads = params.n_threads_batch = threads
+    with _loaded(path) as model:
         context = llama_cpp.llama_init_from_model(model, params)
         batch = llama_cpp.llama_batch_init(count, 0, 1)
         try:
             batch.n_tokens = count
-            for i in range(count):
-                batch.token[i], batch.pos[i], batch.logits[i] = tokens[i], i, 1
+            for i, token in enumerate(tokens):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             if llama_cpp.llama_decode(context, batch):
                 raise ValueError(f"llama.cpp cannot decode with {path}")
-            n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+            n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
             pointer = llama_cpp.llama_get_logits(context)
             return np.ctypeslib.as_array(pointer, (count, n_vocab)).copy()
         finally:
             llama_cpp.llama_batch_free(batch)
             llama_cpp.llama_free(context)
-    finally:
-        llama_cpp.llama_model_free(model)
 
 
 @click.command("inflate")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from pipeinfer.training import corpus as corpus_module
+from pipeinfer.training import provenance
 from pipeinfer.training import tokenizer as tokenizer_module
 from pipeinfer.training.export import ModelCard, write_gguf
 from pipeinfer.training.loop import Plan, Progress, train
@@ -90,6 +91,10 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
         "torch": torch.__version__,
         "seed": settings.seed,
         "corpus": json.loads((settings.work / "corpus.json").read_text()),
+        "models": {
+            name: {"parameters": model.parameter_count(), **model.config.to_dict()}
+            for name, model in (("target", target), ("draft", draft))
+        },
         "training": {name: asdict(progress) for name, progress in spent.items()},
         "held_out": {
             kind: compare(
@@ -103,6 +108,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     export(settings, target, draft)
     text = json.dumps(result, indent=2)
     (settings.work / "report.json").write_text(text + "\n")
+    provenance.write(settings.out / "PROVENANCE.md", result)
     report(text)
     return result
 
@@ -137,7 +143,7 @@ def compare(
     """Nats per token of each model and how often its arg-max equals the first model's."""
     length = min(length, settings.target.n_ctx)
     rows = min(settings.eval_tokens, len(stream) - 1) // length
-    if rows == 0:
+    if rows <= 0:
         return {}
     x = stream[: rows * length].astype(np.int64).reshape(rows, length)
     y = stream[1 : rows * length + 1].astype(np.int64).reshape(rows, length)

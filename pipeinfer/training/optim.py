@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: None = None) -> None:  # noqa: ARG002
         """Apply one update from the gradients."""
         for group in self.param_groups:
             parameters: list[nn.Parameter] = group["params"]
