@@ -16,7 +16,7 @@ from typing import Any
 
 import llama_cpp
 
-from pipeinfer.backends.llamacpp import clear_log, ensure_llama, last_log
+from pipeinfer.backends.llama_library import clear_log, ensure_llama, last_log
 from pipeinfer.errors import ModelError, RequestError, UsageError
 
 _NULL = -1  #: llama.cpp's "no such token"

@@ -182,7 +182,7 @@ def _quantise(source: Path, target: Path, qtype: str) -> None:
 
     import llama_cpp
 
-    from pipeinfer.backends.llamacpp import ensure_llama
+    from pipeinfer.backends.llama_library import ensure_llama
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = _LLAMA_FTYPES[qtype]

@@ -1,0 +1,145 @@
+"""Keeps the cells of every sequence in order of position inside llama.cpp's cache.
+
+Attention adds up a sequence's cells in the order in which they lie in memory, and floating-point
+sums depend on their order: the same tokens in permuted cells give other bits. llama.cpp puts new
+rows into the lowest free cells, so a hole that a dropped branch leaves below living cells would
+later be filled with newer positions. The cure: cells that die *below* a living cell are not freed
+but handed to one more sequence id, the grave, which nobody reads. Cells that die above all living
+ones - the only case without side branches - are freed at once. When the cache is full the grave is
+emptied, and from then on order is no longer promised.
+
+This is a model of llama.cpp's allocation, checked against it by tests. It calls nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core import END, Rows
+
+Cells = npt.NDArray[np.int32]
+
+
+class CellOrder:
+    """Which cell holds which position of which id.
+
+    `remove` and `copy` must be told every operation on the real cache, `place` every decode that
+    succeeded. in_order: whether every sequence still lies in order of position.
+    """
+
+    def __init__(self, n_cells: int, n_seqs: int) -> None:
+        self.n_cells, self.n_seqs = n_cells, n_seqs
+        self.in_order = True
+        self._low = np.zeros(n_seqs, np.int64)  #: position of the first entry of an id's row
+        self._length = np.zeros(n_seqs, np.int64)
+        self._cells = np.full((n_seqs, n_cells), -1, np.int32)
+        self._references = np.zeros(n_cells, np.int32)  #: how many ids hold the cell
+        self._held = np.zeros(n_cells, np.bool_)  #: not free in llama.cpp's eyes
+
+    @property
+    def n_buried(self) -> int:
+        """Cells that only the grave holds."""
+        return int(np.count_nonzero(self._held)) - int(np.count_nonzero(self._references))
+
+    def used_ids(self) -> list[int]:
+        """The ids that hold cells."""
+        return np.flatnonzero(self._length).tolist()
+
+    def cells_of(self, seq_id: int) -> Cells:
+        """The id's cells in order of position."""
+        row = self._cells[seq_id, : self._length[seq_id]]
+        return row[row >= 0]
+
+    def place(self, rows: Rows) -> None:
+        """Record that llama.cpp took the lowest free cells for these rows, in row order."""
+        free = np.flatnonzero(~self._held)[: len(rows)]
+        for cell, pos, ids in zip(
+            free.tolist(), rows.positions.tolist(), rows.seq_ids, strict=True
+        ):
+            self._held[cell] = True
+            self._references[cell] = len(ids)
+            for seq_id in ids:
+                self._put(seq_id, pos, cell)
+
+    def copy(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """`dst` now holds the cells of `src` in `[p0, p1)`, too."""
+        start, stop = self._span(src, p0, p1)
+        for pos in range(start, stop) if self._length[dst] else ():
+            cell = int(self._cells[src, pos - self._low[src]])
+            if cell >= 0:
+                self._put(dst, pos, cell)
+                self._references[cell] += 1
+        if not self._length[dst] and start < stop:  # the usual case, in one go
+            low = int(self._low[src])
+            row = self._cells[src, start - low : stop - low]
+            self._low[dst], self._length[dst] = start, len(row)
+            self._cells[dst, : len(row)] = row
+            self._references[row[row >= 0]] += 1
+
+    def remove(self, seq_id: int, p0: int, p1: int) -> list[tuple[int, int]]:
+        """Take `seq_id` off `[p0, p1)`; returns the position ranges to bury *before* that.
+
+        A range that is returned must be copied to the grave; nothing returned: just remove.
+        """
+        start, stop = self._span(seq_id, p0, p1)
+        if start >= stop:
+            return []
+        low = int(self._low[seq_id])
+        row = self._cells[seq_id, start - low : stop - low].copy()
+        taken = row[row >= 0]
+        self._references[taken] -= 1
+        self._cells[seq_id, start - low : stop - low] = -1
+        self._trim(seq_id)
+        dying = taken[self._references[taken] == 0]
+        if not len(dying):
+            return []
+        living = np.flatnonzero(self._references)
+        if not len(living) or dying.min() > living[-1] or not self.in_order:
+            self._held[dying] = False
+            return []
+        dead = np.zeros(len(row), np.bool_)
+        dead[row >= 0] = self._references[taken] == 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], dead.view(np.int8), [0]])))
+        return [(start + int(a), start + int(b)) for a, b in edges.reshape(-1, 2)]
+
+    def is_empty(self) -> bool:
+        """Whether no id holds a cell, so that the grave can be emptied without harm."""
+        return not self._references.any()
+
+    def empty_grave(self) -> None:
+        """Record that the grave's cells were freed."""
+        self.in_order = self.is_empty()
+        self._held = self._references > 0
+
+    def _span(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
+        low = int(self._low[seq_id])
+        return max(p0, low), min(END if p1 < 0 else p1, low + int(self._length[seq_id]))
+
+    def _put(self, seq_id: int, pos: int, cell: int) -> None:
+        if not self._length[seq_id]:
+            self._low[seq_id] = pos
+        index = pos - int(self._low[seq_id])
+        if index < 0:  # below what the id holds: shift its row
+            length = int(self._length[seq_id])
+            row = self._cells[seq_id, :length].copy()
+            self._cells[seq_id, :-index] = -1
+            self._cells[seq_id, -index : length - index] = row
+            self._low[seq_id], self._length[seq_id] = pos, length - index
+            index = 0
+        self._cells[seq_id, index] = cell
+        self._length[seq_id] = max(int(self._length[seq_id]), index + 1)
+
+    def _trim(self, seq_id: int) -> None:
+        """Drop empty entries at both ends of the id's row."""
+        length = int(self._length[seq_id])
+        full = np.flatnonzero(self._cells[seq_id, :length] >= 0)
+        if not len(full):
+            self._length[seq_id] = 0
+            return
+        first, last = int(full[0]), int(full[-1]) + 1
+        if first:
+            self._cells[seq_id, : last - first] = self._cells[seq_id, first:last].copy()
+            self._cells[seq_id, last - first : last] = -1
+            self._low[seq_id] += first
+        self._length[seq_id] = last - first
