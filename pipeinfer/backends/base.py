@@ -70,9 +70,14 @@ class Backend(Protocol):
         (None there). Returns float32[n, n_embd] (the residual stream after the shard's last
         layer) or, on the last shard, float32[k, n_vocab] logits of the k rows with
         `rows.outputs`, in row order (an empty k gives shape (0, n_vocab)). The array is the
-        caller's own. `should_stop` is asked at layer boundaries; once it answers True the result
-        is None and *no* cell of these rows remains. Positions of each id must continue that id
-        without a gap; an empty id may start anywhere.
+        caller's own. `should_stop` is asked after every layer that more work of this shard
+        follows (so not before the first: ask yourself); once it answers True the result is None
+        and *no* cell of these rows remains. Positions of each id must continue that id
+        without a gap; an empty id may start anywhere. The ids of a row are a subset of those of
+        every earlier row of the batch that shares one of them.
+
+        A row's logits do not depend on the other rows up to the backend's exact width, see
+        `exact.exact_width`.
 
         Raises BackendError when the rows can not be evaluated (no free cells, a broken
         sequence); no cell of these rows remains then. An exception of `should_stop` is re-raised
@@ -84,7 +89,8 @@ class Backend(Protocol):
         range without cells."""
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Add `dst` to the cells of `src` in `[p0, p1)`. Metadata only; values do not move."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`. Metadata only; values do not move.
+        `dst` must hold no cell there yet, or its readers would count positions twice."""
 
     def seq_keep(self, seq_id: int) -> None:
         """Drop every other id from every cell and free the cells without `seq_id`."""

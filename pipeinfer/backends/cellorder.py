@@ -33,7 +33,7 @@ class CellOrder:
         self.in_order = True
         self._low = np.zeros(n_seqs, np.int64)  #: position of the first entry of an id's row
         self._length = np.zeros(n_seqs, np.int64)
-        self._cells = np.full((n_seqs, n_cells), -1, np.int32)
+        self._cells = np.empty((n_seqs, n_cells), np.int32)  #: rows; -1 where a cell is missing
         self._references = np.zeros(n_cells, np.int32)  #: how many ids hold the cell
         self._held = np.zeros(n_cells, np.bool_)  #: not free in llama.cpp's eyes
 
@@ -127,8 +127,10 @@ class CellOrder:
             self._cells[seq_id, -index : length - index] = row
             self._low[seq_id], self._length[seq_id] = pos, length - index
             index = 0
+        length = int(self._length[seq_id])
+        self._cells[seq_id, length : index + 1] = -1
         self._cells[seq_id, index] = cell
-        self._length[seq_id] = max(int(self._length[seq_id]), index + 1)
+        self._length[seq_id] = max(length, index + 1)
 
     def _trim(self, seq_id: int) -> None:
         """Drop empty entries at both ends of the id's row."""
@@ -140,6 +142,5 @@ class CellOrder:
         first, last = int(full[0]), int(full[-1]) + 1
         if first:
             self._cells[seq_id, : last - first] = self._cells[seq_id, first:last].copy()
-            self._cells[seq_id, last - first : last] = -1
             self._low[seq_id] += first
         self._length[seq_id] = last - first

@@ -203,6 +203,13 @@ def make_context(
     params.no_perf = True
     if callback is not None:
         params.cb_eval = callback
+    # llama.cpp clears the cache, so one that only just can be reserved gets the process killed.
+    wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
+    if options.n_gpu_layers == 0 and wanted > memory:
+        raise BackendError(
+            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, this machine has "
+            f"{memory / 1e9:.0f}; lower -c"
+        )
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise BackendError(
@@ -210,6 +217,11 @@ def make_context(
             f"{n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
         )
     return context
+
+
+def _physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def head_size(model: Any, part: str = "value") -> int:

@@ -311,14 +311,15 @@ class ToyBackend:
             stream = np.array(hidden, np.float32)
         visible = [self._visible(p, ids[0]) for p, ids in zip(positions, rows.seq_ids, strict=True)]
         for i, layer in enumerate(self._layers):
-            if should_stop is not None and should_stop():
-                return None
             inputs = [_normed(row.astype(np.float64)) for row in stream]
             for x, cell in zip(inputs, cells, strict=True):
                 self._keys[i, cell] = layer.key.dot(x)
                 self._values[i, cell] = layer.value.dot(x)
             for j, x in enumerate(inputs):
                 stream[j] = self._layer_row(i, layer, stream[j].astype(np.float64), x, visible[j])
+            work_left = self.info.last or i + 1 < len(self._layers)
+            if work_left and should_stop is not None and should_stop():
+                return None
         if not self.info.last:
             return stream
         return self._logits(rows, stream)
