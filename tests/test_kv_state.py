@@ -84,6 +84,7 @@ class KvMachine(RuleBasedStateMachine):
     @rule(seq_id=IDS, tokens=TOKENS, asks=st.integers(1, 3))
     def decode_stopped(self, seq_id, tokens, asks):
         left = [asks]
+        tokens = tokens[:1] if self.one_by_one else tokens
 
         def should_stop():
             left[0] -= 1
