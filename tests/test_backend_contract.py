@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_a_prompt_chunk_without_wanted_rows_gives_no_logits(make):
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 3, 4), (0, 1, 2, 3, 4)])
 def test_a_pipeline_of_shards_gives_the_whole_models_bits(make, cuts):
     whole = make()
-    shards = [make(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    shards = [make(a, b) for a, b in pairwise(cuts)]
     tree = make_rows([(3, 5, (0, 1), True), (4, 6, (0,), True), (5, 6, (1,), False),
                       (6, 7, (0,), True)])
     for step in (chain([1, 2, 3, 4, 5]), tree, chain([9], 8)):

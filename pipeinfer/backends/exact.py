@@ -10,9 +10,12 @@ Where a cell lies in memory matters too, see `backends.llamacpp`; that is not pr
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.core import ALL_SEQS, END, FloatArray, IntArray, Rows
+from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
+
+Indices = npt.NDArray[np.signedinteger]
 
 _CONTEXT = 40  #: tokens before the rows that are compared
 
@@ -51,7 +54,7 @@ class _Probe:
     ) -> None:
         self.backend, self.context = backend, context
         n, info = context + 2 * limit, backend.info
-        self.tokens: IntArray = rng.integers(0, info.n_vocab, n).astype(np.int32)
+        self.tokens = rng.integers(0, info.n_vocab, n).astype(np.int32)
         self.hidden: FloatArray | None = None
         if not info.first:
             # Channels of a trained model's residual stream differ in scale by orders.
@@ -64,7 +67,7 @@ class _Probe:
         chunk = self.backend.info.n_batch
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
-            self._decode(np.arange(start, stop), np.arange(start, stop), [(0,)] * (stop - start))
+            self._decode(np.arange(start, stop), np.arange(start, stop), _alone(stop - start))
         first = np.arange(context, context + limit)
         second = first + limit
         singles = self._singles(first)
@@ -78,25 +81,25 @@ class _Probe:
             width -= 1
         return width
 
-    def _singles(self, source: IntArray) -> FloatArray:
+    def _singles(self, source: Indices) -> FloatArray:
         """Results of `source` decoded one by one after the context."""
         results = [
-            self._decode(source[i : i + 1], np.array([self.context + i]), [(0,)])
+            self._decode(source[i : i + 1], np.array([self.context + i]), _alone(1))
             for i in range(len(source))
         ]
         self.backend.seq_rm(0, self.context, END)
         return np.concatenate(results)
 
-    def _same_chain(self, source: IntArray, singles: FloatArray) -> bool:
+    def _same_chain(self, source: Indices, singles: FloatArray) -> bool:
         positions = self.context + np.arange(len(source))
-        result = self._decode(source, positions, [(0,)] * len(source))
+        result = self._decode(source, positions, _alone(len(source)))
         self.backend.seq_rm(0, self.context, END)
         return result.tobytes() == singles[: len(source)].tobytes()
 
     def _same_branches(
         self,
-        first: IntArray,
-        second: IntArray,
+        first: Indices,
+        second: Indices,
         width: int,
         singles: FloatArray,
         others: FloatArray,
@@ -106,7 +109,7 @@ class _Probe:
         result = self._decode(
             np.concatenate([first[:left], second[:right]]),
             self.context + np.concatenate([np.arange(left), np.arange(right)]),
-            [(0,)] * left + [(1,)] * right,
+            _alone(left) + [(1,)] * right,
         )
         self.backend.seq_rm(1, 0, END)
         self.backend.seq_rm(0, self.context, END)
@@ -116,7 +119,7 @@ class _Probe:
         )
 
     def _decode(
-        self, source: IntArray, positions: IntArray, seq_ids: list[tuple[int, ...]]
+        self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]]
     ) -> FloatArray:
         rows = Rows(
             self.tokens[source],
@@ -128,3 +131,8 @@ class _Probe:
         result = self.backend.decode(rows, hidden)
         assert result is not None  # only a stop gives None, and none was asked for
         return result
+
+
+def _alone(count: int) -> list[tuple[int, ...]]:
+    """`count` rows of sequence 0."""
+    return [(0,)] * count

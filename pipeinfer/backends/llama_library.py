@@ -221,7 +221,7 @@ def make_context(
 
 def _physical_memory() -> int:
     """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
 
 
 def head_size(model: Any, part: str = "value") -> int:

@@ -139,7 +139,7 @@ class LlamaCppBackend:
         self._token_pointer = _pointer(batch, "token", self._tokens.ctypes.data)
 
     @classmethod
-    def load(  # noqa: PLR0913
+    def load(
         cls,
         path: str | os.PathLike[str],
         *,
@@ -183,7 +183,9 @@ class LlamaCppBackend:
             raise
         architecture = metadata(model, "general.architecture")
         vocab = llama_cpp.llama_model_get_vocab(model)
-        n_vocab = int(metadata(model, "pipeinfer.vocab_size") or llama_cpp.llama_vocab_n_tokens(vocab))
+        # A shard from the middle has a vocabulary of one, and a note of the model's.
+        noted = metadata(model, "pipeinfer.vocab_size")
+        n_vocab = int(noted or llama_cpp.llama_vocab_n_tokens(vocab))
         info = ShardInfo(
             architecture=architecture,
             layers=layers,

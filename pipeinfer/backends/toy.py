@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
-from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.core import ALL_SEQS, FloatArray, Rows
 from pipeinfer.errors import BackendError, PlanError
 
 Matrix = npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ def _weights(
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, gain: float) -> Matrix:
-        return rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+        return np.asarray(rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns)))
 
     embedding = rng.standard_normal((n_vocab, width))
     layers = tuple(
@@ -83,7 +83,8 @@ def _weights(
 
 
 def _normed(x: Matrix) -> Matrix:
-    return x / np.sqrt(x.dot(x) / len(x) + 1e-6)
+    scaled: Matrix = x / np.sqrt(x.dot(x) / len(x) + 1e-6)
+    return scaled
 
 
 class ToyBackend:
@@ -115,7 +116,7 @@ class ToyBackend:
         self._closed = False
 
     @classmethod
-    def load(  # noqa: PLR0913
+    def load(
         cls,
         spec: ToySpec | None = None,
         start: int = 0,
@@ -233,7 +234,7 @@ class ToyBackend:
         ]
         return sorted(pairs, key=lambda pair: (pair[0], sorted(pair[1])))
 
-    def _note(self, *entry: Any) -> None:  # noqa: ANN401
+    def _note(self, *entry: Any) -> None:
         if self.log is not None:
             self.log.append(entry)
 
@@ -324,7 +325,7 @@ class ToyBackend:
             return stream
         return self._logits(rows, stream)
 
-    def _layer_row(  # noqa: PLR0913
+    def _layer_row(
         self, index: int, layer: _Layer, stream: Matrix, x: Matrix, cells: npt.NDArray[np.intp]
     ) -> FloatArray:
         scores = self._keys[index, cells].dot(layer.query.dot(x)) / np.sqrt(len(x))

@@ -32,7 +32,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 #: struct code of each scalar metadata type
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _SAMPLE_BYTES = 1024
 _CHUNK = 8 << 20
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -60,7 +60,7 @@ class TensorInfo:
     @property
     def type_name(self) -> str:
         """The type as llama.cpp writes it, such as `Q8_0`."""
-        return GGMLQuantizationType(self.type).name
+        return str(GGMLQuantizationType(self.type).name)
 
 
 @dataclass(frozen=True, slots=True)

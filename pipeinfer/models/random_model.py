@@ -113,7 +113,8 @@ def _weights(spec: RandomSpec) -> dict[str, FloatArray]:
     head = width // spec.n_head
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> FloatArray:
-        return (rng.standard_normal((rows, columns)) * gain / np.sqrt(columns)).astype(np.float32)
+        drawn = rng.standard_normal((rows, columns)) * gain / np.sqrt(columns)
+        return np.asarray(drawn, np.float32)
 
     def norm(size: int) -> FloatArray:
         return (1.0 + 0.1 * rng.standard_normal(size)).astype(np.float32)
@@ -145,7 +146,8 @@ def _weights(spec: RandomSpec) -> dict[str, FloatArray]:
         weights[f"blk.{i}.ffn_norm.weight"] = norm(width)
         if spec.n_expert:
             weights[f"blk.{i}.ffn_gate_inp.weight"] = matrix(spec.n_expert, width)
-            for name, rows, columns in (("gate", ff, width), ("down", width, ff), ("up", ff, width)):
+            shapes = (("gate", ff, width), ("down", width, ff), ("up", ff, width))
+            for name, rows, columns in shapes:
                 experts = [matrix(rows, columns) for _ in range(spec.n_expert)]
                 weights[f"blk.{i}.ffn_{name}_exps.weight"] = np.stack(experts)
         else:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -73,7 +74,7 @@ def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
     bounds = [0]
     for i in range(n_stages):
         bounds.append(bounds[-1] + size + (i < extra))
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def check_splittable(model: ModelFile) -> None:
