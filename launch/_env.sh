@@ -68,11 +68,28 @@ load_mpi_env() {
     done <"$ROOT/launch/mpi.env"
 }
 
+spool_stdin() {
+    # mpirun of Open MPI 5.0 does not return after forwarding a pipe, and damages input over 64 KB:
+    # for `-f -` standard input goes into a file first. Sets ARGS.
+    local last=
+    ARGS=()
+    for argument in "$@"; do
+        if [ "$argument" = - ] && { [ "$last" = -f ] || [ "$last" = --file ]; }; then
+            SPOOL=$(mktemp)
+            trap 'rm -f "$SPOOL"' EXIT
+            cat >"$SPOOL"
+            argument=$SPOOL
+        fi
+        ARGS+=("$argument")
+        last=$argument
+    done
+}
+
 run_mpi() {
     # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
     # first Ctrl-C asks rank 0 to finish its token (SIGUSR1), the second ends the job.
     local job status count=0
-    setsid "$MPIRUN" "$@" <&0 &
+    setsid "$MPIRUN" "$@" </dev/null &
     job=$!
     trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT
     trap 'kill -TERM $job' TERM

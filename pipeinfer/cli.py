@@ -6,10 +6,13 @@ command that needs them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -17,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 
 import click
 
-from pipeinfer import __version__
+from pipeinfer import __version__, host
 from pipeinfer.config import Config, Option, Resolved, options, resolve
 from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
 
@@ -93,6 +96,8 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except PipeinferError as error:
+            if host.launched_rank() > 0:
+                time.sleep(2.0)  # rank 0 most likely says the same and ends the job
             fail(error)
         except Stopped:
             leave(INTERRUPTED)
@@ -167,18 +172,19 @@ def generate(resolved: Resolved) -> None:
             )
         except Stopped:
             out.reason = "interrupted"
+            _talk_past_the_launcher()
             _report(config, out, session, {})
             leave(INTERRUPTED)
     _report(config, out, session, session.reports)
     if config.trace:
         _write_trace(Path(config.trace), session)
     if out.reason == "interrupted":
-        leave(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
     if out.reason == "context":
-        raise RequestError(
-            f"the context of {session.limits.n_ctx} tokens is full after {len(out.tokens)} new "
-            "tokens: raise it with -c"
-        )
+        click.echo(
+            f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "
+            f"{len(out.tokens)} new tokens: raise it with -c", err=True)
+        raise SystemExit(RequestError.exit_code)
 
 
 def _watch_signals() -> list[int]:
@@ -199,6 +205,14 @@ def _watch_signals() -> list[int]:
     return seen
 
 
+def _talk_past_the_launcher() -> None:
+    """After an interrupt mpirun drops what its ranks write: use the terminal if there is one."""
+    if host.launched_size() > 1:
+        with contextlib.suppress(OSError):
+            terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
+            os.dup2(terminal, 2)
+
+
 def _prompt_text(config: Config) -> str:
     if config.prompt and config.file:
         raise UsageError("give either -p or -f, not both")
@@ -206,6 +220,9 @@ def _prompt_text(config: Config) -> str:
         if not config.prompt:
             raise UsageError('there is no prompt: give one with -p "...", -f FILE or -f -')
         return config.prompt
+    if config.file == "-" and "PMIX_RANK" in os.environ and host.launched_size() > 1:
+        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may not return after passing on "
+                   "standard input; launch/run and -f FILE do not have that trouble", err=True)
     try:
         data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
         text = data.decode("utf-8")

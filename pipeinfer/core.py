@@ -7,6 +7,7 @@ half-open, `[p0, p1)`, and `END` stands for "to the end of the sequence".
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -63,7 +64,7 @@ class Rows:
         return first
 
 
-def make_rows(rows: list[tuple[int, int, tuple[int, ...], bool]]) -> Rows:
+def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]]) -> Rows:
     """Rows from `(token, position, sequence ids, output)` tuples."""
     return Rows(
         np.array([r[0] for r in rows], np.int32),

@@ -1,0 +1,49 @@
+"""Rank program: `pipeinfer ARGS...` in which one rank's backend goes wrong.
+
+Usage: faulty.py RANK KIND ARGS...; KIND is raise, exit, kill, hang or load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from pipeinfer import host
+from pipeinfer.backends.llamacpp import LlamaCppBackend
+from pipeinfer.cli import main
+from pipeinfer.errors import BackendError
+
+
+def break_backend(kind: str) -> None:
+    decode, load = LlamaCppBackend.decode, LlamaCppBackend.load
+    calls = 0
+
+    def broken(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls > 250:  # past the search for the exact width
+            match kind:
+                case "raise":
+                    raise RuntimeError("injected fault")
+                case "exit":
+                    os._exit(9)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "hang":
+                    time.sleep(1000)
+        return decode(self, *args, **kwargs)
+
+    def refuse(*args, **kwargs):
+        raise BackendError("out of memory (injected): use a smaller context")
+
+    LlamaCppBackend.decode = broken
+    if kind == "load":
+        LlamaCppBackend.load = refuse
+    del load
+
+
+if host.launched_rank() == int(sys.argv[1]):
+    break_backend(sys.argv[2])
+main(args=sys.argv[3:], prog_name="pipeinfer")

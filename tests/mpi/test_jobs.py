@@ -1,0 +1,242 @@
+"""Real MPI jobs: losslessness over ranks, and how jobs end when something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeinfer.sampling import noise_key
+from tests.mpi import launch
+from tests.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")]
+PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
+
+
+def cases(count=40):
+    out = []
+    for i, prompt in enumerate(PROMPTS):
+        for params in ({"temperature": 0.0},
+                       {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1,
+                        "key": noise_key(5)}):
+            for limits in (
+                {"policy": "iterative"},
+                {"policy": "speculative", "branches": 3, "p_split": 0.1},
+                {"policy": "pipeinfer", "p_min": 0.2},
+                {"policy": "pipeinfer", "p_min": 0.0, "branches": 3, "p_split": 0.1},
+                {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
+                {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
+                {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
+                {"policy": "pipeinfer", "ablations": ["multibuffer"], "branches": 3,
+                 "p_min": 0.1},
+            ):
+                if i == 0 or limits["policy"] == "pipeinfer":
+                    out.append({"prompt": prompt, "params": params, "limits": limits,
+                                "count": count})
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference():
+    from pipeinfer.core import SamplingParams
+    from pipeinfer.tokenizer import Tokenizer
+
+    plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    known = {}
+    for case in cases():
+        key = (case["prompt"], json.dumps(case["params"]))
+        if key not in known:
+            known[key] = plain.generate(tokenizer.encode(case["prompt"]), case["count"],
+                                        SamplingParams(**case["params"]))
+    plain.close()
+    tokenizer.close()
+    return known
+
+
+def run_matrix(tmp_path, np, config, todo, **options):
+    task, out = tmp_path / "task.json", tmp_path / "out.json"
+    base = {"ctx": 512, "threads": 1, "threads_draft": 1, "branches": 3, "policy": "pipeinfer"}
+    task.write_text(json.dumps({"config": base | config, "cases": todo}))
+    done = launch.python(np, "matrix", str(task), str(out), timeout=240, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def check(answer, todo, reference):
+    for case, result in zip(todo, answer["results"], strict=True):
+        wanted = reference[case["prompt"], json.dumps(case["params"])]
+        assert result["tokens"] == wanted, case["limits"]
+
+
+@pytest.mark.parametrize("np", [1, 2, 3, 4])
+def test_every_policy_gives_the_plain_tokens(tmp_path, reference, np):
+    answer = run_matrix(tmp_path, np, {}, cases())
+    check(answer, cases(), reference)
+    assert answer["exact_width"] >= 2
+    assert sum(r["accepted_speculative"] for r in answer["results"]) > 0
+
+
+def test_over_tcp_with_a_stage_on_the_head_and_direct_cancels(tmp_path, reference):
+    todo = cases()[::3]
+    answer = run_matrix(tmp_path, 3, {"head_stage": True, "cancel_path": "direct"}, todo,
+                        mpi_args=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"))
+    check(answer, todo, reference)
+    assert len(answer["reports"]) == 3
+
+
+def test_the_command_line_over_ranks_gives_one_process_text():
+    args = ["generate", "-p", PROMPTS[0], "-n", "30", "--seed", "5", "--json"]
+    one = json.loads(launch.run(1, PIPEINFER + args).stdout)
+    done = launch.run(4, PIPEINFER + args)
+    four = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert four["tokens"] == one["tokens"]
+    assert four["text"] == one["text"]
+    assert len(four["stats"]["stages"]) == 3
+    assert four["stats"]["n_output"] == 30
+
+
+def test_a_prompt_from_standard_input_and_a_trace(tmp_path):
+    trace = tmp_path / "t.json"
+    done = launch.run(1, [str(launch.ROOT / "launch" / "run"), "3", "generate", "-f", "-", "-n",
+                          "12", "--temp", "0", "--trace", str(trace)], stdin="import os\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("import os\n")
+    assert "tokens/s" in done.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["tid"] for e in events if e["ph"] == "X"} == {1, 2}
+
+
+def test_doctor_over_ranks():
+    done = launch.run(3, [*PIPEINFER, "doctor", "--json"])
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == 0, findings
+    whats = {f["what"] for f in findings}
+    assert {"launch", "pipeinfer", "link 0-1", "link 1-2", "plan",
+            "llama.cpp on rank 2"} <= whats
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
+    (["-m", __file__], 3, "GGUF"),
+    (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
+    (["--draft-max", "0"], 2, "--draft-max"),
+    (["-m", str(EMBEDDED / "target.gguf"), "--policy", "pipeinfer"], 2, "-md"),
+])
+def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
+    base = [] if "-p" in args else ["-p", "x"]
+    done = launch.run(3, [*PIPEINFER, "generate", *base, *args], timeout=60)
+    assert done.returncode == code, done.stderr
+    line = next(x for x in done.stderr.splitlines() if x.startswith("pipeinfer: error:"))
+    assert says in line
+    assert "Traceback" not in done.stderr
+
+
+def test_more_stages_than_layers(tmp_path):
+    from pipeinfer.models.random_model import RandomSpec, write_random_model
+
+    path = write_random_model(tmp_path / "small.gguf", RandomSpec(n_layer=2))
+    done = launch.run(4, [*PIPEINFER, "generate", "-p", "x", "-m", str(path)], timeout=60)
+    assert done.returncode == 4
+    assert "2 layers" in done.stderr
+
+
+def test_a_full_context_prints_what_there_is():
+    done = launch.run(2, [*PIPEINFER, "generate", "-p", "import os\n", "-c", "64", "-n", "500",
+                          "--ignore-eos"])
+    assert done.returncode == 5
+    assert "the context of 64 tokens is full" in done.stderr
+    assert len(done.stdout) > 40
+
+
+def test_ranks_with_other_options_are_named():
+    launcher = launch.mpirun_path()
+    base = [*PIPEINFER, "generate", "-p", "x"]
+    process = launch.start([launcher, "-np", "1", *base, ":", "-np", "1", *base, "--chunk", "32"],
+                           timeout=60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert "rank 1" in err
+    assert "chunk" in err
+
+
+@pytest.mark.parametrize(("kind", "code", "says"), [
+    ("raise", 6, "injected fault"), ("load", 6, "out of memory (injected)"),
+    ("hang", 6, "waited"), ("exit", None, ""), ("kill", None, ""),
+])
+def test_a_failing_stage_ends_the_job(kind, code, says):
+    done = launch.run(4, [*FAULTY, "2", kind, "generate", "-p", "x", "-n", "400", "--temp", "0",
+                          "--ignore-eos", "--timeout", "4"], timeout=60)
+    assert done.returncode != 0
+    if code is not None:
+        assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    if kind == "raise":
+        assert "rank 2" in done.stderr
+        assert "Traceback" in done.stderr
+    left = subprocess.run(["pgrep", "-f", "faulty.py 2 " + kind], capture_output=True, text=True,
+                          check=False)
+    assert not left.stdout.strip()
+
+
+LONG = ["generate", "-p", "import os\n", "-n", "100000", "-c", "8192", "--ignore-eos"]
+
+
+def interrupt(command, enough, number, again=0.0):
+    process = launch.start(command, timeout=60)
+    assert process.stdout is not None
+    seen = ""
+    while len(seen) < enough:
+        piece = os.read(process.stdout.fileno(), 200).decode("utf-8", "replace")
+        assert piece, process.stderr.read()
+        seen += piece
+    process.send_signal(number)
+    if again:
+        time.sleep(again)
+        process.send_signal(number)
+    out, err = process.communicate(timeout=40)
+    return process.returncode, seen + out, err
+
+
+def test_interrupt_of_one_process_finishes_and_reports():
+    code, out, err = interrupt([*PIPEINFER, *LONG], 80, signal.SIGINT)
+    assert code == 130
+    assert "ended by interrupted" in err
+    assert out.startswith("import os")
+
+
+def test_interrupt_through_the_launch_script():
+    code, _, err = interrupt([str(launch.ROOT / "launch" / "run"), "3", *LONG], 80,
+                             signal.SIGINT)
+    assert code == 130
+    assert "ended by interrupted" in err
+    assert "busy" in err
+
+
+def test_interrupt_of_plain_mpirun_prints_what_there_is():
+    """On a terminal, with a real Ctrl-C: mpirun drops its ranks' output from then on."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(launch.mpirun_path(), ["mpirun", "-np", "3", *PIPEINFER, *LONG],
+                   launch.environment(MPIEXEC_TIMEOUT="60"))
+    seen = b""
+    while len(seen) < 80:
+        seen += os.read(terminal, 200)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 4096):
+            seen += piece
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert b"ended by interrupted" in seen
