@@ -245,4 +245,4 @@ def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
     for part, kind in (("key", options.type_k), ("value", options.type_v)):
         _, size, block = CACHE_TYPES[kind]
         total += heads * head_size(model, part) * size // block
-    return total * n_ctx * llama_cpp.llama_model_n_layer(model)
+    return total * n_ctx * int(llama_cpp.llama_model_n_layer(model))
