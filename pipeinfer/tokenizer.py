@@ -10,6 +10,7 @@ import codecs
 import ctypes
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -146,8 +147,11 @@ class Tokenizer:
         def raise_exception(message: str) -> str:
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = time.strftime
         try:
             return environment.from_string(template).render(
                 messages=list(messages),
@@ -155,7 +159,8 @@ class Tokenizer:
                 bos_token=self._text(self.bos_id),
                 eos_token=self._text(self.eos_id),
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError,
+                ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from (
                 None
             )
