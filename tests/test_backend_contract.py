@@ -243,6 +243,15 @@ def test_dead_cells_are_reused_before_the_cache_counts_as_full(make):
     assert backend.seq_bounds(1) == (0, 226)
 
 
+def test_more_sequences_than_rows_of_a_batch(make):
+    backend = make(n_seq_max=40, n_batch=2)
+    backend.decode(chain([1, 2]))
+    backend.seq_cp(0, 39, 0, 2)
+    assert backend.decode(chain([3], 2, (39,))).shape == (1, backend.info.n_vocab)
+    with pytest.raises(BackendError, match="3 rows"):
+        backend.decode(chain([3, 4, 5], 2))
+
+
 def test_wrong_shapes_are_refused(make):
     first, last = make(0, 2), make(2, 4)
     with pytest.raises(BackendError, match="hidden"):

@@ -143,7 +143,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_file(model, tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shard_module.os, "fsync", full)
-    with pytest.raises(ModelError, match="disk is full.*PIPEINFER_CACHE"):
+    with pytest.raises(ModelError, match=r"disk is full.*PIPEINFER_CACHE"):
         extract_shard(model, 0, 2, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -192,6 +192,7 @@ def make_context(
     """A context with a cache for `model`; `sizes` as in `check_sizes`. `callback`: or None."""
     clear_log()
     n_ctx, n_seq_max, n_batch, n_threads = sizes
+    n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_seq_max = n_ctx, n_batch, n_seq_max
     params.n_ubatch = options.n_ubatch or n_batch
