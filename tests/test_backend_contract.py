@@ -211,8 +211,9 @@ def test_broken_rows_are_refused_and_change_nothing(make, rows):
     for one in (backend, fresh):
         one.decode(chain([1, 2, 3]))
         one.seq_cp(0, 1, 0, 3)
-    with pytest.raises(BackendError):
+    with pytest.raises(BackendError) as caught:
         backend.decode(make_rows(rows))
+    assert "\n" not in str(caught.value)
     assert backend.seq_bounds(0) == backend.seq_bounds(1) == (0, 2)
     assert np.array_equal(backend.decode(chain([4], 3)), fresh.decode(chain([4], 3)))
 

@@ -72,7 +72,7 @@ def last_log() -> str:
     kept = list(getattr(_log_lines, "kept", ()))
     errors = [text for level, text in kept if level == 4] or [text for _, text in kept]
     # The last line often only says that loading failed; the first error says why.
-    return errors[0] if errors else "llama.cpp gave no reason"
+    return " ".join(errors[0].split()) if errors else "llama.cpp gave no reason"
 
 
 def _bind(name: str, restype: Any, argtypes: list[Any]) -> Any:
