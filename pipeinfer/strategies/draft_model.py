@@ -1,7 +1,8 @@
 """Proposals of a small draft model (PipeInfer section III, SpecInfer's expansion).
 
-The draft keeps one path in its cache and brings it up to the job's path by the longest common
-prefix, so it needs no word about acceptance or cancellation. It applies the target's sampling
+The draft keeps one path in its cache, with the candidates after each token it drafted from, and
+brings it up to the job's path by the longest common prefix, so it needs no word about acceptance
+or cancellation and a job that was stopped midway is taken up where it was. It applies the target's sampling
 rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module knows neither
 llama.cpp nor threads: it works on any whole-model backend.
 """
@@ -52,7 +53,7 @@ class DraftModel:
         self._path: list[int] = []
         self._lane = -1
         self._agreed = 0
-        self._tip: tuple[int, Ranking] | None = None
+        self._rankings: dict[int, Ranking] = {}
 
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]
@@ -90,16 +91,15 @@ class DraftModel:
         length = base + len(suffix)
         if job.lane != self._lane:
             self._lane, self._agreed = job.lane, 0
+            self._rankings.clear()  # they depend on the lane's parameters
         known = min(self._agreed, base, len(self._path))
         common = self._agreed = self._common(job.accepted, known, base)
         if common == base:
             common = base + _common_prefix(self._path[base:], suffix)
-        if self._tip is not None and self._tip[0] == common == length == len(self._path):
-            return self._tip[1]
+        if common == length and length - 1 in self._rankings:
+            return self._rankings[length - 1]
         common = min(common, length - 1)
-        self.backend.seq_rm(0, common, END)
-        del self._path[common:]
-        self._tip = None
+        self._cut(common)
         todo = [job.accepted[i] if i < base else suffix[i - base] for i in range(common, length)]
         step = self.backend.info.n_batch
         for start in range(0, len(todo), step):
@@ -115,8 +115,15 @@ class DraftModel:
             self._path += part
         assert logits is not None
         ranking = self._rank(job.params, logits[-1], np.array(self._path, np.int32), length - 1)
-        self._tip = (length, ranking)
+        self._rankings[length - 1] = ranking
         return ranking
+
+    def _cut(self, length: int) -> None:
+        """Forget the path from position `length` on."""
+        self.backend.seq_rm(0, length, END)
+        for position in range(length, len(self._path)):
+            self._rankings.pop(position, None)
+        del self._path[length:]
 
     def _common(self, accepted: Any, start: int, base: int) -> int:
         stop = min(base, len(self._path))
@@ -159,6 +166,16 @@ class DraftModel:
     def _evaluate(self, job: StartDraft, branches: list[_Branch]) -> None:
         """Decode every branch's newest token and rank what follows it."""
         position = job.base + len(job.suffix) + len(branches[0].tokens) - 1
+        main = branches[0]
+        if main.seq_id == 0 and position < len(self._path):
+            # An interrupted job may have been here already: its work is not done twice.
+            if self._path[position] == main.pending and position in self._rankings:
+                main.ranking = self._rankings[position]
+                branches = branches[1:]
+            else:
+                self._cut(position)
+        if not branches:
+            return
         logits = self.backend.decode(make_rows(
             [(b.pending, position, (b.seq_id,), True) for b in branches]
         ))
@@ -170,7 +187,7 @@ class DraftModel:
             branch.ranking = self._rank(job.params, row, history, position)
             if branch.seq_id == 0:
                 self._path.append(branch.pending)
-                self._tip = (position + 1, branch.ranking)
+                self._rankings[position] = branch.ranking
 
     @staticmethod
     def _rank(
