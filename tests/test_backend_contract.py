@@ -202,6 +202,7 @@ def test_an_exception_of_should_stop_arrives_and_leaves_no_cell(make, layers):
         [(1, 3, (0,), True), (2, 3, (0,), True)],  # one id twice at a position
         [(1, 3, (1,), True), (1, 3, (0,), True), (1, 4, (0, 1), True)],  # joined after apart
         [(1, 3, (99,), True)],
+        [(1, 0, (8,), True)],  # one beyond the last id
         [(-1, 3, (0,), True)],
         [(1, 3, (), True)],
     ],
@@ -271,6 +272,9 @@ def test_closing_twice_is_fine_and_decoding_afterwards_is_not(make):
     backend.close()
     with pytest.raises(BackendError, match="closed"):
         backend.decode(chain([1]))
+    backend.seq_rm(0, 0, END)
+    backend.seq_cp(0, 1, 0, 4)
+    backend.seq_keep(0)
 
 
 @pytest.mark.parametrize("layers", [(0, 4), (1, 3), (3, 4)])

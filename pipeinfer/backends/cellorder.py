@@ -65,17 +65,22 @@ class CellOrder:
     def copy(self, src: int, dst: int, p0: int, p1: int) -> None:
         """`dst` now holds the cells of `src` in `[p0, p1)`, too."""
         start, stop = self._span(src, p0, p1)
-        for pos in range(start, stop) if self._length[dst] else ():
-            cell = int(self._cells[src, pos - self._low[src]])
+        if start >= stop:
+            return
+        low = int(self._low[src])
+        row = self._cells[src, start - low : stop - low]
+        length = int(self._length[dst])
+        if not length:
+            self._low[dst] = start
+        if int(self._low[dst]) + length == start:  # the usual case, in one go
+            self._cells[dst, length : length + len(row)] = row
+            self._length[dst] = length + len(row)
+            self._references[row[row >= 0]] += 1
+            return
+        for pos, cell in zip(range(start, stop), row.tolist(), strict=True):
             if cell >= 0:
                 self._put(dst, pos, cell)
                 self._references[cell] += 1
-        if not self._length[dst] and start < stop:  # the usual case, in one go
-            low = int(self._low[src])
-            row = self._cells[src, start - low : stop - low]
-            self._low[dst], self._length[dst] = start, len(row)
-            self._cells[dst, : len(row)] = row
-            self._references[row[row >= 0]] += 1
 
     def remove(self, seq_id: int, p0: int, p1: int) -> list[tuple[int, int]]:
         """Take `seq_id` off `[p0, p1)`; returns the position ranges to bury *before* that.
@@ -120,8 +125,11 @@ class CellOrder:
         if not self._length[seq_id]:
             self._low[seq_id] = pos
         index = pos - int(self._low[seq_id])
+        length = int(self._length[seq_id])
+        if max(length - index, index) >= self.n_cells:  # far apart: give up the promise
+            self.in_order = False
+            return
         if index < 0:  # below what the id holds: shift its row
-            length = int(self._length[seq_id])
             row = self._cells[seq_id, :length].copy()
             self._cells[seq_id, :-index] = -1
             self._cells[seq_id, -index : length - index] = row

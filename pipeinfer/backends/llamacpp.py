@@ -27,70 +27,17 @@ from pipeinfer.backends.llama_library import (
     check_sizes,
     clear_log,
     ensure_llama,
-    get_name,
     head_size,
     last_log,
     load_model,
     make_context,
     metadata,
-    tensor_get,
-    tensor_nbytes,
 )
+from pipeinfer.backends.llama_probe import LayerProbe
 from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
-
-
-class _Probe:
-    """The scheduler's callback: takes the hidden rows out, and asks whether to stop.
-
-    llama.cpp calls it twice per tensor: `ask` - do you want it (the graph is cut there) - and,
-    when wanted, once the tensor is computed; answering False then ends the graph.
-    """
-
-    def __init__(self, last_layer: int) -> None:
-        self.last_name = b"l_out-%d" % last_layer
-        self.should_stop: Callable[[], bool] | None = None
-        self.hidden: FloatArray | None = None
-        self.hidden_done = self.stopped = False
-        self.error: BaseException | None = None
-        self.callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._call)
-
-    def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None) -> None:
-        self.should_stop, self.hidden = should_stop, hidden
-        self.hidden_done = self.stopped = False
-        self.error = None
-
-    def _call(self, tensor: int, ask: bool, _data: int | None) -> bool:
-        try:
-            if self.should_stop is None and self.hidden is None:
-                return False
-            if self.hidden_done or self.stopped or self.error is not None:
-                # With offloaded layers the graph has several splits, and False ends only one:
-                # ask for the first tensor of the next, and end that one, too.
-                return ask
-            name = get_name(tensor)
-            if ask:
-                if not name.startswith(b"l_out-"):
-                    return False
-                return self.should_stop is not None or name == self.last_name
-            if name == self.last_name and self.hidden is not None:
-                if tensor_nbytes(tensor) != self.hidden.nbytes:
-                    raise BackendError(
-                        f"{name.decode()} has {tensor_nbytes(tensor)} bytes, {self.hidden.nbytes} "
-                        "expected"
-                    )
-                tensor_get(tensor, self.hidden.ctypes.data, 0, self.hidden.nbytes)
-                self.hidden_done = True
-                return False  # norm and head of a shard that is not the last never run
-            if self.should_stop is not None and self.should_stop():
-                self.stopped = True
-                return False
-        except BaseException as error:  # an exception can not cross C: re-raised after the decode
-            self.error = error
-            return False
-        return True
 
 
 class LlamaCppBackend:
@@ -100,7 +47,7 @@ class LlamaCppBackend:
         self,
         model: Any,
         context: Any,
-        probe: _Probe | None,
+        probe: LayerProbe | None,
         info: ShardInfo,
         options: LlamaOptions,
     ) -> None:
@@ -174,7 +121,7 @@ class LlamaCppBackend:
                     f"{layers[1]}"
                 )
             options = options.resolved(head_size(model))
-            probe = _Probe(n_layers - 1) if not last or options.layer_callbacks else None
+            probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
             callback = None if probe is None else probe.callback
             sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
             context = make_context(os.fspath(path), model, callback, sizes, options)
@@ -251,7 +198,7 @@ class LlamaCppBackend:
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""
         order = self._order
-        if p0 >= p1:
+        if p0 >= p1 or self._closed():
             return
         if order is None:
             llama_cpp.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
@@ -265,7 +212,7 @@ class LlamaCppBackend:
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
-        if p0 >= p1 or src == dst:
+        if p0 >= p1 or src == dst or self._closed():
             return
         if self.options.validate:
             low = llama_cpp.llama_memory_seq_pos_min(self._memory, dst)
@@ -280,6 +227,8 @@ class LlamaCppBackend:
 
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
+        if self._closed():
+            return
         if self._order is None:
             llama_cpp.llama_memory_seq_keep(self._memory, seq_id)
             return
@@ -298,6 +247,8 @@ class LlamaCppBackend:
 
     def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
         """Lowest and highest position of the id's cells, None without cells."""
+        if self._closed():
+            return None
         low = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
         high = llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)
         return None if low < 0 else (low, high)
@@ -311,18 +262,18 @@ class LlamaCppBackend:
         if model is not None:
             llama_cpp.llama_model_free(model)
 
+    def _closed(self) -> bool:
+        return self._ctx is None
+
     def _fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
         """Put the rows into the batch; returns the array that must outlive the decode."""
         n, info, batch = len(rows), self.info, self._batch
         for i, ids in enumerate(rows.seq_ids):
-            if len(ids) == 1:
-                self._ids[i, 0] = ids[0]
-                self._n_ids[i] = 1
-            else:
-                if not 0 < len(ids) <= info.n_seq_max:
-                    raise BackendError(f"row {i} has {len(ids)} sequence ids")
-                self._ids[i, : len(ids)] = ids
-                self._n_ids[i] = len(ids)
+            # llama.cpp would take one id more, the grave
+            if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
+                raise BackendError(f"row {i} has bad sequence ids {ids}")
+            self._ids[i, : len(ids)] = ids
+            self._n_ids[i] = len(ids)
         self._positions[:n] = rows.positions
         batch.n_tokens = n
         # Not the last: every row is an output, or the last layer would keep flagged rows only.

@@ -101,7 +101,7 @@ class ToyBackend:
         self.capabilities = Capabilities(
             free_positions=not strict,
             separate_views=False,
-            embedding_rows=False,
+            embedding_rows=True,
             stops_inside=True,
         )
         self._embedding, layers, self._head = _weights(
@@ -257,7 +257,8 @@ class ToyBackend:
             raise BackendError("this shard needs the previous shard's hidden rows")
         if hidden is not None and hidden.shape != (n, info.n_embd):
             raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
-        if info.first and (rows.tokens.min() < 0 or rows.tokens.max() >= info.n_vocab):
+        tokens = rows.tokens if hidden is None else rows.tokens[:0]
+        if ((tokens < 0) | (tokens >= info.n_vocab)).any():
             raise BackendError("a token outside the vocabulary")
         self._check_sequences(rows)
         free = np.flatnonzero(self._pos < 0)
@@ -301,13 +302,10 @@ class ToyBackend:
         cells: list[int],
     ) -> FloatArray | None:
         positions = rows.positions.tolist()
-        if hidden is None:
-            stream = np.stack(
-                [
-                    (self._embedding[t] + self._position(p)).astype(np.float32)
-                    for t, p in zip(rows.tokens.tolist(), positions, strict=True)
-                ]
-            )
+        if self.info.first:
+            table = self._embedding[rows.tokens] if hidden is None else hidden.astype(np.float64)
+            placed = [x + self._position(p) for x, p in zip(table, positions, strict=True)]
+            stream = np.stack(placed).astype(np.float32)
         else:
             stream = np.array(hidden, np.float32)
         visible = [self._visible(p, ids[0]) for p, ids in zip(positions, rows.seq_ids, strict=True)]
