@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers")
 
 from pipeinfer.training import tokenizer as tokenizer_module  # noqa: E402
 from pipeinfer.training.__main__ import main  # noqa: E402
-from pipeinfer.training.embedded import SHARES, Settings, compare, run  # noqa: E402
+from pipeinfer.training.embedded import SHARES, Settings, compare, inherit, run  # noqa: E402
 from pipeinfer.training.export import ModelCard, write_gguf  # noqa: E402
 from pipeinfer.training.loop import Plan, batch, train  # noqa: E402
 from pipeinfer.training.model import DRAFT, TARGET, Llama, LlamaConfig  # noqa: E402
@@ -158,6 +158,18 @@ def test_training_lowers_the_loss_and_teaching_makes_models_agree(tmp_path: Path
     after = compare(STREAM, {"t": teacher, "p": pupil}, settings)
     assert after["t_nats"] < before - 1
     assert after["p_agreement"] > 0.5
+
+
+def test_draft_begins_as_a_thinned_target() -> None:
+    target, draft = Llama(replace(TINY, n_layer=5)), Llama(TINY)
+    target.reset(0)
+    draft.reset(1)
+    inherit(draft, target)
+    for ours, theirs in ((0, 0), (1, 4)):
+        assert torch.equal(draft.blk[ours].attn_q.weight, target.blk[theirs].attn_q.weight)
+    assert torch.equal(draft.token_embd.weight, target.token_embd.weight)
+    with pytest.raises(ValueError, match="layers alone"):
+        inherit(Llama(replace(TINY, n_ff=64)), target)
 
 
 def test_other_shape_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
