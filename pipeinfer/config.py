@@ -20,7 +20,7 @@ from typing import Any
 from pipeinfer.errors import UsageError
 
 ENV_PREFIX = "PIPEINFER_"
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,12 @@ class Config:
                            help="Layers of a stage on its GPU.")
     gpu_layers_draft: int = _opt(0, "-ngld", "--n-gpu-layers-draft", group="model", low=0,
                                  high=100_000, help="Layers of the draft on the GPU.")
-    cache_type_k: str = _opt("f16", "-ctk", "--cache-type-k", kind="str", group="model",
-                             choices=CACHE_TYPES, help="Type of the cached keys.")
-    cache_type_v: str = _opt("f16", "-ctv", "--cache-type-v", kind="str", group="model",
-                             choices=CACHE_TYPES, help="Type of the cached values.")
+    cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str", group="model",
+                             choices=CACHE_TYPES, help="Type of the cached keys; auto: what keeps decodes exact "
+                                  "(f16).")
+    cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str", group="model",
+                             choices=CACHE_TYPES, help="Type of the cached values; auto: what keeps decodes exact "
+                                  "(q8_0 on a CPU, see docs/exactness.md).")
     ubatch: int = _opt(0, "-ub", "--ubatch-size", group="model", low=0, high=65536,
                        help="Most rows of one decode; 0 takes --chunk.")
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str", group="model",

@@ -58,7 +58,11 @@ from pipeinfer.transport.base import Port
 
 @dataclass(slots=True)
 class HeadStats:
-    """busy: seconds handling events and instructions, the draft's own compute not included."""
+    """busy: seconds handling events and instructions, the draft's own compute not included.
+
+    The rest is kept only when tracing: issues (run, time, speculative, rows), cancels, results,
+    the runs themselves, and when each invalid run became so, whether it was signalled or not.
+    """
 
     busy: float = 0.0
     handled: int = 0
@@ -66,6 +70,7 @@ class HeadStats:
     cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     results: list[tuple[int, float]] = field(default_factory=list)
     traced: list[Run] = field(default_factory=list)
+    died: dict[int, float] = field(default_factory=dict)
 
     def fates(self) -> dict[int, str]:
         """What became of each traced run's tokens, by run id."""
@@ -189,6 +194,10 @@ class Head:
             self._last_result = time.monotonic()
         for instruction in self.scheduler.handle(event):
             self._execute(instruction)
+        if self._trace:
+            for run in self.scheduler.runs.values():
+                if run.cancelled:
+                    self.stats.died.setdefault(run.run_id, time.time())
         self.stats.busy += time.perf_counter() - start
         self.stats.handled += 1
 

@@ -15,15 +15,16 @@ from pipeinfer.sampling import choose
 
 
 class PlainLoop:
-    """One context over the unsplit model."""
+    """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
-    def __init__(self, path, n_ctx=2048, n_threads=1, n_batch=512):
+    def __init__(self, path, n_ctx=2048, n_threads=1, n_batch=512, type_k=1, type_v=8, flash=1):
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+        params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         vocab = llama_cpp.llama_model_get_vocab(self.model)

@@ -47,7 +47,7 @@ def main() -> None:
         Path(sys.argv[2]).write_text(json.dumps({
             "results": results, "exact_width": base.exact_width,
             "reports": {k: {**v, "events": v.get("events")} for k, v in session.reports.items()},
-            "head_busy": session.head.stats.busy,
+            "head_busy": session.head.stats.busy, "died": session.head.stats.died,
         }))
     except Exception:
         import traceback
