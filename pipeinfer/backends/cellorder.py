@@ -6,7 +6,7 @@ rows into the lowest free cells, so a hole that a dropped branch leaves below li
 later be filled with newer positions. The cure: cells that die *below* a living cell are not freed
 but handed to one more sequence id, the grave, which nobody reads. Cells that die above all living
 ones - the only case without side branches - are freed at once. When the cache is full the grave is
-emptied, and from then on order is no longer promised.
+emptied and the living cells are moved together, in their order.
 
 This is a model of llama.cpp's allocation, checked against it by tests. It calls nothing.
 """
@@ -113,8 +113,20 @@ class CellOrder:
         return not self._references.any()
 
     def empty_grave(self) -> None:
-        """Record that the grave's cells were freed."""
+        """Record that the grave's cells were freed, and that nothing else was done."""
         self.in_order = self.is_empty()
+        self._held = self._references > 0
+
+    def compact(self) -> None:
+        """Record that the grave's cells were freed and the others moved to the front, in order."""
+        living = np.flatnonzero(self._references)
+        moved = np.full(self.n_cells + 1, -1, np.int32)  # the last entry: a missing cell stays so
+        moved[living] = np.arange(len(living))
+        for seq_id in self.used_ids():
+            row = self._cells[seq_id, : self._length[seq_id]]
+            row[:] = moved[row]
+        self._references[: len(living)] = self._references[living]
+        self._references[len(living) :] = 0
         self._held = self._references > 0
 
     def _span(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:

@@ -172,7 +172,7 @@ class LlamaCppBackend:
         clear_log()
         status = llama_cpp.llama_decode(self._ctx, self._batch)
         if status == 1 and self._order is not None and self._order.n_buried:
-            self._empty_grave()
+            self._compact()
             status = llama_cpp.llama_decode(self._ctx, self._batch)
         if status == 0 and self._order is not None:
             self._order.place(rows)
@@ -240,8 +240,7 @@ class LlamaCppBackend:
     def in_order(self) -> bool:
         """Whether each sequence's cells lie in order of position, as equal bits need.
 
-        True until the cache was so full that dead cells below living ones had to be reused, and
-        again once the cache was empty.
+        False without `keep_order`, or after positions far apart in one sequence.
         """
         return self._order is not None and self._order.in_order
 
@@ -311,6 +310,23 @@ class LlamaCppBackend:
     def _grave(self) -> int:
         """The sequence id beyond the caller's that holds dead cells; see `cellorder`."""
         return self.info.n_seq_max
+
+    def _compact(self) -> None:
+        """Free the grave and move the living cells together, in order.
+
+        Saving and restoring llama.cpp's whole state does that: the copy has the used cells only,
+        in the order of memory, each with all its ids, and goes back to the front. It costs a copy
+        of the used cache, once per time that dead cells fill it.
+        """
+        assert self._order is not None
+        llama_cpp.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        size = llama_cpp.llama_state_get_size(self._ctx)
+        state = np.empty(size, np.uint8)
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = llama_cpp.llama_state_get_data(self._ctx, data, size)
+        if not written or llama_cpp.llama_state_set_data(self._ctx, data, written) != written:
+            raise BackendError(f"llama.cpp could not move its cache together: {last_log()}")
+        self._order.compact()
 
     def _empty_grave(self) -> None:
         assert self._order is not None
