@@ -124,8 +124,7 @@ class _Main(click.Group):
 
 def fail(error: PipeinferError) -> NoReturn:
     """Say what is wrong and end every rank."""
-    if isinstance(error, WorkerFailed) and error.remote_traceback and \
-            not error.summary.startswith("Traceback") and error.exit_code == 6:
+    if isinstance(error, WorkerFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
     click.echo(f"pipeinfer: error: {error}", err=True)
     leave(error.exit_code)

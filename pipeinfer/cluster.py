@@ -268,12 +268,14 @@ def _start(
     config: Config, place: Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float,
 ) -> Session:
-    from pipeinfer.models.shard import stage_layers
+    from pipeinfer.models.shard import check_splittable, stage_layers
 
     notes: list[str] = []
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     policy = _policy(config, draft_path)
+    if n_stages > 1:
+        check_splittable(model)
     layers = stage_layers(model.n_layers, n_stages)
     n_ctx = context_size(config, model)
     credit = config.credit or n_stages + 1
@@ -462,13 +464,13 @@ def _guarded_stage(config: Config, place: Place, port: Port, n_stages: int) -> b
         backend.close()
     except BaseException as error:  # everything is reported, nothing may vanish in a thread
         code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
-        summary = " ".join(str(error).split()) or type(error).__name__
+        summary, trace = " ".join(str(error).split()) or type(error).__name__, ""
         if not isinstance(error, PipeinferError):
-            summary = f"{type(error).__name__}: {summary}"
+            summary, trace = f"{type(error).__name__}: {summary}", traceback.format_exc()
         with contextlib.suppress(Exception):
             port.send(0, Tag.ERROR, WorkerFailed(
                 port.node, socket.gethostname(), -1 if stage is None else stage.current_run,
-                summary, traceback.format_exc(), code))
+                summary, trace, code))
         return False
     return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -29,7 +28,6 @@ class DraftWorker:
         self._wanted = threading.Event()
         self._closing = False
         self._failure: BaseException | None = None
-        self._failure_text = ""
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._thread.start()
 
@@ -45,9 +43,8 @@ class DraftWorker:
     def take(self) -> Drafted | None:
         """A finished job, if any. Raises BackendError when the thread has died."""
         if self._failure is not None:
-            raise BackendError(
-                f"the draft failed: {self._failure}\n{self._failure_text}"
-            ) from self._failure
+            name = type(self._failure).__name__
+            raise BackendError(f"the draft failed: {name}: {self._failure}") from self._failure
         try:
             return self._results.popleft()
         except IndexError:
@@ -74,7 +71,6 @@ class DraftWorker:
                 while self._jobs and not self._closing:
                     self._work(self._jobs.popleft())
         except BaseException as error:  # the head re-raises it in its own thread
-            self._failure_text = traceback.format_exc()
             self._failure = error
             self._notify()
 
