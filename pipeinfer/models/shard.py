@@ -29,7 +29,7 @@ from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
-#: architectures that tests/test_split_parity.py splits at every layer, bit-equal
+#: what tests/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral are "llama"
 SPLITTABLE = ("llama", "qwen2", "qwen3")
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (
