@@ -191,7 +191,7 @@ class LlamaMachine(KvMachine):
 
 
 TestToyState = ToyMachine.TestCase
-TestToyState.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestToyState.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow
