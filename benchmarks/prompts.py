@@ -9,7 +9,8 @@ PROMPTS = (
     "if __name__ == '__main__':\n",
     "    def __repr__(self):\n        return ",
     "for name, value in sorted(self.items()):\n",
-    "class Node:\n    def __init__(self, value, left=None, right=None):\n        self.value = value\n",
+    "class Node:\n    def __init__(self, value, left=None, right=None):\n"
+    "        self.value = value\n",
     "# Return the number of elements that are\n",
     "def test_empty(self):\n        self.assertEqual(",
     "try:\n    import json\nexcept ImportError:\n",

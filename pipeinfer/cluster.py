@@ -297,7 +297,7 @@ def _start(
         draft_tokenizer = Tokenizer(draft_path)
         check_draft_vocab(tokenizer, draft_tokenizer)
         draft_tokenizer.close()
-        worker = _load_draft(config, place, draft_path, cells, port.wake)
+        worker = _load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake)
     _await_ready(config, port, states, progress)
     exact = min(state.ready["exact_width"] for state in states.values())
     if config.exact == "off":
@@ -394,7 +394,8 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
 
 
 def _load_draft(
-    config: Config, place: Place, path: Path, cells: int, notify: Callable[[], None]
+    config: Config, place: Place, path: Path, cells: int, n_vocab: int,
+    notify: Callable[[], None],
 ) -> DraftWorker:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
@@ -406,17 +407,25 @@ def _load_draft(
         n_seq_max=max(2, config.branches), n_batch=256, n_threads=threads,
         options=llama_options(config, draft=True),
     )
-    return DraftWorker(DraftModel(backend), notify)
+    return DraftWorker(DraftModel(backend, n_vocab), notify)
 
 
 def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False) -> Any:
     """The llama.cpp side of a config."""
     from pipeinfer.backends.llamacpp import LlamaOptions
 
-    values: dict[str, Any] = {"flash_attn": config.flash_attn, "numa": config.numa}
+    values: dict[str, Any] = {
+        "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
+        "type_v": config.cache_type_v,
+    }
+    if draft or config.exact == "off":
+        # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
+        values |= {k: fast for k, fast in (("flash_attn", "off"), ("type_k", "f16"),
+                                           ("type_v", "f16")) if values[k] == "auto"}
+        values["keep_order"] = False
     return LlamaOptions(
         n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
-        type_k=config.cache_type_k, type_v=config.cache_type_v, use_mmap=config.mmap,
+        use_mmap=config.mmap,
         use_mlock=config.mlock, layer_callbacks=callbacks, **values,
     )
 

@@ -63,10 +63,12 @@ class Config:
     gpu_layers_draft: int = _opt(0, "-ngld", "--n-gpu-layers-draft", group="model", low=0,
                                  high=100_000, help="Layers of the draft on the GPU.")
     cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str", group="model",
-                             choices=CACHE_TYPES, help="Type of the cached keys; auto: what keeps decodes exact "
+                             choices=CACHE_TYPES,
+                             help="Type of the cached keys; auto: what keeps decodes exact "
                                   "(f16).")
     cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str", group="model",
-                             choices=CACHE_TYPES, help="Type of the cached values; auto: what keeps decodes exact "
+                             choices=CACHE_TYPES,
+                             help="Type of the cached values; auto: what keeps decodes exact "
                                   "(q8_0 on a CPU, see docs/exactness.md).")
     ubatch: int = _opt(0, "-ub", "--ubatch-size", group="model", low=0, high=65536,
                        help="Most rows of one decode; 0 takes --chunk.")

@@ -86,8 +86,9 @@ def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
     """This rank's facts."""
     memory = psutil.virtual_memory()
     return HostFacts(
-        socket.gethostname(), os.getpid(), cores, min(os.cpu_count() or 1, _quota()), local_rank, local_size, memory.total,
-        memory.available, cpu_features(), platform.machine(), platform.python_version(),
+        socket.gethostname(), os.getpid(), cores, min(os.cpu_count() or 1, _quota()), local_rank,
+        local_size, memory.total, memory.available, cpu_features(), platform.machine(),
+        platform.python_version(),
     )
 
 

@@ -23,6 +23,9 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 _NULL = -1  #: llama.cpp's "no such token"
 
 
+PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
+
+
 class Tokenizer:
     """The vocabulary of one model file. Thread-safe: everything after loading only reads."""
 
@@ -202,14 +205,20 @@ class Detokenizer:
 
 
 def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise ModelError unless both models give every token id the same meaning."""
-    if draft.n_vocab != target.n_vocab:
+    """Raise ModelError unless both models give every token id the same meaning.
+
+    Families pad their vocabularies differently: sizes may differ by up to PADDING ids at the end
+    (the draft's proposals beyond the target's vocabulary are dropped).
+    """
+    if abs(draft.n_vocab - target.n_vocab) > PADDING:
         raise ModelError(
             f"{draft.path}: {draft.n_vocab} tokens, the target has {target.n_vocab}; "
             "use a draft model of the target's family"
         )
     differing = (
-        i for i in range(target.n_vocab) if target.token_text(i) != draft.token_text(i)
+        i
+        for i in range(min(target.n_vocab, draft.n_vocab))
+        if target.token_text(i) != draft.token_text(i)
     )
     first = [token for token, _ in zip(differing, range(3), strict=False)]
     if first:

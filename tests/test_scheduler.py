@@ -119,9 +119,13 @@ def test_a_missing_cache_operation_is_noticed(monkeypatch, break_it):
 
         monkeypatch.setattr(SequencePool, "release", release)
     limits = Limits(n_ctx=400, exact_width=8, branches=3, credit=4)
-    with pytest.raises(AssertionError):
+
+    def many_runs():
         for seed in range(20):
             long_run(limits, seed=seed)
+
+    with pytest.raises(AssertionError):
+        many_runs()
 
 
 def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):

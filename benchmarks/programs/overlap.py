@@ -3,7 +3,8 @@
 Ranks 0 and 1: rank 0 sends a run with that many megabytes of activations and then computes for
 300 ms without entering MPI; rank 1 notes when it arrives (both clocks are this host's). Then all
 four ranks: head and three stages of 30 ms each, asleep outside MPI because three do not fit two
-cores, with such activations, 30 runs, several in flight. Rank 0 writes the arrival times, the throughput, and every stage's runs for a picture.
+cores, with such activations, 30 runs, several in flight. Rank 0 writes the arrival times, the
+throughput, and every stage's runs for a picture.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Width:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
+        del should_stop
         if self.info.last:
             return np.zeros((len(rows), 8), np.float32)
         return np.zeros((len(rows), self.info.n_embd), np.float32) if hidden is None else \
@@ -78,7 +80,7 @@ def main() -> None:
             port.send(0, Tag.RESULT, Notice("arrived", 1, {"at": time.time()}))
     comm.Barrier()
     if rank:
-        backend = PacedBackend(Width(rank, width), lambda n: STAGE_SECONDS)
+        backend = PacedBackend(Width(rank, width), lambda _rows: STAGE_SECONDS)
         Stage(port, 3, backend, trace=True).serve()
         port.close(5.0)
         return

@@ -2,9 +2,9 @@
 
 The draft keeps one path in its cache, with the candidates after each token it drafted from, and
 brings it up to the job's path by the longest common prefix, so it needs no word about acceptance
-or cancellation and a job that was stopped midway is taken up where it was. It applies the target's sampling
-rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module knows neither
-llama.cpp nor threads: it works on any whole-model backend.
+or cancellation and a job that was stopped midway is taken up where it was. It applies the
+target's sampling rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module
+knows neither llama.cpp nor threads: it works on any whole-model backend.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ class _Branch:
 
 
 class DraftModel:
-    """A `Proposer` over a whole-model backend with at least `branches` sequence ids."""
+    """A `Proposer` over a whole-model backend with at least `branches` sequence ids.
 
-    def __init__(self, backend: Backend) -> None:
+    n_vocab: the target's vocabulary; ids beyond it are never proposed.
+    """
+
+    def __init__(self, backend: Backend, n_vocab: int | None = None) -> None:
         self.backend = backend
+        self._n_vocab = n_vocab or backend.info.n_vocab
         self.rows_evaluated = 0
         self._path: list[int] = []
         self._lane = -1
@@ -189,16 +193,16 @@ class DraftModel:
                 self._path.append(branch.pending)
                 self._rankings[position] = branch.ranking
 
-    @staticmethod
     def _rank(
-        params: SamplingParams, logits: FloatArray, history: npt.NDArray[np.int32], position: int
+        self, params: SamplingParams, logits: FloatArray, history: npt.NDArray[np.int32],
+        position: int,
     ) -> Ranking:
         """The 8 best candidates; confidence is the softmax of the (perturbed) scores.
 
         At temperature 0 that is the draft's own probability. Above it the scores carry the
         shared noise, and the gap to the runner-up says how likely the target's choice agrees.
         """
-        found = candidates(logits, params, history, position)
+        found = candidates(logits[: self._n_vocab], params, history, position)
         ids, scores = found.ranked(8) if len(found.ids) <= 64 else _top(found.ids, found.scores, 8)
         scale = GAP_SCALE if params.temperature > 0 else 1.0
         top = scores[0]
