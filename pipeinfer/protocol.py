@@ -45,6 +45,10 @@ HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
 _PARAMS = struct.Struct("<didddddiqQi")
+# Header flags of a DECODE frame (plain integers: an enum costs a microsecond each time)
+_SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
+_SPECULATIVE = 2  # look for a cancellation at layer boundaries
+_HIDDEN = 4  # activations follow the columns
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 28
 
@@ -71,14 +75,6 @@ class Op(enum.IntEnum):
     CANCEL = 8
     WORKER_FAILED = 9
     NOTICE = 10
-
-
-class Flag(enum.IntFlag):
-    """Header flags of a DECODE frame."""
-
-    SKIPPED = 1  #: an earlier stage skipped the run: apply its operations and pass it on
-    SPECULATIVE = 2  #: look for a cancellation at layer boundaries
-    HIDDEN = 4  #: activations follow the columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +253,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     match op:
         case Op.DECODE:
             message = _decode_decode(
-                reader, Flag(flags & 7), epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d)
+                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d)
             )
         case Op.CACHE_OPS:
             message = CacheOps(_read_ops(reader, n_ops), epoch)
@@ -336,52 +332,49 @@ def _frame(
 
 
 def _encode_decode(m: Decode) -> bytes:
-    n = len(m.rows)
-    ids = [i for group in m.rows.seq_ids for i in group]
-    offsets = np.zeros(n + 1, "<i4")
-    np.cumsum([len(group) for group in m.rows.seq_ids], out=offsets[1:])
-    flags = (Flag.SKIPPED * m.skipped) | (Flag.SPECULATIVE * m.speculative)
-    columns = np.concatenate(
-        (m.rows.tokens, m.rows.positions, m.lanes, offsets, np.asarray(ids, "<i4"),
-         _ops_array(m.ops).ravel()), dtype="<i4",
-    )
+    rows, n = m.rows, len(m.rows)
+    ids = [i for group in rows.seq_ids for i in group]
+    offsets = [0, *itertools.accumulate(map(len, rows.seq_ids))]
+    flags = (_SKIPPED if m.skipped else 0) | (_SPECULATIVE if m.speculative else 0)
     parts: list[bytes | memoryview] = [
-        columns.tobytes(),
-        m.rows.outputs.astype(np.uint8).tobytes() + bytes(-n % 4),
+        np.asarray(rows.tokens, "<i4").tobytes(), np.asarray(rows.positions, "<i4").tobytes(),
+        np.asarray(m.lanes, "<i4").tobytes(), np.array(offsets + ids, "<i4").tobytes(),
+        _ops_array(m.ops).tobytes() if m.ops else b"",
+        rows.outputs.tobytes() + bytes(-n % 4),
     ]
     d = 0
     if m.hidden is not None:
         if m.hidden.shape[0] != n:
             raise ProtocolError(f"{m.hidden.shape[0]} activations for {n} rows")
-        flags |= Flag.HIDDEN
+        flags |= _HIDDEN
         d = m.hidden.shape[1]
-        parts.append(np.ascontiguousarray(m.hidden, "<f4").tobytes())
-    return _frame(Op.DECODE, m.epoch, *parts, flags=int(flags), run_id=m.run_id,
+        hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
+        parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
+    return _frame(Op.DECODE, m.epoch, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d)
 
 
 def _decode_decode(
-    reader: _Reader, flags: Flag, epoch: int, run_id: int, parent_id: int,
+    reader: _Reader, flags: int, epoch: int, run_id: int, parent_id: int,
     counts: tuple[int, int, int, int],
 ) -> Decode:
     n, n_ids, n_ops, d = counts
-    tokens, positions, lanes = (reader.array("<i4", n) for _ in range(3))
-    offsets = reader.array("<i4", n + 1).tolist()
-    ids = reader.array("<i4", n_ids).tolist()
+    tokens, positions, lanes = reader.array("<i4", 3 * n).reshape(3, n)
+    numbers = reader.array("<i4", n + 1 + n_ids).tolist()
+    offsets, ids = numbers[: n + 1], numbers[n + 1 :]
     if offsets[0] != 0 or offsets[-1] != n_ids or any(
         b <= a for a, b in itertools.pairwise(offsets)
     ):
         raise ProtocolError(f"run {run_id} has rows without sequence ids")
-    ops = _read_ops(reader, n_ops)
-    outputs = reader.array("u1", n).astype(np.bool_)
-    reader.take(-n % 4)
+    ops = _read_ops(reader, n_ops) if n_ops else ()
+    outputs = reader.array("u1", n + -n % 4)[:n].astype(np.bool_)
     hidden = None
-    if flags & Flag.HIDDEN:
+    if flags & _HIDDEN:
         hidden = reader.array("<f4", n * d).reshape(n, d)
     seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
-        speculative=bool(flags & Flag.SPECULATIVE), skipped=bool(flags & Flag.SKIPPED),
+        speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, epoch=epoch,
     )
 

@@ -27,8 +27,9 @@ from pipeinfer.training.loop import Plan, Progress, train
 from pipeinfer.training.model import DRAFT, TARGET, Llama, LlamaConfig
 
 #: Shares of the whole budget: a draft alone, for comparison; the target; and the draft that is
-#: shipped, a thinned target, taught by the target in the second half of its time.
-SHARES = {"draft": 0.12, "target": 0.65, "distil": 0.23}
+#: shipped, a thinned target, taught by the target in the second half of its time, and again
+#: ("polish") with a fresh schedule.
+SHARES = {"draft": 0.10, "target": 0.53, "distil": 0.185, "polish": 0.185}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,16 @@ class Settings:
     eval_tokens: int = 131072
 
     def plan_for(self, step: str) -> Plan:
-        """The budget of one training step; the draft's second one reads in another order."""
+        """The budget of one training step; the draft's later ones read in another order."""
         share = SHARES[step]
         minutes = None if self.minutes is None else self.minutes * share
         steps = None if self.steps is None else max(1, round(self.steps * share))
-        seed = self.seed + (step == "distil")
-        return replace(self.plan, minutes=minutes, steps=steps, seed=seed)
+        seed = self.seed + {"distil": 1, "polish": 2}.get(step, 0)
+        plan = replace(self.plan, minutes=minutes, steps=steps, seed=seed)
+        if step != "polish":
+            return plan
+        return replace(plan, teacher_from=0.0, distil_weight=0.9, matrix_lr=plan.matrix_lr / 2,
+                       other_lr=plan.other_lr / 2)
 
 
 def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, object]:
@@ -85,6 +90,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     spent["target"] = step("target", target)
     inherit(draft, target)
     spent["distil"] = step("distil", draft, target)
+    spent["polish"] = step("polish", draft, target)
 
     result: dict[str, object] = {
         "python": platform.python_version(),

@@ -57,6 +57,7 @@ the spent time per stage; sequences of 512 tokens, then 1,024, then 2,048.
 `draft` trains a draft alone, from random weights: it is there for comparison. `distil` makes the
 draft that is shipped. It begins as the target's embedding, final norm, first and last layer, and
 trains on text for half of its time, then on text and the target's distribution (weights 0.3, 0.7).
+`polish` goes on from there with half the learning rate and weights 0.1, 0.9 throughout.
 
 ## Held-out results
 

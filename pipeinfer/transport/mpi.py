@@ -4,11 +4,14 @@ Facts behind the shape (docs/mpi.md): sends are non-blocking and their buffers a
 matched probe for any tag drains everything that has arrived, so a cancellation is never stuck
 behind activations and a large message is moved along by its receiver; waiting sleeps in
 proportion to the time already waited, which bounds both the latency added and the processor
-time burnt. This module knows no runs and no models.
+time burnt; before that it offers the processor to others for a moment. This module knows no runs and no models.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +27,8 @@ from pipeinfer.transport.base import Envelope, Mailbox, Traffic
 from pipeinfer.transport.inproc import LocalPort
 
 _TAGS_PER_NODE = 8
-_SPIN_SECONDS = 60e-6
+_PR_SET_TIMERSLACK = 29
+_SPIN_SECONDS = 150e-6
 _MIN_SLEEP = 30e-6
 _SHARE = 0.125
 _LIVE_CAP = 1e-3
@@ -67,6 +71,7 @@ class MpiPort:
         self._pending: deque[_Pending] = deque()
         self._outbox: deque[tuple[int, Tag, bytes]] = deque()
         self._status = MPI.Status()
+        _sharpen_timers()
 
     def local_port(self, node: int) -> LocalPort:
         """A port for another node of this rank, to be used by a thread of its own."""
@@ -105,7 +110,9 @@ class MpiPort:
             waited = time.monotonic() - start
             if waited >= timeout:
                 return
-            if waited > _SPIN_SECONDS:
+            if waited < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
                 pause = min(max(waited * _SHARE, _MIN_SLEEP), cap, timeout - waited)
                 self._own.arrived.wait(pause)
 
@@ -143,6 +150,12 @@ class MpiPort:
         request = self.comm.Isend([frame, MPI.BYTE], dest=self._layout.rank_of[dest],
                                   tag=dest * _TAGS_PER_NODE + int(tag))
         self._pending.append(_Pending(request, frame))
+
+
+def _sharpen_timers() -> None:
+    """Let this thread's sleeps end within a microsecond of their time (Linux adds up to 50)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000)
 
 
 def world() -> MPI.Comm:
