@@ -49,6 +49,7 @@ from pipeinfer.transport.base import Port
 from pipeinfer.transport.inproc import local_ports
 
 EXACT_LIMIT = 16
+JOIN_UP_TO = 2  #: stages up to which `--tip auto` joins, see docs/options.md
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
                               "keep_binding", "trace"})
 _LAST_WORDS_SECONDS = 8.0
@@ -312,6 +313,7 @@ def _start(
         draft_max=config.draft_max, tree_max=config.tree_max, branches=config.branches,
         p_min=config.draft_p_min, p_split=config.p_split, p_recovery=config.p_recovery,
         p_decay=config.p_decay,
+        join_tip=config.tip == "joined" or (config.tip == "auto" and n_stages <= JOIN_UP_TO),
     )
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),

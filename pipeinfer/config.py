@@ -100,6 +100,10 @@ class Config:
                              help="Added to the cutoff per run issued since the last acceptance.")
     p_decay: float = _opt(0.0, "--p-decay", kind="float", group="runtime", low=0, high=1,
                           help="Taken off the cutoff per empty draft since the last acceptance.")
+    tip: str = _opt("auto", "--tip", kind="str", group="runtime",
+                    choices=("auto", "alone", "joined"),
+                    help="After a miss issue the accepted token alone at once, or joined with the "
+                         "first guesses below it; auto: joined up to 2 stages.")
     branches: int = _opt(1, "--branches", "-np", group="runtime", low=1, high=32,
                          help="Paths per micro-batch or tree (1: a chain).")
     partitions: int = _opt(8, "--partitions", group="runtime", low=0, high=200,

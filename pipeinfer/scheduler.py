@@ -54,6 +54,8 @@ class Limits:
     a synchronous tree, or of the single run of the `continuous` ablation. branches: paths per
     micro-batch. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of a further
     branch, raised per run issued since the last acceptance and lowered per empty draft.
+    join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
+    (one pass over the weights instead of two; pays where the draft is fast and stages are few).
     """
 
     n_ctx: int
@@ -70,12 +72,20 @@ class Limits:
     p_split: float = 0.1
     p_recovery: float = 0.0
     p_decay: float = 0.0
+    join_tip: bool = False
 
     @property
     def synchronous(self) -> bool:
         """Whether drafting happens only while nothing is in flight."""
         return self.policy is Policy.SPECULATIVE or (
             self.policy is Policy.PIPEINFER and Ablation.ASYNC in self.ablations
+        )
+
+    @property
+    def joins(self) -> bool:
+        """Whether an accepted token waits for the guesses below it."""
+        return self.synchronous or (
+            self.join_tip and self.policy is Policy.PIPEINFER and self.exact_width > 1
         )
 
     @property
@@ -391,7 +401,7 @@ class Scheduler:
             return
         tip, lane.job, lane.job_tip = lane.job_tip, None, None
         lane.stats.drafted += len(proposals)
-        if self.limits.synchronous:
+        if tip.run_id == NO_RUN:
             self._issue_tree(lane, proposals)
         elif proposals:
             run_id = self._next_run
@@ -403,9 +413,13 @@ class Scheduler:
             lane.runs_since_accept += 1
             lane.tip = self._main_leaf(tip)
         else:
-            lane.empty_since_accept += 1
-            lane.stats.empty_drafts += 1
-            lane.blocked = self.limits.p_decay <= 0.0
+            self._empty(lane)
+
+    def _empty(self, lane: Lane) -> None:
+        """A draft brought nothing: wait for a result, or try again with a lower cutoff."""
+        lane.empty_since_accept += 1
+        lane.stats.empty_drafts += 1
+        lane.blocked = self.limits.p_decay <= 0.0
 
     def _abort(self, request_id: int, reason: str) -> None:
         for request in self.waiting:
@@ -450,7 +464,7 @@ class Scheduler:
         node = lane.tree.add(token, NO_RUN)
         lane.tip = node
         self._drop_job(lane)
-        if not self.limits.synchronous or not self._may_draft(lane):
+        if not self.limits.joins or not self._may_draft(lane):
             self._send(lane, [node], NO_RUN, speculative=False)
 
     def _cancel(self, runs: Iterable[Run]) -> None:
@@ -515,8 +529,10 @@ class Scheduler:
             return False
         if self._depth_left(lane, tip) <= 0:
             return False
+        if tip.run_id == NO_RUN:
+            return limits.joins
         if limits.synchronous:
-            return tip.run_id == NO_RUN
+            return False
         if lane.blocked or self._in_flight() >= limits.credit or self._cutoff(lane) >= 1.0:
             return False
         if Ablation.CONTINUOUS in limits.ablations:
@@ -526,7 +542,7 @@ class Scheduler:
     def _start_draft(self, lane: Lane) -> None:
         assert lane.tip is not None
         single = self.limits.synchronous or Ablation.CONTINUOUS in self.limits.ablations
-        room = self.limits.exact_width - (1 if self.limits.synchronous else 0)
+        room = self.limits.exact_width - (lane.tip.run_id == NO_RUN)
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
         suffix = tuple(lane.tip.path_from(lane.tree.frontier))
         job = self._job(lane, suffix, size, self._depth_left(lane, lane.tip))
@@ -544,15 +560,15 @@ class Scheduler:
         )
 
     def _issue_tree(self, lane: Lane, proposals: tuple[Proposal, ...]) -> None:
-        """Tip and tree in one run (synchronous speculation)."""
+        """Tip and tree in one run."""
         tip = lane.tip
         assert tip is not None
         if not proposals:
-            lane.stats.empty_drafts += 1
+            self._empty(lane)
         nodes = lane.tree.extend(tip, proposals, self._next_run)
         lane.tree.widen(tip, nodes)
         self._send(lane, [tip, *nodes], NO_RUN, speculative=False)
-        lane.tip = None
+        lane.tip = None if self.limits.synchronous else self._main_leaf(tip)
 
     def _send(self, lane: Lane, nodes: list[Node], parent_id: int, *, speculative: bool) -> None:
         rows = make_rows([(n.token, n.pos, n.seq_ids, True) for n in nodes])

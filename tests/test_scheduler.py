@@ -47,6 +47,7 @@ LIMITS = st.builds(
     branches=st.sampled_from([1, 2, 4]),
     p_decay=st.sampled_from([0.0, 0.1]),
     p_recovery=st.sampled_from([0.0, 0.2]),
+    join_tip=st.booleans(),
 )
 
 
