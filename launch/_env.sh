@@ -105,6 +105,10 @@ run_mpi() {
     # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
     # first Ctrl-C asks rank 0 to finish its token (SIGUSR1), the second ends the job.
     local job status count=0
+    if [ -t 2 ]; then
+        PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
+        export PIPEINFER_TERMINAL
+    fi
     setsid "$MPIRUN" "$@" </dev/null &
     job=$!
     trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT

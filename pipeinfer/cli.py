@@ -11,12 +11,13 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TextIO
 
 import click
 
@@ -216,10 +217,19 @@ def _watch_signals() -> list[int]:
 
 def _talk_past_the_launcher() -> None:
     """After an interrupt mpirun drops what its ranks write: use the terminal if there is one."""
-    if host.launched_size() > 1:
-        with contextlib.suppress(OSError):
-            terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
-            os.dup2(terminal, 2)
+    if host.launched_size() > 1 and (terminal := _terminal()) is not None:
+        os.dup2(terminal, 2)
+
+
+def _terminal() -> int | None:
+    """The user's terminal past mpirun's pipes: the controlling one, or the one that launch/run
+    names (its mpirun has a session of its own) when rank 0 is on the same host."""
+    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
+    for candidate in ("/dev/tty", path if where == socket.gethostname() else ""):
+        if candidate.startswith("/dev/"):
+            with contextlib.suppress(OSError):
+                return os.open(candidate, os.O_WRONLY | os.O_NOCTTY)
+    return None
 
 
 def _prompt_text(config: Config) -> str:
@@ -287,9 +297,20 @@ def _write_trace(path: Path, session: Any) -> None:
 
 
 def _progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
-    """One line on a terminal's standard error that shows how far each stage is."""
-    if config.json or not sys.stderr.isatty():
+    """One line on the terminal that shows how far each stage is; none without a terminal.
+
+    mpirun hands its ranks pipes, so there the terminal itself is opened.
+    """
+    out: TextIO = sys.stderr
+    if config.json or host.launched_rank() > 0:
         return None
+    if not out.isatty():
+        if host.launched_size() == 1:
+            return None
+        terminal = _terminal()
+        if terminal is None:
+            return None
+        out = os.fdopen(terminal, "w", encoding="utf-8")
 
     def show(states: Mapping[int, Any]) -> None:
         parts = []
@@ -298,8 +319,8 @@ def _progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None
             parts.append(f"{node} {state.phase}{share}")
         done = all(state.ready for state in states.values())
         line = "stages: " + " | ".join(parts)
-        sys.stderr.write("\r\x1b[K" + ("" if done else line[:160]))
-        sys.stderr.flush()
+        out.write("\r\x1b[K" + ("" if done else line[:160]))
+        out.flush()
 
     return show
 
