@@ -29,16 +29,31 @@ system_mpirun() {
     echo "$found"
 }
 
+is_installed() {
+    # Whether a stamp with the same versions has at least these extras.
+    local stamp one all
+    for stamp in "$VENV"/.installed-*; do
+        [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$2" ] || continue
+        all=1
+        for one in ${1//,/ }; do
+            case "$stamp-" in *-"$one"-*) ;; *) all=0 ;; esac
+        done
+        [ "$all" = 0 ] || return 0
+    done
+    return 1
+}
+
 setup() {
     local extras=$1 stamp wanted python
     SYSTEM_MPIRUN=$(system_mpirun)
     [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt"; echo "$ROOT")
     stamp="$VENV/.installed-${extras//,/-}"
-    if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-        if [ ! -x "$VENV/bin/python" ]; then
+    if ! is_installed "$extras" "$wanted"; then
+        if [ ! -x "$VENV/bin/pip" ]; then
             python=$(find_python)
             "$python" -m venv "$VENV" || {
+                rm -rf "$VENV"
                 say "can not make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
                 exit 2
             }
@@ -90,12 +105,14 @@ spool_stdin() {
     local last=
     ARGS=()
     for argument in "$@"; do
-        if [ "$argument" = - ] && { [ "$last" = -f ] || [ "$last" = --file ]; }; then
-            SPOOL=$(mktemp)
-            trap 'rm -f "$SPOOL"' EXIT
-            cat >"$SPOOL"
-            argument=$SPOOL
-        fi
+        case "$last $argument" in
+            "-f -" | "--file -" | *" --file=-" | *" -f-")
+                SPOOL=$(mktemp)
+                trap 'rm -f "$SPOOL"' EXIT
+                cat >"$SPOOL"
+                argument=${argument%-}$SPOOL
+                ;;
+        esac
         ARGS+=("$argument")
         last=$argument
     done
@@ -112,11 +129,11 @@ run_mpi() {
     setsid "$MPIRUN" "$@" </dev/null &
     job=$!
     trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT
-    trap 'kill -TERM $job' TERM
+    trap 'kill -TERM $job' TERM HUP
     while true; do
         wait "$job" && status=0 || status=$?
         kill -0 "$job" 2>/dev/null || break
     done
-    trap - INT TERM
+    trap - INT TERM HUP
     return "$status"
 }

@@ -23,7 +23,9 @@ import click
 
 from pipeinfer import __version__, host
 from pipeinfer.config import Config, Option, Resolved, options, resolve
+from pipeinfer.core import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
+from pipeinfer.observe import check_writable
 
 INTERRUPTED = 130
 _AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
@@ -44,7 +46,8 @@ def config_options(*groups: str) -> Callable[[Callable[..., Any]], Callable[...,
             given = {n: v for n, v in given.items() if v is not None and v != ()}
             resolved = resolve(given, config_file=config_file)
             if show_config:
-                click.echo(resolved.show())
+                if host.launched_rank() == 0:
+                    click.echo(resolved.show())
                 return None
             return command(resolved=resolved, **values)
 
@@ -112,6 +115,9 @@ class _Main(click.Group):
             fail(error)
         except Stopped:
             leave(INTERRUPTED)
+        except BrokenPipeError:  # the reader of our output has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            leave(1)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:  # a bug: its traceback is wanted, and no rank may stay behind
@@ -161,21 +167,24 @@ def generate(resolved: Resolved) -> None:
     config = resolved.config
     out = gen.Generated()
     interrupts = _watch_signals()
+    text, params, seed = "", SamplingParams(), gen.draw_seed(config)
+    if host.launched_rank() == 0:  # what can be wrong is found before anything loads
+        text, params = _prompt_text(config), gen.sampling_params(config, seed)
+        if config.trace:
+            check_writable(Path(config.trace))
     with open_session(config, _progress_hook(config)) as session:
         if session is None:
             return
-        text = _prompt_text(config)
         if config.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)
         else:
             prompt = session.tokenizer.encode(text)
-        seed = gen.draw_seed(config)
         if not config.json and not config.no_display_prompt and not config.chat:
             _write(text)
         try:
             gen.run_request(
-                session, prompt, gen.sampling_params(config, seed), config.n_predict,
+                session, prompt, params, config.n_predict,
                 stops=config.stop, ignore_eos=config.ignore_eos, seed=seed, into=out,
                 on_text=None if config.json else _write,
                 interrupted=lambda: bool(interrupts),

@@ -52,7 +52,7 @@ EXACT_LIMIT = 16
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` joins, see docs/options.md
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
                               "keep_binding", "trace"})
-_LAST_WORDS_SECONDS = 8.0
+_LAST_WORDS_SECONDS = 6.0
 
 
 @dataclass(slots=True)
@@ -201,10 +201,11 @@ def _serve_rank(config: Config, place: Place, n_stages: int) -> None:
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     port = mpi.MpiPort(place.comm, _layout(config, place.size))
     mpi.gather_json(place.comm, json.dumps(hello(config, place)))
     ok = _guarded_stage(config, place, port, n_stages)
-    port.close(timeout=_LAST_WORDS_SECONDS)
+    port.close(timeout=2.0)
     if not ok:
         time.sleep(_LAST_WORDS_SECONDS)  # rank 0 reports and ends the job; if it can not, we do
         mpi.abort(ClusterError.exit_code)
@@ -269,22 +270,25 @@ def _start(
     config: Config, place: Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float,
 ) -> Session:
+    from pipeinfer.backends.llama_library import ensure_llama
     from pipeinfer.models.shard import check_splittable, stage_layers
 
     notes: list[str] = []
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     policy = _policy(config, draft_path)
+    ensure_llama(config.numa)
     if n_stages > 1:
         check_splittable(model)
     layers = stage_layers(model.n_layers, n_stages)
     n_ctx = context_size(config, model)
     credit = config.credit or n_stages + 1
     width = EXACT_LIMIT if config.exact == "on" else max(config.tree_max + 1, config.draft_max)
+    chunk = min(config.chunk, config.ubatch or config.chunk)
     cells = n_ctx + width * (2 * credit + 4)
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": 1 + config.partitions, "n_batch": max(config.chunk, width, config.ubatch),
+        "n_seq_max": 1 + config.partitions, "n_batch": max(chunk, width),
         "fingerprint": model.fingerprint,
     }
     check_memory(config, model, layers, cells, hosts)
@@ -304,12 +308,12 @@ def _start(
     if config.exact == "off":
         exact = width
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
-    elif exact == 1:
-        notes.append("no width above 1 is exact here: tokens equal plain decoding, trees need "
-                     "--exact off")
+    elif exact == 1 and policy is not Policy.ITERATIVE:
+        notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
+                     "--policy speculative works like iterative; --exact off lifts the bound")
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=frozenset(Ablation(a) for a in config.ablate),
-        chunk=config.chunk, exact_width=exact, credit=credit, partitions=config.partitions,
+        chunk=chunk, exact_width=exact, credit=credit, partitions=config.partitions,
         draft_max=config.draft_max, tree_max=config.tree_max, branches=config.branches,
         p_min=config.draft_p_min, p_split=config.p_split, p_recovery=config.p_recovery,
         p_decay=config.p_decay,
@@ -385,6 +389,11 @@ def check_memory(
             )
 
 
+def _threads(asked: int, place: Place) -> int:
+    """Threads for a backend: what was asked for, never more than this rank's cores."""
+    return min(asked or place.cores, place.cores)
+
+
 def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
     """A shard's cache with two bytes per element (quantised caches need less)."""
     heads = int(model.arch_get("attention.head_count", 1) or 1)
@@ -402,7 +411,7 @@ def _load_draft(
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
 
-    threads = config.threads_draft or place.cores
+    threads = _threads(config.threads_draft, place)
     n_layers = open_model(path).n_layers
     backend: Backend = LlamaCppBackend.load(
         path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=cells,
@@ -469,8 +478,6 @@ def _guarded_stage(config: Config, place: Place, port: Port, n_stages: int) -> b
     stage: Stage | None = None
     try:
         stage, backend = _load_stage(config, place, port, n_stages)
-        if stage is None or backend is None:
-            return True
         stage.serve()
         backend.close()
     except BaseException as error:  # everything is reported, nothing may vanish in a thread
@@ -487,13 +494,11 @@ def _guarded_stage(config: Config, place: Place, port: Port, n_stages: int) -> b
 
 
 def _load_stage(config: Config, place: Place, port: Port, n_stages: int
-                ) -> tuple[Stage | None, Backend | None]:
+                ) -> tuple[Stage, Backend]:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard
 
     setup = _await_setup(config, port)
-    if setup is None:
-        return None, None
 
     def report(phase: str, done: int, total: int) -> None:
         port.send(0, Tag.RESULT, Notice("progress", port.node, {
@@ -509,22 +514,25 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     shard = extract_shard(model, start, stop, progress=lambda d, t: report("extracting", d, t))
     report("loading", 0, 1)
     whole = start == 0 and stop == setup["n_layers"]
+    threads = _threads(config.threads, place)
     backend = LlamaCppBackend.load(
         shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
         last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
-        n_batch=setup["n_batch"], n_threads=config.threads or place.cores,
+        n_batch=setup["n_batch"], n_threads=threads,
         options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
     )
     width = EXACT_LIMIT
     if config.exact == "on":
-        from pipeinfer.backends.exact import exact_width
+        from pipeinfer.backends.exact import known_exact_width
 
-        width = exact_width(backend, limit=EXACT_LIMIT)
+        width = known_exact_width(
+            backend, (setup["fingerprint"], _llama_version(), threads, *host.cpu_features()),
+            limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
         "exact_width": width, "weight_bytes": backend.info.weight_bytes,
-        "cache_bytes": backend.info.cache_bytes, "threads": config.threads or place.cores,
+        "cache_bytes": backend.info.cache_bytes, "threads": threads,
     }))
     stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
                   trace=bool(config.trace), timeout=config.timeout,
@@ -533,21 +541,16 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     return stage, backend
 
 
-def _await_setup(config: Config, port: Port) -> dict[str, Any] | None:
+def _await_setup(config: Config, port: Port) -> dict[str, Any]:
     deadline = time.monotonic() + config.timeout
     while True:
         envelope = port.take(Tag.TRANSACTION)
         if envelope is not None and isinstance(envelope.message, Notice):
             return envelope.message.data
         if time.monotonic() > deadline:
-            raise TransportTimeout(rank=place_of(port), peer=0, tag="Setup", run_id=None,
+            raise TransportTimeout(rank=port.node, peer=0, tag="Setup", run_id=None,
                                    seconds=config.timeout)
         port.wait(0.5)
-
-
-def place_of(port: Port) -> int:
-    """The node number, for messages."""
-    return port.node
 
 
 def end_job(code: int) -> None:

@@ -54,9 +54,9 @@ class Config:
                                  "with the embedded target, else none].")
     ctx: int = _opt(0, "-c", "--ctx-size", group="model", low=0, high=2**24,
                     help="Context in tokens; 0 takes the model's own, at most 8192.")
-    threads: int = _opt(0, "-t", "--threads", group="model", low=0, high=4096,
+    threads: int = _opt(0, "-t", "--threads", group="model", low=0, high=512,
                         help="Threads per stage; 0 shares the host's cores among its ranks.")
-    threads_draft: int = _opt(0, "-td", "--threads-draft", group="model", low=0, high=4096,
+    threads_draft: int = _opt(0, "-td", "--threads-draft", group="model", low=0, high=512,
                               help="Threads of the draft; 0 as for a stage.")
     gpu_layers: int = _opt(0, "-ngl", "--n-gpu-layers", group="model", low=0, high=100_000,
                            help="Layers of a stage on its GPU.")
@@ -71,7 +71,7 @@ class Config:
                              help="Type of the cached values; auto: what keeps decodes exact "
                                   "(q8_0 on a CPU, see docs/exactness.md).")
     ubatch: int = _opt(0, "-ub", "--ubatch-size", group="model", low=0, high=65536,
-                       help="Most rows of one decode; 0 takes --chunk.")
+                       help="Most prompt rows of one decode: lowers --chunk.")
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str", group="model",
                            choices=("auto", "on", "off"), help="Flash attention.")
     mlock: bool = _opt(False, "--mlock", kind="flag", group="model",
@@ -110,7 +110,7 @@ class Config:
                            help="Sequence ids for side branches.")
     credit: int = _opt(0, "--credit", group="runtime", low=0, high=1024,
                        help="Most useful runs in flight; 0 takes stages + 1.")
-    chunk: int = _opt(64, "--chunk", group="runtime", low=1, high=65536,
+    chunk: int = _opt(64, "--chunk", group="runtime", low=1, high=4096,
                       help="Prompt tokens per run, cut at its multiples.")
     exact: str = _opt("on", "--exact", kind="str", group="runtime", choices=("on", "off"),
                       help="Keep runs to the width at which decodes are bit-equal to single rows.")
@@ -210,6 +210,9 @@ def resolve(
         else:
             values[name], origin[name] = item.default, "default"
         values[name] = _check(option, values[name], origin[name])
+    kind = values["cache_type_v"]
+    if values["flash_attn"] == "off" and kind not in ("auto", "f16", "f32", "bf16"):
+        raise UsageError(f"-ctv {kind} needs flash attention: leave out -fa off")
     return Resolved(Config(**values), origin)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import secrets
 import statistics
 import time
@@ -166,9 +167,11 @@ def run_request(
 def _bias(text: str) -> tuple[int, float]:
     for sign in "+-":
         token, found, value = text.partition(sign)
-        if found and token.isdigit():
+        if found and token.isdigit() and int(token) < 2**31:
             try:
-                return int(token), float(sign + value)
+                bias = float(sign + value)
             except ValueError:
                 break
+            if math.isfinite(bias):
+                return int(token), bias
     raise UsageError(f"--logit-bias {text!r} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.core import Request
-from pipeinfer.errors import ProtocolError, TransportTimeout, WorkerFailed
+from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
 from pipeinfer.protocol import (
     CacheOps,
     Cancel,
@@ -111,7 +111,7 @@ class Head:
             if not self._receive() and left <= 0:
                 return None
             if not self._news and not self._has_mail():
-                self._port.wait(max(min(left, 1.0), 0.0), live=bool(self.scheduler.runs))
+                self._port.wait(max(min(left, 1.0), 0.0), live=not self.scheduler.idle)
                 self._check_deadline()
         return self._news.popleft()
 
@@ -161,6 +161,7 @@ class Head:
                     raise ProtocolError(f"the head can not handle {type(message).__name__}")
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
+            self._last_result = time.monotonic()
             self._feed(drafted)
         return some
 
@@ -177,12 +178,15 @@ class Head:
             self.stats.results.append((run_id, time.time()))
 
     def _check_deadline(self) -> None:
-        if not self.scheduler.runs:
+        if self.scheduler.idle:
             self._last_result = time.monotonic()
         elif time.monotonic() - self._last_result > self._timeout:
             self._raise_timeout(self._timeout)
 
     def _raise_timeout(self, seconds: float) -> None:
+        if not self.scheduler.runs:
+            raise BackendError(f"the draft has not answered for {seconds:.1f} s: it hangs, or "
+                               "--timeout is too short for it")
         raise TransportTimeout(rank=0, peer=self._n_stages, tag=Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 
@@ -190,7 +194,7 @@ class Head:
 
     def _feed(self, event: Event) -> None:
         start = time.perf_counter()
-        if not self.scheduler.runs:
+        if self.scheduler.idle:
             self._last_result = time.monotonic()
         for instruction in self.scheduler.handle(event):
             self._execute(instruction)

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
 
@@ -85,9 +85,10 @@ def local_place() -> tuple[int, int]:
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
     """This rank's facts."""
     memory = psutil.virtual_memory()
+    available = min(memory.available, _memory_left())
     return HostFacts(
         socket.gethostname(), os.getpid(), cores, min(os.cpu_count() or 1, _quota()), local_rank,
-        local_size, memory.total, memory.available, cpu_features(), platform.machine(),
+        local_size, memory.total, available, cpu_features(), platform.machine(),
         platform.python_version(),
     )
 
@@ -114,6 +115,16 @@ def memory_parts() -> dict[str, int]:
     return {"rss": int(info.rss), "anonymous": int(info.rss - getattr(info, "shared", 0))}
 
 
+def _memory_left() -> int:
+    """Bytes that the cgroup still allows."""
+    for limit, usage in (("memory.max", "memory.current"),
+                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            base = Path("/sys/fs/cgroup")
+            return int((base / limit).read_text()) - int((base / usage).read_text())
+    return 1 << 62
+
+
 def _quota() -> int:
     """Cores that the cgroup's processor quota allows, rounded up."""
     with contextlib.suppress(OSError, ValueError):
@@ -130,7 +141,7 @@ def _quota() -> int:
 
 def _first_int(names: tuple[str, ...], default: int) -> int:
     for name in names:
-        text = os.environ.get(name, "")
+        text = os.environ.get(name, "").partition("(")[0]  # Slurm writes "2(x4)"
         if text.isdigit():
             return int(text)
     return default

@@ -93,6 +93,13 @@ def _mark(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": 0, "ts": at * 1e6, "args": args}
 
 
+def check_writable(path: Path) -> None:
+    """Raise UsageError when `path` could not be written later."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"can not write {path}: its folder is missing or not writable")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write all of a file or nothing. Raises UsageError."""
     try:

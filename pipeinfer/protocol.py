@@ -50,7 +50,7 @@ _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass 
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
 _MAX_COUNT = 1 << 24
-_MAX_PAYLOAD = 1 << 28
+_MAX_PAYLOAD = 1 << 30
 
 
 class Tag(enum.IntEnum):

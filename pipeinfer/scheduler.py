@@ -419,7 +419,7 @@ class Scheduler:
         """A draft brought nothing: wait for a result, or try again with a lower cutoff."""
         lane.empty_since_accept += 1
         lane.stats.empty_drafts += 1
-        lane.blocked = self.limits.p_decay <= 0.0
+        lane.blocked = self.limits.p_decay <= 0.0 or self._cutoff(lane) <= 0.0
 
     def _abort(self, request_id: int, reason: str) -> None:
         for request in self.waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -371,7 +372,16 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
                              n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1)
 
 
-def test_auto_options_take_the_cache_that_is_exact():
+def test_layers_on_a_gpu_that_this_build_can_not_use_change_nothing(monkeypatch):
+    """-ngl on a build without GPU support must not lift the processor's bounds."""
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
+    options = LlamaOptions(n_gpu_layers=9).resolved(64)
+    assert options.type_v == "q8_0"
+    assert LlamaOptions(n_gpu_layers=9, type_v="f16").resolved(64).exact_limit(4096, 2) == 1
+
+
+def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
     assert options.resolved(64).type_v == "q8_0"
     assert options.resolved(80).type_v == "bf16"

@@ -36,7 +36,7 @@ def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data)
         assert any(text[len(shown):].startswith(s) for s in stops)
 
 
-@pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x"])
+@pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])
 def test_a_malformed_logit_bias_is_named(text):
     with pytest.raises(UsageError, match="--logit-bias"):
         sampling_params(Config(logit_bias=(text,)), 1)

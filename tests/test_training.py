@@ -222,12 +222,13 @@ def test_run_makes_both_files_and_resumes(library: Path, tmp_path: Path) -> None
     result = run(settings, report=lines.append)
     names = {"target.gguf", "draft.gguf", "LICENSE.txt", "PROVENANCE.md"}
     assert {p.name for p in settings.out.iterdir()} == names
-    assert "| distil | 2 | 256 |" in (settings.out / "PROVENANCE.md").read_text()
+    assert "| polish | 4 | 512 |" in (settings.out / "PROVENANCE.md").read_text()
     held = result["held_out"]
     assert isinstance(held, dict)
     assert 0 <= held["library"]["draft_agreement"] <= 1
     files = {p.name: p.read_bytes() for p in settings.out.glob("*.gguf")}
-    (settings.work / "distil.pt").unlink()
+    for name in ("distil", "polish"):
+        (settings.work / f"{name}.pt").unlink()
     run(settings, report=lines.append)
     assert files == {p.name: p.read_bytes() for p in settings.out.glob("*.gguf")}
     assert json.loads((settings.work / "report.json").read_text())["seed"] == 0

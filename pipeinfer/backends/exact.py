@@ -9,25 +9,63 @@ Where a cell lies in memory matters, too: `backends.cellorder` sees to that.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.models.shard import cache_directory
 
 Indices = npt.NDArray[np.signedinteger]
 
 _CONTEXT = 40  #: tokens before the rows that are compared
 
 
-def exact_width(backend: Backend, limit: int = 16, seed: int = 0) -> int:
+Progress = Callable[[int, int], None]
+
+
+def known_exact_width(
+    backend: Backend, identity: Sequence[object], limit: int = 16,
+    progress: Progress | None = None,
+) -> int:
+    """`exact_width`, remembered beside the shards: on a large model it costs minutes.
+
+    identity: everything beside the backend's own sizes and options that the answer depends on
+    (model, llama.cpp, threads, processor).
+    """
+    info = backend.info
+    text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
+                 getattr(backend, "options", None)))
+    name = f"exact-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+    path = cache_directory() / name
+    with contextlib.suppress(OSError, ValueError):
+        width = int(path.read_text())
+        if 1 <= width <= limit:
+            return width
+    width = exact_width(backend, limit, progress=progress)
+    with contextlib.suppress(OSError):  # a full disk costs the next start time, nothing else
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=name, delete=False) as file:
+            file.write(str(width))
+        os.replace(file.name, path)
+    return width
+
+
+def exact_width(
+    backend: Backend, limit: int = 16, seed: int = 0, progress: Progress | None = None
+) -> int:
     """The largest R <= limit for which decodes of 2, 3, ... R rows are bit-equal to single rows.
 
     After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
     rows up to the first width that differs (a wider one may agree again, but runs have any width
     up to R, so none beyond the first difference counts); the R so found is also tried as two
     branches in two sequence ids, and lowered until they agree. A shard that is not the first gets
-    random rows instead of tokens.
+    random rows instead of tokens. progress: told (widths tried, limit).
 
     A backend may state a bound that a short context can not show, as an attribute `exact_limit`.
     The cache must be empty, and is empty afterwards. Costs about limit² / 2 rows.
@@ -39,7 +77,7 @@ def exact_width(backend: Backend, limit: int = 16, seed: int = 0) -> int:
         return 1
     context = min(_CONTEXT, info.n_ctx - 2 * limit)
     rng = np.random.default_rng(seed)
-    probe = _Probe(backend, rng, context, limit)
+    probe = _Probe(backend, rng, context, limit, progress)
     try:
         return probe.run(limit)
     finally:
@@ -50,9 +88,10 @@ class _Probe:
     """The rows of one search: a context, and two continuations of it."""
 
     def __init__(
-        self, backend: Backend, rng: np.random.Generator, context: int, limit: int
+        self, backend: Backend, rng: np.random.Generator, context: int, limit: int,
+        progress: Progress | None,
     ) -> None:
-        self.backend, self.context = backend, context
+        self.backend, self.context, self.progress = backend, context, progress
         n, info = context + 2 * limit, backend.info
         self.tokens = rng.integers(0, info.n_vocab, n).astype(np.int32)
         self.hidden: FloatArray | None = None
@@ -74,6 +113,8 @@ class _Probe:
         width = 1
         while width < limit and self._same_chain(first[: width + 1], singles):
             width += 1
+            if self.progress is not None:
+                self.progress(width, limit)
         if width == 1 or self.backend.info.n_seq_max < 2:
             return width
         others = self._singles(second)

@@ -114,6 +114,11 @@ class LlamaOptions:
     keep_order: bool = True
     validate: bool = False
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the processor computes: no layers are offloaded, or this build can not."""
+        return self.n_gpu_layers == 0 or not llama_cpp.llama_supports_gpu_offload()
+
     def resolved(self, head_size: int) -> LlamaOptions:
         """These options with every "auto" of the cache decided, for heads of `head_size`.
 
@@ -124,7 +129,7 @@ class LlamaOptions:
         take another kernel than one; with a float16 or float32 V cache one row beyond 512 cells
         is split over threads, and chunks of 64 rows are tiled.
         """
-        on_cpu = self.n_gpu_layers == 0
+        on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
         if flash == "auto" and on_cpu:
             flash = "on"
@@ -141,7 +146,7 @@ class LlamaOptions:
         Offloaded layers give no bound here: there only measuring tells.
         """
         many = 1 << 16
-        if self.n_gpu_layers != 0:
+        if not self.on_cpu:
             return many
         if self.flash_attn == "off":
             return 1

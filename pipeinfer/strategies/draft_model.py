@@ -103,8 +103,10 @@ class DraftModel:
         if common == length and length - 1 in self._rankings:
             return self._rankings[length - 1]
         common = min(common, length - 1)
-        self._cut(common)
         todo = [job.accepted[i] if i < base else suffix[i - base] for i in range(common, length)]
+        if max(todo) >= self.backend.info.n_vocab:
+            return Ranking([], [])  # the target has ids that a smaller draft does not know
+        self._cut(common)
         step = self.backend.info.n_batch
         for start in range(0, len(todo), step):
             if stopped():

@@ -26,6 +26,7 @@ class DraftWorker:
         self._results: deque[Drafted] = deque()
         self._stopped: set[int] = set()
         self._wanted = threading.Event()
+        self._last_done = 0
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
@@ -38,7 +39,8 @@ class DraftWorker:
 
     def stop(self, job_id: int) -> None:
         """The job's answer is not wanted any more."""
-        self._stopped.add(job_id)
+        if job_id > self._last_done:
+            self._stopped.add(job_id)
 
     def take(self) -> Drafted | None:
         """A finished job, if any. Raises BackendError when the thread has died."""
@@ -82,6 +84,7 @@ class DraftWorker:
             )
             if proposals is not None:
                 self._results.append(Drafted(job.job_id, proposals))
+        self._last_done = job.job_id
         self._stopped.discard(job.job_id)
         self.busy_seconds += time.perf_counter() - start
         self._notify()

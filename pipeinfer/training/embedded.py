@@ -57,8 +57,13 @@ class Settings:
         plan = replace(self.plan, minutes=minutes, steps=steps, seed=seed)
         if step != "polish":
             return plan
-        return replace(plan, teacher_from=0.0, distil_weight=0.9, matrix_lr=plan.matrix_lr / 2,
-                       other_lr=plan.other_lr / 2)
+        return replace(
+            plan,
+            teacher_from=0.0,
+            distil_weight=0.9,
+            matrix_lr=plan.matrix_lr / 2,
+            other_lr=plan.other_lr / 2,
+        )
 
 
 def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, object]:

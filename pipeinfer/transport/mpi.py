@@ -4,7 +4,8 @@ Facts behind the shape (docs/mpi.md): sends are non-blocking and their buffers a
 matched probe for any tag drains everything that has arrived, so a cancellation is never stuck
 behind activations and a large message is moved along by its receiver; waiting sleeps in
 proportion to the time already waited, which bounds both the latency added and the processor
-time burnt; before that it offers the processor to others for a moment. This module knows no runs and no models.
+time burnt; before that it offers the processor to others for a moment. This module knows no runs
+and no models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mpi4py import MPI
 
@@ -27,6 +27,7 @@ from pipeinfer.transport.base import Envelope, Mailbox, Traffic
 from pipeinfer.transport.inproc import LocalPort
 
 _TAGS_PER_NODE = 8
+_GATHER_TAG = 2
 _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 150e-6
 _MIN_SLEEP = 30e-6
@@ -182,20 +183,32 @@ def host_name() -> str:
     return MPI.Get_processor_name()
 
 
-def gather_json(comm: MPI.Comm, text: str) -> list[str] | None:
-    """Collective: every rank's `text` at rank 0 (None elsewhere), without pickle."""
-    import numpy as np
+def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0) -> list[str] | None:
+    """Every rank's `text` at rank 0 (None elsewhere), without pickle.
 
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.zeros(comm.Get_size(), np.int32) if comm.Get_rank() == 0 else None
-    comm.Gather(np.array([len(data)], np.int32), sizes, root=0)
-    if sizes is None:
-        comm.Gatherv(data, None, root=0)
+    Raises TransportTimeout naming the first rank that has not sent.
+    """
+    deadline = time.monotonic() + timeout
+    if comm.Get_rank() > 0:
+        request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=_GATHER_TAG)
+        _until(request.Test, comm, 0, deadline, timeout, "gather")
         return None
-    out = np.zeros(int(sizes.sum()), np.uint8)
-    comm.Gatherv(data, [out, sizes], root=0)
-    parts: list[Any] = np.split(out, np.cumsum(sizes)[:-1])
-    return [part.tobytes().decode() for part in parts]
+    texts = {0: text}
+    for source in range(1, comm.Get_size()):
+        status = MPI.Status()
+        probes: list[MPI.Message] = []
+
+        def arrived(source: int = source, status: MPI.Status = status,
+                    probes: list[MPI.Message] = probes) -> bool:
+            probe = comm.Improbe(source, _GATHER_TAG, status)
+            probes.extend([] if probe is None else [probe])
+            return probe is not None
+
+        _until(arrived, comm, source, deadline, timeout, "gather")
+        frame = bytearray(status.Get_count(MPI.BYTE))
+        probes[0].Recv([frame, MPI.BYTE])
+        texts[source] = frame.decode()
+    return [texts[rank] for rank in range(comm.Get_size())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,22 +248,23 @@ def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *
         start = time.perf_counter()
         if (turn % 2 == 0) == leads:
             request = comm.Isend([frame, MPI.BYTE], dest=peer, tag=1)
-            _until(request.Test, comm, peer, deadline, timeout)
+            _until(request.Test, comm, peer, deadline, timeout, "link test")
         else:
             request = comm.Irecv([frame, MPI.BYTE], source=peer, tag=1)
-            _until(request.Test, comm, peer, deadline, timeout)
+            _until(request.Test, comm, peer, deadline, timeout, "link test")
         times.append(time.perf_counter() - start)
     pairs = sorted(a + b for a, b in zip(times[::2], times[1::2], strict=True))
     return pairs[len(pairs) // 2]
 
 
 def _until(
-    test: Callable[[], bool], comm: MPI.Comm, peer: int, deadline: float, timeout: float
+    test: Callable[[], bool], comm: MPI.Comm, peer: int, deadline: float, timeout: float,
+    what: str,
 ) -> None:
     spins = 0
     while not test():
         if time.monotonic() > deadline:
-            raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag="link test", run_id=None,
+            raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag=what, run_id=None,
                                    seconds=timeout)
         spins += 1
         if spins > 50:
