@@ -32,8 +32,8 @@ files that are not UTF-8, and installed packages were left out.
 {counts}
 
 The library's modules and topics appear twice in the training stream of {stream:,} tokens. A file
-is held out when a hash of its path says so ({held} files, listed at the end); no function of a
-held-out file was trained on.
+is held out when a hash of its path says so ({held} files, listed at the end); none of
+them was trained on, nor a function taken from one.
 
 ## Models
 
