@@ -283,7 +283,8 @@ def _start(
     layers = stage_layers(model.n_layers, n_stages)
     n_ctx = context_size(config, model)
     credit = config.credit or n_stages + 1
-    width = EXACT_LIMIT if config.exact == "on" else max(config.tree_max + 1, config.draft_max)
+    width = EXACT_LIMIT if config.exact == "on" else max(
+        EXACT_LIMIT, config.tree_max + 1, config.draft_max)
     chunk = min(config.chunk, config.ubatch or config.chunk)
     cells = n_ctx + width * (2 * credit + 4)
     setup = {
@@ -305,6 +306,7 @@ def _start(
         worker = _load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake)
     _await_ready(config, port, states, progress)
     exact = min(state.ready["exact_width"] for state in states.values())
+    sizes = sizes_for(max(state.ready["row_cost"] for state in states.values()))
     if config.exact == "off":
         exact = width
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
@@ -314,10 +316,12 @@ def _start(
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=frozenset(Ablation(a) for a in config.ablate),
         chunk=chunk, exact_width=exact, credit=credit, partitions=config.partitions,
-        draft_max=config.draft_max, tree_max=config.tree_max, branches=config.branches,
+        draft_max=config.draft_max or sizes.draft_max,
+        tree_max=config.tree_max or sizes.tree_max, branches=config.branches,
         p_min=config.draft_p_min, p_split=config.p_split, p_recovery=config.p_recovery,
         p_decay=config.p_decay,
-        join_tip=config.tip == "joined" or (config.tip == "auto" and n_stages <= JOIN_UP_TO),
+        join_tip=config.tip == "joined" or (
+            config.tip == "auto" and sizes.join and n_stages <= JOIN_UP_TO),
     )
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
@@ -328,6 +332,24 @@ def _start(
         draft_path.name if worker is not None and draft_path is not None else "",
         notes, time.monotonic() - started,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Defaults that depend on what a further row of a run costs."""
+
+    draft_max: int
+    tree_max: int
+    join: bool
+
+
+def sizes_for(row_cost: float) -> Sizes:
+    """Where a further row costs nearly a whole run, small runs; see docs/options.md."""
+    if row_cost > 0.6:
+        return Sizes(1, 2, join=False)
+    if row_cost > 0.3:
+        return Sizes(2, 4, join=False)
+    return Sizes(3, 7, join=True)
 
 
 def model_paths(config: Config) -> tuple[Path, Path | None]:
@@ -495,6 +517,7 @@ def _guarded_stage(config: Config, place: Place, port: Port, n_stages: int) -> b
 
 def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                 ) -> tuple[Stage, Backend]:
+    from pipeinfer.backends.exact import known_widths
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard
 
@@ -521,23 +544,20 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
         n_batch=setup["n_batch"], n_threads=threads,
         options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
     )
-    width = EXACT_LIMIT
-    if config.exact == "on":
-        from pipeinfer.backends.exact import known_exact_width
-
-        width = known_exact_width(
-            backend, (setup["fingerprint"], _llama_version(), threads, *host.cpu_features()),
-            limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
+    widths = known_widths(
+        backend, (setup["fingerprint"], _llama_version(), threads, *host.cpu_features()),
+        limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
-        "exact_width": width, "weight_bytes": backend.info.weight_bytes,
+        "exact_width": widths.exact, "row_cost": widths.row_cost,
+        "weight_bytes": backend.info.weight_bytes,
         "cache_bytes": backend.info.cache_bytes, "threads": threads,
     }))
     stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
                   trace=bool(config.trace), timeout=config.timeout,
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
-                                        "exact_width": width, **host.memory_parts()})
+                                        "exact_width": widths.exact, **host.memory_parts()})
     return stage, backend
 
 

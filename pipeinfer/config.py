@@ -88,10 +88,12 @@ class Config:
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")
-    draft_max: int = _opt(3, "--draft-max", "--draft", group="runtime", low=1, high=64,
-                          help="Drafted tokens per micro-batch.")
-    tree_max: int = _opt(7, "--tree-max", group="runtime", low=1, high=256,
-                         help="Drafted tokens of a synchronous tree (--policy speculative).")
+    draft_max: int = _opt(0, "--draft-max", "--draft", group="runtime", low=0, high=64,
+                          help="Drafted tokens per micro-batch; 0: 1 to 3 by what a further row "
+                               "costs here.")
+    tree_max: int = _opt(0, "--tree-max", group="runtime", low=0, high=256,
+                         help="Drafted tokens of a synchronous tree (--policy speculative); 0: 2 "
+                              "to 7 by what a further row costs here.")
     draft_p_min: float = _opt(0.4, "--draft-p-min", kind="float", group="runtime", low=0, high=1,
                               help="Confidence below which a drafted token is not issued.")
     p_split: float = _opt(0.2, "--p-split", kind="float", group="runtime", low=0, high=1,
@@ -103,7 +105,8 @@ class Config:
     tip: str = _opt("auto", "--tip", kind="str", group="runtime",
                     choices=("auto", "alone", "joined"),
                     help="After a miss issue the accepted token alone at once, or joined with the "
-                         "first guesses below it; auto: joined up to 2 stages.")
+                         "first guesses below it; auto: joined up to 2 stages where a "
+                         "further row is cheap.")
     branches: int = _opt(1, "--branches", "-np", group="runtime", low=1, high=32,
                          help="Paths per micro-batch or tree (1: a chain).")
     partitions: int = _opt(8, "--partitions", group="runtime", low=0, high=200,

@@ -26,7 +26,7 @@ def test_the_command_line_wins_over_environment_file_and_default(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"draft_max": 0}, "--draft-max .* the least is 1"),
+    ({"branches": 0}, "--branches .* the least is 1"),
     ({"top_p": 1.5}, "the most is 1"),
     ({"temp": float("nan")}, "not a number"),
     ({"timeout": -1.0}, "--timeout"),

@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.models.shard import cache_directory
 
 Indices = npt.NDArray[np.signedinteger]
@@ -30,11 +33,19 @@ _CONTEXT = 40  #: tokens before the rows that are compared
 Progress = Callable[[int, int], None]
 
 
-def known_exact_width(
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """What rows decoded together are like: R, and the time of a further row relative to one."""
+
+    exact: int
+    row_cost: float
+
+
+def known_widths(
     backend: Backend, identity: Sequence[object], limit: int = 16,
     progress: Progress | None = None,
-) -> int:
-    """`exact_width`, remembered beside the shards: on a large model it costs minutes.
+) -> Widths:
+    """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes.
 
     identity: everything beside the backend's own sizes and options that the answer depends on
     (model, llama.cpp, threads, processor).
@@ -42,18 +53,42 @@ def known_exact_width(
     info = backend.info
     text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
                  getattr(backend, "options", None)))
-    name = f"exact-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+    name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
     with contextlib.suppress(OSError, ValueError):
-        width = int(path.read_text())
-        if 1 <= width <= limit:
-            return width
-    width = exact_width(backend, limit, progress=progress)
+        width, cost = path.read_text().split()
+        if 1 <= int(width) <= limit:
+            return Widths(int(width), float(cost))
+    found = Widths(exact_width(backend, limit, progress=progress), row_cost(backend))
     with contextlib.suppress(OSError):  # a full disk costs the next start time, nothing else
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=name, delete=False) as file:
-            file.write(str(width))
+            file.write(f"{found.exact} {found.row_cost:.3f}")
         os.replace(file.name, path)
-    return width
+    return found
+
+
+def row_cost(backend: Backend, rounds: int = 5) -> float:
+    """Time of a second, third, fourth row in one decode relative to the first (medians).
+
+    Near 0 where memory bounds a decode (GPUs), near 1 or above where arithmetic does. The cache
+    must be empty, and is empty afterwards.
+    """
+    info = backend.info
+    hidden = None if info.first else np.ones((4, info.n_embd), np.float32)
+
+    def seconds(width: int) -> float:
+        rows = make_rows([(1, i, (0,), True) for i in range(width)])
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            backend.decode(rows, None if hidden is None else hidden[:width])
+            times.append(time.perf_counter() - start)
+            backend.seq_rm(ALL_SEQS, 0, END)
+        return statistics.median(times)
+
+    if info.n_batch < 4 or info.n_ctx < 4:
+        return 1.0
+    return max(0.0, (seconds(4) / seconds(1) - 1) / 3)
 
 
 def exact_width(

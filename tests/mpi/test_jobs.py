@@ -131,7 +131,7 @@ def test_doctor_over_ranks():
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
     (["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
-    (["--draft-max", "0"], 2, "--draft-max"),
+    (["--branches", "0"], 2, "--branches"),
     (["-m", str(EMBEDDED / "target.gguf"), "--policy", "pipeinfer"], 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
