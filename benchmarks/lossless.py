@@ -65,7 +65,8 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
             range(prompts), range(len(SAMPLINGS)), range(len(POLICIES)), range(len(SHAPES)))
             if rng.random() < share]
         cases = [{"prompt": texts[i], "params": SAMPLINGS[k], "count": tokens,
-                  "limits": {**POLICIES[p], **SHAPES[s], "p_min": p_min}} for i, k, p, s in keys]
+                  "limits": {"draft_max": 3, "tree_max": 7, **POLICIES[p], **SHAPES[s],
+                             "p_min": p_min}} for i, k, p, s in keys]
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             task, out = Path(folder) / "task.json", Path(folder) / "out.json"

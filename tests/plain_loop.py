@@ -10,6 +10,7 @@ import ctypes
 import llama_cpp
 import numpy as np
 
+from pipeinfer.backends.llama_library import ensure_llama
 from pipeinfer.core import SamplingParams
 from pipeinfer.sampling import choose
 
@@ -18,7 +19,7 @@ class PlainLoop:
     """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
     def __init__(self, path, n_ctx=2048, n_threads=1, n_batch=512, type_k=1, type_v=8, flash=1):
-        llama_cpp.llama_backend_init()
+        ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
