@@ -6,7 +6,6 @@ half-open, `[p0, p1)`, and `END` stands for "to the end of the sequence".
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -158,8 +157,3 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-
-
-def with_key(params: SamplingParams, key: int) -> SamplingParams:
-    """`params` with another noise key."""
-    return dataclasses.replace(params, key=key)

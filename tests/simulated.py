@@ -214,6 +214,9 @@ class Pipeline:
         rows = item.rows
         for token, pos, ids in zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
                                    strict=True):
+            extents = {tuple(f([c.pos for c in stage.kv.cells if i in c.ids] or [-1])
+                             for f in (min, max)) for i in ids}
+            assert len(extents) == 1, (item, ids, extents)  # llama.cpp: coupled ids end alike
             for seq_id in ids:
                 held = [c.pos for c in stage.kv.cells if seq_id in c.ids]
                 assert not held or max(held) in (pos - 1, pos), (item, seq_id, held)

@@ -278,6 +278,32 @@ def test_reconfigure_only_when_idle():
         scheduler.reconfigure(Limits(n_ctx=50))
 
 
+def test_decay_does_not_ask_for_ever():
+    """Empty drafts lower the cutoff until it can not matter any more, then wait for a result."""
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    asked = 0
+    while jobs := [i for i in out if isinstance(i, StartDraft)]:
+        asked += 1
+        assert asked < 20
+        out = scheduler.handle(Drafted(jobs[0].job_id, ()))
+    assert 3 <= asked <= 5
+
+
+def test_a_joined_tip_travels_with_its_first_guesses():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    assert not [i for i in out if isinstance(i, IssueRun)]
+    job = next(i for i in out if isinstance(i, StartDraft))
+    out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(-1, 9))))
+    run = next(i for i in out if isinstance(i, IssueRun))
+    assert run.rows.tokens.tolist() == [7, 8, 9]
+    assert run.rows.seq_ids[0] == (0, 1)
+    assert any(isinstance(i, StartDraft) for i in out)
+
+
 def test_unknown_events_are_refused():
     with pytest.raises(ProtocolError):
         Scheduler(Limits(n_ctx=10)).handle("hello")

@@ -1,0 +1,119 @@
+"""The draft's cache: a path gives the candidates of a fresh evaluation, whatever came before."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core import SamplingParams
+from pipeinfer.errors import BackendError
+from pipeinfer.scheduler import StartDraft
+from pipeinfer.strategies.draft_model import DraftModel
+from pipeinfer.strategies.worker import DraftWorker
+
+SPEC = ToySpec(n_vocab=12, n_layers=2, n_embd=8, seed=2)
+
+
+def job(path, number=1, base=None, lane=0, **change):
+    base = len(path) if base is None else base
+    values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
+              "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
+    return StartDraft(number, lane, path[:base], base, tuple(path[base:]), **values)
+
+
+def fresh(wanted):
+    return DraftModel(ToyBackend.load(SPEC)).propose(wanted, lambda: False)
+
+
+def never():
+    return False
+
+
+def test_proposals_do_not_depend_on_what_the_cache_held():
+    rng = random.Random(0)
+    draft, accepted, lane = DraftModel(ToyBackend.load(SPEC)), [3, 1], 0
+    params = SamplingParams()
+    for number in range(300):
+        if rng.random() < 0.5:
+            accepted.append(rng.randrange(12))
+        guess = [rng.randrange(12) for _ in range(rng.randrange(4))]
+        if rng.random() < 0.1:  # another lane, which may share a prefix, with other parameters
+            lane, accepted = lane + 1, accepted[: rng.randrange(1, len(accepted) + 1)]
+            params = SamplingParams(rng.choice([0.0, 0.8]), key=lane)
+        wanted = job([*accepted, *guess], number, base=len(accepted), lane=lane,
+                     branches=rng.choice([1, 3]), p_split=0.05, params=params,
+                     max_tokens=rng.choice([0, 1, 4]), p_min=rng.choice([0.0, 0.15]))
+        left = [rng.randrange(1, 4) if rng.random() < 0.3 else 99]
+
+        def stopped(left=left):
+            left[0] -= 1
+            return left[0] < 0
+
+        got = draft.propose(wanted, stopped)
+        assert got is None or got == fresh(wanted)
+
+
+def test_work_of_an_interrupted_job_is_taken_up():
+    draft = DraftModel(ToyBackend.load(SPEC))
+    first = draft.propose(job([3, 1, 4]), never)
+    rows = draft.rows_evaluated
+    again = draft.propose(job([3, 1, 4, first[0].token]), never)
+    assert [p.token for p in again[:2]] == [p.token for p in first[1:3]]
+    assert draft.rows_evaluated - rows <= 3
+
+
+def test_tokens_that_a_smaller_draft_does_not_know_end_its_proposals():
+    draft = DraftModel(ToyBackend.load(SPEC), n_vocab=20)
+    assert draft.propose(job([3, 15]), never) == ()
+    assert draft.propose(job([3, 5]), never) == fresh(job([3, 5]))
+
+
+def test_tokens_beyond_the_targets_vocabulary_are_never_proposed():
+    draft = DraftModel(ToyBackend.load(SPEC), n_vocab=2)
+    proposals = draft.propose(job([1, 0, 1], branches=2, p_split=0.0), never)
+    assert proposals
+    assert all(p.token < 2 for p in proposals)
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 0}, {"max_depth": 0}, {"p_min": 1.1},
+                                    {"stop_ids": frozenset(range(12))}])
+def test_no_proposals(change):
+    assert DraftModel(ToyBackend.load(SPEC)).propose(job([1, 2], **change), never) == ()
+
+
+def test_limits_of_a_tree():
+    wanted = job([1, 2, 3], branches=3, p_split=0.0, max_tokens=9, max_depth=2)
+    proposals = fresh(wanted)
+    depth = {-1: 0}
+    for i, p in enumerate(proposals):
+        assert p.parent < i
+        depth[i] = depth[p.parent] + 1
+    assert max(depth.values()) == 2
+    leaves = set(range(len(proposals))) - {p.parent for p in proposals}
+    assert len(leaves) == 3
+
+
+def test_the_worker_answers_reports_failures_and_forgets_stops():
+    worker = DraftWorker(DraftModel(ToyBackend.load(SPEC)), lambda: None)
+    for number in range(1, 20):
+        worker.start(job([1, 2, 3], number))
+    seen = []
+    while len(seen) < 19:
+        if (done := worker.take()) is not None:
+            seen.append(done.job_id)
+    for number in range(1, 20):
+        worker.stop(number)
+    assert seen == list(range(1, 20))
+    assert not worker._stopped
+    worker.start(job([], 30))  # an empty path is a bug of the caller: it must not vanish
+
+    def answer():
+        while (done := worker.take()) is None:
+            pass
+        return done
+
+    with pytest.raises(BackendError, match="the draft failed"):
+        answer()
+    worker.close(1.0)
