@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from pipeinfer import cluster, host
+from pipeinfer import cluster, host, planner
 from pipeinfer.config import Config
 from pipeinfer.errors import PipeinferError, PlanError
 
@@ -161,15 +161,15 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 def _check_plan(config: Config, everyone: list[dict[str, Any]]) -> list[Finding]:
     try:
-        path, _ = cluster.model_paths(config)
-        model = cluster.open_model(path)
+        path, _ = planner.model_paths(config)
+        model = planner.open_model(path)
         n = len(everyone)
         stages = n if config.head_stage or n == 1 else n - 1
         from pipeinfer.models.shard import stage_layers
 
         layers = stage_layers(model.n_layers, stages)
-        n_ctx = cluster.context_size(config, model)
-        cluster.check_memory(config, model, layers, n_ctx, everyone)
+        n_ctx = planner.context_size(config, model)
+        planner.check_memory(config, model, layers, n_ctx, everyone)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]
     except PipeinferError as error:
@@ -211,7 +211,7 @@ def _probe() -> None:
     from pipeinfer.core import ALL_SEQS, END, make_rows
 
     path = Path(__file__).parent / "models" / "embedded" / "draft.gguf"
-    n = cluster.open_model(path).n_layers
+    n = planner.open_model(path).n_layers
     backend = LlamaCppBackend.load(path, layers=(0, n), n_layers_total=n, first=True, last=True,
                                    n_ctx=256, n_seq_max=1, n_batch=16, n_threads=1)
     rows = [(5, 0, (0,), True), (6, 1, (0,), True)]

@@ -44,6 +44,18 @@ class HostFacts:
         return asdict(self)
 
 
+@dataclass(slots=True)
+class Place:
+    """This process in the job."""
+
+    rank: int
+    size: int
+    comm: Any
+    cores: int
+    local_rank: int
+    local_size: int
+
+
 def launched_size() -> int:
     """How many ranks the launcher started, 1 without a launcher."""
     return _first_int(_SIZE_VARIABLES, 1)

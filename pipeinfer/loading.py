@@ -1,0 +1,157 @@
+"""Loading models into this process: a stage's shard, or the draft; and a stage's life around it.
+
+Knows backends and the shard cache, no requests and no policies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeinfer import host
+from pipeinfer.backends.base import Backend
+from pipeinfer.config import Config
+from pipeinfer.errors import ClusterError, MismatchError, PipeinferError, TransportTimeout
+from pipeinfer.host import Place
+from pipeinfer.planner import open_model
+from pipeinfer.protocol import Notice, Tag, WorkerFailed
+from pipeinfer.stage import CancelPath, Stage
+from pipeinfer.strategies.worker import DraftWorker
+from pipeinfer.transport.base import Port
+
+EXACT_LIMIT = 16  #: widest decode that is tried for exactness
+
+
+def run_stage(config: Config, place: Place, port: Port, n_stages: int) -> bool:
+    """Run a stage; failures become a message to the head. Whether it ended well."""
+    stage: Stage | None = None
+    try:
+        stage, backend = _load_stage(config, place, port, n_stages)
+        stage.serve()
+        backend.close()
+    except BaseException as error:  # everything is reported, nothing may vanish in a thread
+        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
+        summary, trace = " ".join(str(error).split()) or type(error).__name__, ""
+        if not isinstance(error, PipeinferError):
+            summary, trace = f"{type(error).__name__}: {summary}", traceback.format_exc()
+        with contextlib.suppress(Exception):
+            port.send(0, Tag.ERROR, WorkerFailed(
+                port.node, socket.gethostname(), -1 if stage is None else stage.current_run,
+                summary, trace, code))
+        return False
+    return True
+
+
+def _load_stage(config: Config, place: Place, port: Port, n_stages: int
+                ) -> tuple[Stage, Backend]:
+    from pipeinfer.backends.exact import known_widths
+    from pipeinfer.backends.llamacpp import LlamaCppBackend
+    from pipeinfer.models.shard import extract_shard
+
+    setup = _await_setup(config, port)
+
+    def report(phase: str, done: int, total: int) -> None:
+        port.send(0, Tag.RESULT, Notice("progress", port.node, {
+            "phase": phase, "done": done, "total": total}))
+
+    model = open_model(Path(setup["model"]))
+    if model.fingerprint != setup["fingerprint"]:
+        raise MismatchError(
+            f"{setup['model']} on {socket.gethostname()} is not the file that rank 0 has: copy "
+            "the same model to every host"
+        )
+    start, stop = setup["start"], setup["stop"]
+    shard = extract_shard(model, start, stop, progress=lambda d, t: report("extracting", d, t))
+    report("loading", 0, 1)
+    whole = start == 0 and stop == setup["n_layers"]
+    threads = _threads(config.threads, place)
+    backend = LlamaCppBackend.load(
+        shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
+        last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
+        n_batch=setup["n_batch"], n_threads=threads,
+        options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
+    )
+    widths = known_widths(
+        backend, (setup["fingerprint"], llama_version(), threads, *host.cpu_features()),
+        limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
+    report("loading", 1, 1)
+    port.send(0, Tag.RESULT, Notice("ready", port.node, {
+        "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
+        "exact_width": widths.exact, "row_cost": widths.row_cost,
+        "weight_bytes": backend.info.weight_bytes,
+        "cache_bytes": backend.info.cache_bytes, "threads": threads,
+    }))
+    stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
+                  trace=bool(config.trace), timeout=config.timeout,
+                  extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
+                                        "exact_width": widths.exact, **host.memory_parts()})
+    return stage, backend
+
+
+def _await_setup(config: Config, port: Port) -> dict[str, Any]:
+    deadline = time.monotonic() + config.timeout
+    while True:
+        envelope = port.take(Tag.TRANSACTION)
+        if envelope is not None and isinstance(envelope.message, Notice):
+            return envelope.message.data
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=port.node, peer=0, tag="Setup", run_id=None,
+                                   seconds=config.timeout)
+        port.wait(0.5)
+
+
+def llama_version() -> str:
+    """The version of llama-cpp-python, or "absent"."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError:
+        return "absent"
+
+
+def load_draft(
+    config: Config, place: Place, path: Path, cells: int, n_vocab: int,
+    notify: Callable[[], None],
+) -> DraftWorker:
+    from pipeinfer.backends.llamacpp import LlamaCppBackend
+    from pipeinfer.strategies.draft_model import DraftModel
+
+    threads = _threads(config.threads_draft, place)
+    n_layers = open_model(path).n_layers
+    backend: Backend = LlamaCppBackend.load(
+        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=cells,
+        n_seq_max=max(2, config.branches), n_batch=256, n_threads=threads,
+        options=llama_options(config, draft=True),
+    )
+    return DraftWorker(DraftModel(backend, n_vocab), notify)
+
+
+def _threads(asked: int, place: Place) -> int:
+    """Threads for a backend: what was asked for, never more than this rank's cores."""
+    return min(asked or place.cores, place.cores)
+
+
+def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False) -> Any:
+    """The llama.cpp side of a config."""
+    from pipeinfer.backends.llamacpp import LlamaOptions
+
+    values: dict[str, Any] = {
+        "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
+        "type_v": config.cache_type_v,
+    }
+    if draft or config.exact == "off":
+        # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
+        values |= {k: fast for k, fast in (("flash_attn", "off"), ("type_k", "f16"),
+                                           ("type_v", "f16")) if values[k] == "auto"}
+        values["keep_order"] = False
+    return LlamaOptions(
+        n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
+        use_mmap=config.mmap,
+        use_mlock=config.mlock, layer_callbacks=callbacks, **values,
+    )
