@@ -43,8 +43,9 @@ from pipeinfer.planner import (
     open_model,
     sizes_for,
 )
+from pipeinfer.policy import Ablation, Limits, Policy
 from pipeinfer.protocol import VERSION, Notice, Tag, WorkerFailed
-from pipeinfer.scheduler import Ablation, Limits, Policy, Scheduler
+from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.tokenizer import Tokenizer, check_draft_vocab

@@ -20,8 +20,8 @@ from pipeinfer.cluster import Session
 from pipeinfer.config import Config
 from pipeinfer.core import Request, SamplingParams
 from pipeinfer.errors import UsageError
+from pipeinfer.events import Emit, Finish, LaneStats, Refuse
 from pipeinfer.sampling import noise_key
-from pipeinfer.scheduler import Emit, Finish, LaneStats, Refuse
 
 _request_ids = itertools.count()
 

@@ -18,6 +18,23 @@ import numpy as np
 
 from pipeinfer.core import Request
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
+from pipeinfer.events import (
+    Abort,
+    CancelRuns,
+    CloseLane,
+    Emit,
+    Event,
+    Finish,
+    Instruction,
+    IssueRun,
+    OpenLane,
+    Refuse,
+    RunDone,
+    SendOps,
+    StartDraft,
+    StopDraft,
+    Submit,
+)
 from pipeinfer.protocol import (
     CacheOps,
     Cancel,
@@ -32,25 +49,7 @@ from pipeinfer.protocol import (
     Tag,
 )
 from pipeinfer.protocol import WorkerFailed as WorkerFailedMessage
-from pipeinfer.scheduler import (
-    Abort,
-    CancelRuns,
-    CloseLane,
-    Emit,
-    Event,
-    Finish,
-    Instruction,
-    IssueRun,
-    OpenLane,
-    Refuse,
-    Run,
-    RunDone,
-    Scheduler,
-    SendOps,
-    StartDraft,
-    StopDraft,
-    Submit,
-)
+from pipeinfer.scheduler import Run, Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.transport.base import Port

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeinfer.config import Config
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.scheduler import Policy
+from pipeinfer.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

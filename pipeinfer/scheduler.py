@@ -13,256 +13,37 @@ can change them (DESIGN section 3).
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from pipeinfer.core import Choice, Request, Rows, SamplingParams, SeqOp, make_rows
+from pipeinfer.core import Choice, Request, Rows, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError
+from pipeinfer.events import (
+    Abort,
+    CancelRuns,
+    CloseLane,
+    Drafted,
+    Emit,
+    Event,
+    Finish,
+    Instruction,
+    IssueRun,
+    LaneStats,
+    OpenLane,
+    Refuse,
+    RunDone,
+    SendOps,
+    StartDraft,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.policy import Ablation, Limits
 from pipeinfer.protocol import NO_RUN
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Node, Proposal, Tree
 
-
-class Policy(enum.StrEnum):
-    """What to issue next."""
-
-    ITERATIVE = "iterative"
-    SPECULATIVE = "speculative"
-    PIPEINFER = "pipeinfer"
-
-
-class Ablation(enum.StrEnum):
-    """A component of PipeInfer that can be switched off; no ablation changes a token."""
-
-    ASYNC = "async"
-    CONTINUOUS = "continuous"
-    MULTIBUFFER = "multibuffer"
-    CANCEL = "cancel"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The knobs of the scheduler.
-
-    n_ctx: positions a lane may use. chunk: prompt rows per run, cut at its multiples.
-    exact_width: most rows of a run of generated tokens (R). credit: most runs in flight,
-    prompt chunks and speculation; an accepted token is always issued. partitions: live leaf ids
-    beside a lane's first. draft_max: drafted tokens per micro-batch. tree_max: drafted tokens of
-    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths per
-    micro-batch. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of a further
-    branch, raised per run issued since the last acceptance and lowered per empty draft.
-    join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
-    (one pass over the weights instead of two; pays where the draft is fast and stages are few).
-    """
-
-    n_ctx: int
-    policy: Policy = Policy.PIPEINFER
-    ablations: frozenset[Ablation] = frozenset()
-    chunk: int = 64
-    exact_width: int = 1
-    credit: int = 4
-    partitions: int = 8
-    draft_max: int = 3
-    tree_max: int = 8
-    branches: int = 1
-    p_min: float = 0.4
-    p_split: float = 0.1
-    p_recovery: float = 0.0
-    p_decay: float = 0.0
-    join_tip: bool = False
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether drafting happens only while nothing is in flight."""
-        return self.policy is Policy.SPECULATIVE or (
-            self.policy is Policy.PIPEINFER and Ablation.ASYNC in self.ablations
-        )
-
-    @property
-    def joins(self) -> bool:
-        """Whether an accepted token waits for the guesses below it."""
-        return self.synchronous or (
-            self.join_tip and self.policy is Policy.PIPEINFER and self.exact_width > 1
-        )
-
-    @property
-    def speculates(self) -> bool:
-        """Whether a draft is asked at all."""
-        return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
-
-    @property
-    def max_branches(self) -> int:
-        """Paths per micro-batch after ablation."""
-        return 1 if Ablation.MULTIBUFFER in self.ablations else self.branches
-
-
-# --- events -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A new request."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class RunDone:
-    """A run came back: the choices after its output rows, or None when it was skipped."""
-
-    run_id: int
-    choices: tuple[Choice, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A draft job ended with these proposals (none: nothing was confident enough)."""
-
-    job_id: int
-    proposals: tuple[Proposal, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """End a request now: the client left, a stop string matched, the user interrupted."""
-
-    request_id: int
-    reason: str
-
-
-Event: TypeAlias = Submit | RunDone | Drafted | Abort
-
-
-# --- instructions -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class IssueRun:
-    """Send a run into the pipeline."""
-
-    run_id: int
-    parent_id: int
-    lane: int
-    rows: Rows
-    ops: tuple[SeqOp, ...]
-    speculative: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendOps:
-    """Send operations that no run carries."""
-
-    ops: tuple[SeqOp, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLane:
-    """Announce a lane to the stages."""
-
-    lane: int
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLane:
-    """Tell the stages to forget a lane."""
-
-    lane: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRuns:
-    """Signal that these runs are useless."""
-
-    run_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StartDraft:
-    """Ask for proposals below a path.
-
-    The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
-    is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
-    tokens in all; max_tokens 0 only brings the draft's cache up to the path. stop_ids are never
-    proposed: they end the output when the target chooses them.
-    """
-
-    job_id: int
-    lane: int
-    accepted: tuple[int, ...] | list[int]
-    base: int
-    suffix: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    max_depth: int
-    branches: int
-    p_min: float
-    p_split: float
-    stop_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StopDraft:
-    """The proposals of this job are no longer wanted; it need not answer."""
-
-    job_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """An output token of a request."""
-
-    request_id: int
-    choice: Choice
-    speculated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The terminal event of a request. reason: stop, length, context, or that of an Abort."""
-
-    request_id: int
-    reason: str
-    stats: LaneStats
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """The terminal event of a request that never started."""
-
-    request_id: int
-    error: ContextOverflow
-
-
-Instruction: TypeAlias = (
-    IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | Emit
-    | Finish | Refuse
-)
-
-
 # --- state ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class LaneStats:
-    """Counters of one lane; every issued node and run is counted once.
-
-    guesses_tested: accepted positions at which a speculated child was there to be compared.
-    """
-
-    accepted: int = 0
-    runs: int = 0
-    speculative_runs: int = 0
-    cancelled_runs: int = 0
-    skipped_runs: int = 0
-    drafted: int = 0
-    issued_speculative: int = 0
-    accepted_speculative: int = 0
-    guesses_tested: int = 0
-    empty_drafts: int = 0
 
 
 @dataclass(slots=True)

@@ -7,19 +7,19 @@ from collections import deque
 import numpy as np
 
 from pipeinfer.core import Choice, Request, SamplingParams, SeqCopy, SeqKeep, SeqRemove
-from pipeinfer.sampling import choose
-from pipeinfer.scheduler import (
+from pipeinfer.events import (
     CancelRuns,
     Drafted,
     Emit,
     Finish,
     IssueRun,
     RunDone,
-    Scheduler,
     SendOps,
     StartDraft,
     Submit,
 )
+from pipeinfer.sampling import choose
+from pipeinfer.scheduler import Scheduler
 
 
 class Driver:

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pipeinfer.core import ALL_SEQS, Choice, Request, SeqCopy, SeqKeep, SeqRemove
-from pipeinfer.scheduler import (
+from pipeinfer.events import (
     Abort,
     CancelRuns,
     CloseLane,
@@ -22,12 +22,12 @@ from pipeinfer.scheduler import (
     IssueRun,
     OpenLane,
     Refuse,
-    Scheduler,
     SendOps,
     StartDraft,
     StopDraft,
     Submit,
 )
+from pipeinfer.scheduler import Scheduler
 from pipeinfer.tree import Proposal
 
 TAINTED = object()
@@ -188,7 +188,7 @@ class Pipeline:
             self.cancels[index][0] -= 1
 
     def _run_stage(self, index):
-        from pipeinfer.scheduler import RunDone
+        from pipeinfer.events import RunDone
         stage = self.stages[index]
         item, skipped = stage.queue.popleft()
         last = index == len(self.stages) - 1

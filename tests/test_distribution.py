@@ -15,8 +15,8 @@ import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core import ALL_SEQS, END, SamplingParams, make_rows
+from pipeinfer.policy import Limits, Policy
 from pipeinfer.sampling import candidates, noise_key
-from pipeinfer.scheduler import Limits, Policy
 from pipeinfer.strategies.draft_model import DraftModel
 from tests.driver import Driver
 

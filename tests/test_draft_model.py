@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core import SamplingParams
 from pipeinfer.errors import BackendError
-from pipeinfer.scheduler import StartDraft
+from pipeinfer.events import StartDraft
 from pipeinfer.strategies.draft_model import DraftModel
 from pipeinfer.strategies.worker import DraftWorker
 

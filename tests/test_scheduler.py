@@ -12,23 +12,21 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import END, Choice, Request, SeqRemove
 from pipeinfer.errors import ContextOverflow, ProtocolError
-from pipeinfer.scheduler import (
-    Ablation,
+from pipeinfer.events import (
     Abort,
     CancelRuns,
     Drafted,
     Emit,
     Finish,
     IssueRun,
-    Limits,
-    Policy,
     Refuse,
     RunDone,
-    Scheduler,
     StartDraft,
     StopDraft,
     Submit,
 )
+from pipeinfer.policy import Ablation, Limits, Policy
+from pipeinfer.scheduler import Scheduler
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Proposal
 from tests.simulated import Pipeline, plain

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeinfer.scheduler import StartDraft
+from pipeinfer.events import StartDraft
 from pipeinfer.tree import Proposal
 
 

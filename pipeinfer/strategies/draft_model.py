@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core import END, FloatArray, SamplingParams, make_rows
+from pipeinfer.events import StartDraft
 from pipeinfer.sampling import candidates
-from pipeinfer.scheduler import StartDraft
 from pipeinfer.tree import Proposal
 
 GAP_SCALE = 1.0  #: perturbed-score units per natural-log unit of the acceptance estimate

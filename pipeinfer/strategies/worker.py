@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pipeinfer.errors import BackendError
-from pipeinfer.scheduler import Drafted, StartDraft
+from pipeinfer.events import Drafted, StartDraft
 from pipeinfer.strategies.base import Proposer
 
 

@@ -15,7 +15,7 @@ from pipeinfer.cluster import end_job, open_session
 from pipeinfer.config import Config
 from pipeinfer.core import SamplingParams
 from pipeinfer.generate import run_request
-from pipeinfer.scheduler import Ablation, Policy
+from pipeinfer.policy import Ablation, Policy
 
 
 def main() -> None:

@@ -1,0 +1,173 @@
+"""What the scheduler hears (events) and what it wants done (instructions): plain data.
+
+Whoever executes instructions feeds what comes of them back as events; nothing here knows how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pipeinfer.core import Choice, Request, Rows, SamplingParams, SeqOp
+from pipeinfer.errors import ContextOverflow
+from pipeinfer.tree import Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class RunDone:
+    """A run came back: the choices after its output rows, or None when it was skipped."""
+
+    run_id: int
+    choices: tuple[Choice, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A draft job ended with these proposals (none: nothing was confident enough)."""
+
+    job_id: int
+    proposals: tuple[Proposal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now: the client left, a stop string matched, the user interrupted."""
+
+    request_id: int
+    reason: str
+
+
+Event: TypeAlias = Submit | RunDone | Drafted | Abort
+
+
+# --- instructions -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LaneStats:
+    """Counters of one lane; every issued node and run is counted once.
+
+    guesses_tested: accepted positions at which a speculated child was there to be compared.
+    """
+
+    accepted: int = 0
+    runs: int = 0
+    speculative_runs: int = 0
+    cancelled_runs: int = 0
+    skipped_runs: int = 0
+    drafted: int = 0
+    issued_speculative: int = 0
+    accepted_speculative: int = 0
+    guesses_tested: int = 0
+    empty_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IssueRun:
+    """Send a run into the pipeline."""
+
+    run_id: int
+    parent_id: int
+    lane: int
+    rows: Rows
+    ops: tuple[SeqOp, ...]
+    speculative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendOps:
+    """Send operations that no run carries."""
+
+    ops: tuple[SeqOp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLane:
+    """Announce a lane to the stages."""
+
+    lane: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLane:
+    """Tell the stages to forget a lane."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRuns:
+    """Signal that these runs are useless."""
+
+    run_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartDraft:
+    """Ask for proposals below a path.
+
+    The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
+    is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
+    tokens in all; max_tokens 0 only brings the draft's cache up to the path. stop_ids are never
+    proposed: they end the output when the target chooses them.
+    """
+
+    job_id: int
+    lane: int
+    accepted: tuple[int, ...] | list[int]
+    base: int
+    suffix: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    max_depth: int
+    branches: int
+    p_min: float
+    p_split: float
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StopDraft:
+    """The proposals of this job are no longer wanted; it need not answer."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """An output token of a request."""
+
+    request_id: int
+    choice: Choice
+    speculated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The terminal event of a request. reason: stop, length, context, or that of an Abort."""
+
+    request_id: int
+    reason: str
+    stats: LaneStats
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The terminal event of a request that never started."""
+
+    request_id: int
+    error: ContextOverflow
+
+
+Instruction: TypeAlias = (
+    IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | Emit
+    | Finish | Refuse
+)

@@ -1,0 +1,82 @@
+"""The policies, the ablations, and every knob of the scheduler.
+
+Plain data; what a knob does is the scheduler's affair.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Policy(enum.StrEnum):
+    """What to issue next."""
+
+    ITERATIVE = "iterative"
+    SPECULATIVE = "speculative"
+    PIPEINFER = "pipeinfer"
+
+
+class Ablation(enum.StrEnum):
+    """A component of PipeInfer that can be switched off; no ablation changes a token."""
+
+    ASYNC = "async"
+    CONTINUOUS = "continuous"
+    MULTIBUFFER = "multibuffer"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The knobs of the scheduler.
+
+    n_ctx: positions a lane may use. chunk: prompt rows per run, cut at its multiples.
+    exact_width: most rows of a run of generated tokens (R). credit: most runs in flight,
+    prompt chunks and speculation; an accepted token is always issued. partitions: live leaf ids
+    beside a lane's first. draft_max: drafted tokens per micro-batch. tree_max: drafted tokens of
+    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths per
+    micro-batch. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of a further
+    branch, raised per run issued since the last acceptance and lowered per empty draft.
+    join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
+    (one pass over the weights instead of two; pays where the draft is fast and stages are few).
+    """
+
+    n_ctx: int
+    policy: Policy = Policy.PIPEINFER
+    ablations: frozenset[Ablation] = frozenset()
+    chunk: int = 64
+    exact_width: int = 1
+    credit: int = 4
+    partitions: int = 8
+    draft_max: int = 3
+    tree_max: int = 8
+    branches: int = 1
+    p_min: float = 0.4
+    p_split: float = 0.1
+    p_recovery: float = 0.0
+    p_decay: float = 0.0
+    join_tip: bool = False
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether drafting happens only while nothing is in flight."""
+        return self.policy is Policy.SPECULATIVE or (
+            self.policy is Policy.PIPEINFER and Ablation.ASYNC in self.ablations
+        )
+
+    @property
+    def joins(self) -> bool:
+        """Whether an accepted token waits for the guesses below it."""
+        return self.synchronous or (
+            self.join_tip and self.policy is Policy.PIPEINFER and self.exact_width > 1
+        )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a draft is asked at all."""
+        return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
+
+    @property
+    def max_branches(self) -> int:
+        """Paths per micro-batch after ablation."""
+        return 1 if Ablation.MULTIBUFFER in self.ablations else self.branches
