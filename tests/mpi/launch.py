@@ -62,8 +62,14 @@ def start(command: list[str], *, timeout: float, stdin: bool = False, **env: str
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, env=environment(**env),
-        start_new_session=True,
+        start_new_session=True, preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A test run that was itself started in the background ignores SIGINT, and bash can not trap
+    what was ignored when it started."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def python(np: int, program: str, *args: str, **options) -> subprocess.CompletedProcess[str]:

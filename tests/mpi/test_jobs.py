@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
 
@@ -215,7 +216,12 @@ def interrupt(command, enough, number, again=0.0):
     if again:
         time.sleep(again)
         process.send_signal(number)
-    out, err = process.communicate(timeout=40)
+    try:
+        out, err = process.communicate(timeout=40)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
     return process.returncode, seen + out, err
 
 
