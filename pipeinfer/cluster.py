@@ -94,14 +94,10 @@ class Session:
         return len(self.stages)
 
 
-def open_session(config: Config, progress: ProgressHook | None = None
-                 ) -> contextlib.AbstractContextManager[Session | None]:
-    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks."""
-    return _session(config, progress)
-
-
 @contextlib.contextmanager
-def _session(config: Config, progress: ProgressHook | None) -> Iterator[Session | None]:
+def open_session(config: Config, progress: ProgressHook | None = None
+                 ) -> Iterator[Session | None]:
+    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks."""
     place = find_place(config)
     n_stages = place.size if config.head_stage or place.size == 1 else place.size - 1
     if place.rank > 0:

@@ -25,7 +25,7 @@ CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How one field is given. kind: int, float, str, flag, list or map."""
+    """How one field is given. kind: int, float, str, flag or list."""
 
     flags: tuple[str, ...]
     kind: str

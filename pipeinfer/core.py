@@ -157,3 +157,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end this request's output."""
+        return frozenset() if self.ignore_eos else self.eos_ids

@@ -64,7 +64,6 @@ class HeadStats:
     """
 
     busy: float = 0.0
-    handled: int = 0
     issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
     cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     results: list[tuple[int, float]] = field(default_factory=list)
@@ -202,7 +201,6 @@ class Head:
                 if run.cancelled:
                     self.stats.died.setdefault(run.run_id, time.time())
         self.stats.busy += time.perf_counter() - start
-        self.stats.handled += 1
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:

@@ -116,11 +116,6 @@ def cpu_features() -> tuple[str, ...]:
     return tuple(name for name in _FEATURES if name in flags)
 
 
-def resident_bytes() -> int:
-    """Memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
-
-
 def memory_parts() -> dict[str, int]:
     """Resident memory of this process: all of it, and what is not file-backed."""
     info = psutil.Process().memory_info()

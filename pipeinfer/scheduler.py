@@ -217,7 +217,7 @@ class Scheduler:
     def _walk(self, lane: Lane) -> None:
         dead: list[Node] = []
         while not lane.done and (choice := lane.tree.frontier.choice) is not None:
-            if choice.token in lane.request.eos_ids and not lane.request.ignore_eos:
+            if choice.token in lane.request.stop_ids:
                 self._finish(lane, "stop")
                 break
             had_guess = any(c.speculative for c in lane.tree.frontier.children)
@@ -337,7 +337,7 @@ class Scheduler:
             self._next_job, lane.lane, lane.accepted, len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split,
-            frozenset() if lane.request.ignore_eos else lane.request.eos_ids,
+            lane.request.stop_ids,
         )
 
     def _issue_tree(self, lane: Lane, proposals: tuple[Proposal, ...]) -> None:

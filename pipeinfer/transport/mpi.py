@@ -178,11 +178,6 @@ def library_version() -> str:
     return MPI.Get_library_version().split("\n")[0].strip(" \x00")
 
 
-def host_name() -> str:
-    """The host name as MPI knows it."""
-    return MPI.Get_processor_name()
-
-
 def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0) -> list[str] | None:
     """Every rank's `text` at rank 0 (None elsewhere), without pickle.
 
