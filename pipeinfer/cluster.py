@@ -54,7 +54,7 @@ from pipeinfer.transport.inproc import local_ports
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` joins, see docs/options.md
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
-                              "keep_binding", "trace"})
+                              "keep_binding", "trace", "nodes", "given"})
 _LAST_WORDS_SECONDS = 6.0
 
 

@@ -123,6 +123,9 @@ class Config:
                             help="Rank 0 holds the first layers too.")
     keep_binding: bool = _opt(False, "--keep-binding", kind="flag", group="runtime",
                               help="Leave the processor binding as the launcher set it.")
+    nodes: str = _opt("", "--nodes", kind="str", group="runtime",
+                      help="TOML file with settings per host, see docs/clusters.md [default: the "
+                           "one beside the hostfile under launch/ssh].")
     timeout: float = _opt(300.0, "--timeout", kind="float", group="runtime", low=0.1, high=1e6,
                           help="Seconds without an answer after which the job gives up.")
     trace: str = _opt("", "--trace", kind="str", group="runtime",
@@ -168,6 +171,9 @@ class Config:
     no_display_prompt: bool = _opt(False, "--no-display-prompt", kind="flag", group="request",
                                    help="Do not print the prompt before the text.")
 
+    #: fields that the command line gave: settings of single hosts leave those alone
+    given: frozenset[str] = frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -178,7 +184,7 @@ class Resolved:
 
     def show(self) -> str:
         """One line per value: name, value, origin."""
-        names = [f.name for f in dataclasses.fields(Config)]
+        names = list(options())
         width = max(map(len, names))
         return "\n".join(
             f"{name:{width}}  {getattr(self.config, name)!r:24}  {self.origin[name]}"
@@ -188,7 +194,7 @@ class Resolved:
 
 def options() -> dict[str, Option]:
     """Field name to declaration, in order."""
-    return {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(Config) if f.metadata}
 
 
 def resolve(
@@ -200,8 +206,8 @@ def resolve(
     from_file = _read_toml(config_file) if config_file else {}
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for item in dataclasses.fields(Config):
-        name, option = item.name, item.metadata["option"]
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    for name, option in options().items():
         env_name = ENV_PREFIX + name.upper()
         if name in command_line:
             values[name], origin[name] = command_line[name], "command line"
@@ -211,12 +217,12 @@ def resolve(
         elif name in from_file:
             values[name], origin[name] = from_file[name], f"file {config_file}"
         else:
-            values[name], origin[name] = item.default, "default"
+            values[name], origin[name] = defaults[name], "default"
         values[name] = _check(option, values[name], origin[name])
     kind = values["cache_type_v"]
     if values["flash_attn"] == "off" and kind not in ("auto", "f16", "f32", "bf16"):
         raise UsageError(f"-ctv {kind} needs flash attention: leave out -fa off")
-    return Resolved(Config(**values), origin)
+    return Resolved(Config(**values, given=frozenset(command_line)), origin)
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -227,7 +233,7 @@ def _read_toml(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"config file {path} is not valid TOML: {error}") from error
     by_name = {}
-    names = {f.name: f.name for f in dataclasses.fields(Config)}
+    names = {name: name for name in options()}
     for name, option in options().items():
         names |= {flag.lstrip("-").replace("-", "_"): name for flag in option.flags if
                   flag.startswith("--")}

@@ -1,0 +1,316 @@
+"""Hostfiles, and the TOML file beside one that says what each of its hosts is.
+
+    hostfiles/xeon         xeon1 slots=1           Open MPI's format
+    hostfiles/xeon.toml    [node."xeon*"]          settings by host name or pattern
+                           threads = 16
+
+Only reads: it starts nothing, asks no host and knows no MPI; names of profiles and links are
+checked by those who use them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.config import Config, Resolved
+from pipeinfer.errors import UsageError
+
+ROLES = ("auto", "head", "stage", "draft", "spare")
+NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
+_MAX_SLOTS = 1 << 16
+_KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
+_UNITS = {"": 1, "b": 1, **{
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kmgt", 1) for kind, base in (("b", 1000), ("ib", 1024))
+}}
+#: settings that stand in for options of the same name
+_OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa")
+_ALL_LAYERS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """A line of a hostfile: where ranks may run, how many, and the line it stands on."""
+
+    host: str
+    slots: int
+    line: int
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What one host is to the job. Empty texts, zero threads and None mean "not said".
+
+    numa: llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the host's
+    first rank on node 0, its second on node 1). device: cpu, gpu, or gpu:2 for the third one.
+    memory: bytes that a rank may fill. layers: how many layers its stage holds.
+    """
+
+    profile: str = ""
+    device: str = ""
+    threads: int = 0
+    threads_draft: int = 0
+    numa: str = ""
+    role: str = "auto"
+    memory: int | None = None
+    layers: int | None = None
+    gpu_layers: int | None = None
+    gpu_layers_draft: int | None = None
+
+    def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
+        """Option values that these settings stand for, without those named in `given`.
+
+        `device = "cpu"` means no layer on a GPU, a gpu device all of them, unless gpu_layers says
+        otherwise. The number of a NUMA node is no option of llama.cpp and is left out.
+        """
+        values: dict[str, Any] = {}
+        if self.device:
+            values["gpu_layers"] = 0 if self.device == "cpu" else _ALL_LAYERS
+        for name in _OPTIONS:
+            value = getattr(self, name)
+            if value not in ("", None) and not (name.startswith("threads") and value == 0):
+                values[name] = value
+        if self.numa == "per-rank" or self.numa.isdigit():
+            del values["numa"]
+        return {name: value for name, value in values.items() if name not in given}
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """A nodes file. layers: the whole job's split, stage by stage. link: a link profile's name."""
+
+    path: str
+    layers: tuple[int, ...] | None = None
+    link: str = ""
+    defaults: NodeSettings = NodeSettings()
+    tables: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+    def of(self, host: str) -> NodeSettings:
+        """Settings of `host`: defaults, then patterns in the file's order, then its own name.
+
+        A table for `xeon1` also fits the host `xeon1.lab.example`.
+        """
+        names = (host, host.partition(".")[0])
+        fitting = [(name in names, table) for name, table in self.tables
+                   if any(fnmatch.fnmatchcase(n, name) for n in names)]
+        merged: dict[str, Any] = {}
+        for _, table in sorted(fitting, key=lambda pair: pair[0]):
+            merged |= table
+        return dataclasses.replace(self.defaults, **merged)
+
+
+# --- hostfiles --------------------------------------------------------------------------------
+
+
+def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
+    """The hosts of a file in Open MPI's format (`host slots=4`) or hydra's (`host:4`), in order.
+
+    A host without a number has one slot. Raises UsageError naming file and line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"can not read hostfile {path}: {_reason(error)}") from error
+    entries: list[HostEntry] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        entry = _host_entry(words, number, f"{path}:{number}")
+        if entry.host in lines:
+            raise UsageError(
+                f"{path}:{number}: {entry.host} is listed twice (first on line "
+                f"{lines[entry.host]}): keep one line and give it slots=N for N ranks")
+        lines[entry.host] = number
+        entries.append(entry)
+    if not entries:
+        raise UsageError(f"hostfile {path} names no host: write one per line, like `node1 slots=1`")
+    return tuple(entries)
+
+
+def _host_entry(words: list[str], line: int, where: str) -> HostEntry:
+    name, user = words[0], ""
+    slots: dict[str, int] = {}
+    if "=" in name:
+        raise UsageError(f"{where}: {name!r} stands where a host name should: write "
+                         "`node1 slots=4`")
+    if "@" in name:
+        user, _, name = name.partition("@")
+    if name.count(":") == 1:
+        name, _, count = name.partition(":")
+        slots["slots"] = _slots(count, where)
+    if not re.fullmatch(r"[A-Za-z0-9_.:-]+", name) or name.startswith("-"):
+        raise UsageError(f"{where}: {name!r} is no host name")
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        known = _KEYS.get(key)
+        if known is None or not equals:
+            raise UsageError(f"{where}: unknown key {key!r}{_near(key, _KEYS)} (known: slots=N, "
+                             "max_slots=N)")
+        slots[known] = _slots(value, where)
+    count_asked = slots.get("slots", min(1, slots.get("max_slots", 1)))
+    if count_asked > slots.get("max_slots", count_asked):
+        raise UsageError(f"{where}: slots={count_asked} is over max_slots={slots['max_slots']}")
+    return HostEntry(name, count_asked, line, user)
+
+
+def _slots(text: str, where: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_SLOTS:
+        raise UsageError(f"{where}: {text!r} slots: give a number of ranks from 1 on")
+    return int(text)
+
+
+def ranks_of(entries: Sequence[HostEntry], n_ranks: int, path: str | Path) -> tuple[str, ...]:
+    """The host of each rank: slot by slot, as mpirun deals them out.
+
+    Raises UsageError when the hosts have fewer slots than `n_ranks`.
+    """
+    hosts = [entry.host for entry in entries for _ in range(entry.slots)]
+    if n_ranks > len(hosts):
+        raise UsageError(
+            f"{n_ranks} ranks, but the {len(entries)} hosts of {path} have {len(hosts)} slots: "
+            f"ask for at most {len(hosts)} ranks, add hosts or raise slots=N")
+    return tuple(hosts[:n_ranks])
+
+
+# --- nodes files ------------------------------------------------------------------------------
+
+
+def nodes_file_beside(hostfile: str | Path) -> Path | None:
+    """The nodes file of a hostfile: its name and `.toml`, or None where there is none."""
+    path = Path(hostfile)
+    beside = path.with_name(path.name + ".toml")
+    return beside if beside.is_file() else None
+
+
+def read_nodes(path: str | Path) -> Nodes:
+    """The nodes file `path`. Raises UsageError naming the file, the table and the key."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"can not read nodes file {path}: {_reason(error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"nodes file {path} is not valid TOML: {error}") from error
+    where = f"nodes file {path}"
+    known = ("layers", "link", "defaults", "node")
+    for key in data:
+        if key not in known:
+            raise UsageError(f"{where} has an unknown key {key!r}{_near(key, known)} (known: "
+                             f"{', '.join(known)})")
+    layers, link = data.get("layers"), data.get("link", "")
+    if layers is not None and not (isinstance(layers, list) and layers and
+                                   all(_is_int(n) and n >= 0 for n in layers)):
+        raise UsageError(f"{where}: layers is a list of numbers, one per stage, like [10, 12]")
+    if not isinstance(link, str):
+        raise UsageError(f"{where}: link is the name of a link profile, like \"gigabit\"")
+    tables = data.get("node", {})
+    if not isinstance(tables, dict) or not isinstance(data.get("defaults", {}), dict):
+        raise UsageError(f"{where}: write [defaults] and [node.\"name\"] tables")
+    defaults = _settings(data.get("defaults", {}), f"{where}, [defaults]")
+    parsed = []
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}: node.{name} is no table: write [node.\"{name}\"]")
+        parsed.append((name, _settings(table, f"{where}, [node.\"{name}\"]")))
+    return Nodes(str(path), None if layers is None else tuple(layers), link,
+                 NodeSettings(**defaults), tuple(parsed))
+
+
+def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """The checked values of a table."""
+    names = [f.name for f in dataclasses.fields(NodeSettings)]
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise UsageError(f"{where} has an unknown key {key!r}{_near(name, names)}")
+        values[name] = _setting(name, value, f"{where}: {key}")
+    return values
+
+
+def _setting(name: str, value: Any, where: str) -> Any:
+    match name:
+        case "role":
+            if value not in ROLES:
+                raise UsageError(f"{where} is {value!r}{_near(value, ROLES)}; choose from "
+                                 f"{', '.join(ROLES)}")
+        case "numa":
+            value = str(value) if _is_int(value) else value
+            if value not in NUMA and not (isinstance(value, str) and value.isdigit()):
+                raise UsageError(f"{where} is {value!r}{_near(value, NUMA)}; choose from "
+                                 f"{', '.join(filter(None, NUMA))} or a NUMA node's number")
+        case "device":
+            if not isinstance(value, str) or not re.fullmatch(r"(cpu|gpu(:[0-9]+)?)?", value):
+                raise UsageError(f"{where} is {value!r}; choose from cpu, gpu, gpu:0, gpu:1, ...")
+        case "memory":
+            value = parse_bytes(value, where)
+        case "profile":
+            if not isinstance(value, str):
+                raise UsageError(f"{where} needs the name of a profile, not {value!r}")
+        case _:
+            if not _is_int(value) or value < 0:
+                raise UsageError(f"{where} needs a whole number from 0 on, not {value!r}")
+    return value
+
+
+def parse_bytes(value: Any, where: str) -> int:
+    """Bytes from a number or a text such as "8 GiB" or "7.5GB". Raises UsageError."""
+    if _is_int(value) and value > 0:
+        return int(value)
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(value).strip().lower())
+    size = 0
+    if isinstance(value, str) and found and found[2] in _UNITS:
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise UsageError(f"{where} is {value!r}; give bytes or a text such as \"8 GiB\"")
+    return size
+
+
+# --- use --------------------------------------------------------------------------------------
+
+
+def load(config: Config) -> Nodes | None:
+    """The nodes file that the config names, None when it names none."""
+    return read_nodes(config.nodes) if config.nodes else None
+
+
+def apply(resolved: Resolved, host: str) -> Resolved:
+    """Fill in what the nodes file says about `host`, except what the command line gave."""
+    nodes = load(resolved.config)
+    if nodes is None:
+        return resolved
+    values = nodes.of(host).options(resolved.config.given)
+    origin = dict.fromkeys(values, f"nodes file {nodes.path}")
+    return Resolved(dataclasses.replace(resolved.config, **values), {**resolved.origin, **origin})
+
+
+def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
+    """Refuse a job whose head is not where the nodes file puts it. hosts: one name per rank."""
+    for rank, host in enumerate(hosts):
+        if nodes.of(host).role == "head" and host != hosts[0]:
+            raise UsageError(
+                f"{nodes.path} makes {host} the head, and rank 0 runs on {hosts[0]} (rank {rank} "
+                f"on {host}): put {host} on the hostfile's first line, or change its role")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _near(word: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), [k for k in known if k], 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -1,0 +1,207 @@
+"""Hostfiles, nodes files, and how settings of single hosts meet the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.config import resolve
+from pipeinfer.errors import UsageError
+from pipeinfer.nodes import (
+    HostEntry,
+    NodeSettings,
+    apply,
+    check_head,
+    nodes_file_beside,
+    parse_bytes,
+    ranks_of,
+    read_hostfile,
+    read_nodes,
+)
+
+HOSTFILES = Path(__file__).resolve().parents[1] / "hostfiles"
+
+
+def write(tmp_path, text, name="hosts"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_a_hostfile(tmp_path):
+    path = write(tmp_path, """# a cluster
+node1 slots=2   # the head
+ann@node2 slots = 1 max_slots=4
+
+10.0.0.3
+node4:3
+""")
+    entries = read_hostfile(path)
+    assert entries == (HostEntry("node1", 2, 2), HostEntry("node2", 1, 3, "ann"),
+                       HostEntry("10.0.0.3", 1, 5), HostEntry("node4", 3, 6))
+    assert ranks_of(entries, 5, path) == ("node1", "node1", "node2", "10.0.0.3", "node4")
+    with pytest.raises(UsageError, match=r"8 ranks, but the 4 hosts of .*hosts have 7 slots"):
+        ranks_of(entries, 8, path)
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("a\nb\na slots=2\n", r"hosts:3: a is listed twice \(first on line 1\)"),
+    ("a slots=two\n", r"hosts:1: 'two' slots"),
+    ("a slots=0\n", r"hosts:1: '0' slots"),
+    ("a slots=-1\n", r"'-1' slots"),
+    ("a slots=3 max_slots=2\n", r"slots=3 is over max_slots=2"),
+    ("\na slot=3\n", r"hosts:2: unknown key 'slot'; did you mean slots\?"),
+    ("a 4\n", r"unknown key '4'"),
+    ("slots=4\n", r"stands where a host name should"),
+    ("a,b slots=2\n", r"'a,b' is no host name"),
+    ("-oProxyCommand=x\n", r"stands where a host name should"),
+    ("-x\n", r"'-x' is no host name"),
+    ("# nothing\n\n", r"names no host"),
+])
+def test_bad_hostfiles_name_file_and_line(tmp_path, text, says):
+    with pytest.raises(UsageError, match=says):
+        read_hostfile(write(tmp_path, text))
+
+
+def test_no_hostfile(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        read_hostfile(tmp_path / "none")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_hostfile(tmp_path / "binary")
+
+
+NAME = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+
+
+@given(st.lists(st.tuples(NAME, st.integers(1, 99)), min_size=1, unique_by=lambda p: p[0]))
+def test_hostfiles_round_trip(tmp_path_factory, hosts):
+    path = write(tmp_path_factory.mktemp("h"), "".join(f"{n} slots={k}\n" for n, k in hosts))
+    assert [(e.host, e.slots) for e in read_hostfile(path)] == hosts
+
+
+NODES = """
+layers = [10, 12, 12, 6]
+link = "gigabit"
+[defaults]
+threads = 4
+memory = "8 GiB"
+[node."old*"]
+profile = "i5-2400"
+threads = 2
+memory = "7.5 GB"
+[node.old3]
+role = "spare"
+device = "gpu:1"
+[node."*3"]
+role = "draft"
+numa = 1
+[node.big]
+role = "head"
+threads-draft = 6
+numa = "distribute"
+gpu_layers = 20
+"""
+
+
+def test_a_nodes_file(tmp_path):
+    nodes = read_nodes(write(tmp_path, NODES, "hosts.toml"))
+    assert (nodes.layers, nodes.link) == ((10, 12, 12, 6), "gigabit")
+    assert nodes.of("other") == NodeSettings(threads=4, memory=8 * 2**30)
+    assert nodes.of("old1.lab.example") == NodeSettings(
+        profile="i5-2400", threads=2, memory=7_500_000_000)
+    # patterns in the file's order, the host's own name last
+    assert nodes.of("old3") == NodeSettings(
+        profile="i5-2400", threads=2, memory=7_500_000_000, role="spare", device="gpu:1",
+        numa="1")
+    assert nodes.of("big").options() == {
+        "threads": 4, "threads_draft": 6, "gpu_layers": 20, "numa": "distribute"}
+    assert nodes.of("old3").options() == {"threads": 2, "gpu_layers": 100_000}
+    assert nodes.of("big").options(given={"threads", "numa"}) == {
+        "threads_draft": 6, "gpu_layers": 20}
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("[default]\n", r"unknown key 'default'; did you mean defaults\?"),
+    ("[node.a]\nthread = 2\n", r"\[node.\"a\"\] has an unknown key 'thread'; did you mean threads"),
+    ("[node.a]\nrole = \"sparse\"\n", r"role is 'sparse'; did you mean spare\?"),
+    ("[node.a]\nnuma = \"distibute\"\n", r"did you mean distribute\?"),
+    ("[node.a]\nnuma = true\n", r"numa is True"),
+    ("[node.a]\ndevice = \"tpu\"\n", r"device is 'tpu'"),
+    ("[node.a]\nmemory = \"8 gigs\"\n", r"memory is '8 gigs'"),
+    ("[node.a]\nthreads = 2.5\n", r"threads needs a whole number"),
+    ("[node.a]\nthreads = true\n", r"threads needs a whole number"),
+    ("[node.a]\nprofile = 3\n", r"profile needs the name"),
+    ("[node]\na = 3\n", r"node.a is no table"),
+    ("node = 3\n", r"write \[defaults\]"),
+    ("defaults = 3\n", r"write \[defaults\]"),
+    ("layers = []\n", r"layers is a list of numbers"),
+    ("layers = [1, -2]\n", r"layers is a list of numbers"),
+    ("link = 3\n", r"link is the name"),
+    ("link = \n", r"not valid TOML"),
+])
+def test_bad_nodes_files_name_the_place(tmp_path, text, says):
+    with pytest.raises(UsageError, match=says):
+        read_nodes(write(tmp_path, text, "hosts.toml"))
+
+
+@pytest.mark.parametrize(("value", "size"), [
+    (1024, 1024), ("8 GiB", 8 * 2**30), ("8gb", 8 * 10**9), ("1.5 MiB", 3 * 2**19), ("77", 77),
+    ("2 TiB", 2 * 2**40),
+])
+def test_sizes(value, size):
+    assert parse_bytes(value, "memory") == size
+
+
+@pytest.mark.parametrize("value", [0, -5, "", "GiB", "8 EiB", 2.5, True, None, "1e9"])
+def test_bad_sizes(value):
+    with pytest.raises(UsageError, match="memory is"):
+        parse_bytes(value, "memory")
+
+
+def test_the_file_beside_the_hostfile(tmp_path):
+    path = write(tmp_path, "a\n", "lab")
+    assert nodes_file_beside(path) is None
+    beside = write(tmp_path, "", "lab.toml")
+    assert nodes_file_beside(path) == beside
+
+
+def test_settings_fill_what_the_command_line_left_open(tmp_path):
+    path = str(write(tmp_path, NODES, "hosts.toml"))
+    resolved = apply(resolve({"nodes": path, "threads_draft": 1},
+                             {"PIPEINFER_GPU_LAYERS": "3"}), "big")
+    config, origin = resolved.config, resolved.origin
+    assert (config.threads, config.threads_draft, config.gpu_layers) == (4, 1, 20)
+    assert origin["threads"] == origin["gpu_layers"] == f"nodes file {path}"
+    assert origin["threads_draft"] == "command line"
+    assert f"nodes file {path}" in resolved.show()
+    without = resolve({}, {})
+    assert apply(without, "big") is without
+    by_environment = resolve({}, {"PIPEINFER_NODES": path})
+    assert apply(by_environment, "old1").config.threads == 2
+
+
+def test_the_head_is_rank_0(tmp_path):
+    nodes = read_nodes(write(tmp_path, NODES, "hosts.toml"))
+    check_head(nodes, ["big", "old1", "old2"])
+    check_head(nodes, ["big", "big"])
+    check_head(nodes, ["old1", "old2"])
+    with pytest.raises(UsageError, match=r"makes big the head, and rank 0 runs on old1"):
+        check_head(nodes, ["old1", "big"])
+
+
+@pytest.mark.parametrize("hostfile", sorted(p for p in HOSTFILES.glob("*") if not p.suffix),
+                         ids=lambda p: p.name)
+def test_the_hostfiles_that_come_along(hostfile):
+    entries = read_hostfile(hostfile)
+    beside = nodes_file_beside(hostfile)
+    assert beside is not None
+    nodes = read_nodes(beside)
+    check_head(nodes, ranks_of(entries, sum(e.slots for e in entries), hostfile))
+    size = {"localhost": 1, "xeon": 8, "beowulf-hetero": 13}.get(hostfile.name)
+    assert size is None or len(entries) == size
+    for entry in entries:
+        assert hostfile.name == "localhost" or nodes.of(entry.host).profile
