@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, TextIO
 
 import click
 
-from pipeinfer import __version__, host
+from pipeinfer import __version__, host, nodes
 from pipeinfer.config import Config, Option, Resolved, options, resolve
 from pipeinfer.core import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
@@ -47,6 +47,8 @@ def config_options(*groups: str) -> Callable[[Callable[..., Any]], Callable[...,
             resolved = resolve(given, config_file=config_file)
             if show_config:
                 if host.launched_rank() == 0:
+                    if "runtime" in groups:  # every rank takes its settings when it starts
+                        resolved = nodes.apply(resolved, socket.gethostname())
                     click.echo(resolved.show())
                 return None
             return command(resolved=resolved, **values)

@@ -34,7 +34,9 @@ from pipeinfer.errors import (
 )
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
-from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage
+from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage, settle
+from pipeinfer.nodes import Nodes, check_head
+from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planner import (
     check_memory,
     choose_policy,
@@ -107,6 +109,8 @@ def open_session(config: Config, progress: ProgressHook | None = None
     started = time.monotonic()
     port, thread = _head_port(config, place, n_stages)
     hosts = _compare(config, place)
+    take_settings(config, hosts)
+    config = settle(config, place, hosts[0]["settings"])
     session = _start(config, place, n_stages, port, hosts, progress, started)
     try:
         yield session
@@ -241,6 +245,20 @@ def _compare(config: Config, place: Place) -> list[dict[str, Any]]:
     return hellos
 
 
+def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
+    """Put each rank's settings of the nodes file into its hello, and bound its memory by them.
+
+    Raises UsageError when the file can not be used or names another host as the head.
+    """
+    nodes = load_nodes(config) or Nodes("")
+    check_head(nodes, [rank["host"] for rank in hosts])
+    for rank in hosts:
+        settings = nodes.of(rank["host"])
+        rank["settings"] = dataclasses.asdict(settings)
+        if settings.memory is not None:
+            rank["memory_available"] = min(rank["memory_available"], settings.memory)
+
+
 # --- the head's start -------------------------------------------------------------------------
 
 
@@ -274,7 +292,8 @@ def _start(
     check_memory(config, model, layers, cells, hosts)
     for node, (start, stop) in enumerate(layers, 1):
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
-            **setup, "start": start, "stop": stop}))
+            **setup, "start": start, "stop": stop,
+            "settings": hosts[node - n_stages + len(hosts) - 1]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
     tokenizer = Tokenizer(target_path)
     worker = None

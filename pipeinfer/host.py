@@ -16,6 +16,10 @@ from typing import Any
 
 import psutil
 
+from pipeinfer.errors import UsageError
+
+_NUMA_NODES = Path("/sys/devices/system/node")
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
@@ -87,6 +91,54 @@ def cores_here(local_size: int) -> int:
     bound = len(os.sched_getaffinity(0))
     share = max(1, min(os.cpu_count() or 1, _quota()) // local_size)
     return max(1, min(bound, share))
+
+
+def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
+    """Keep this rank on one NUMA node's cores and set `place.cores` to its share of them.
+
+    which: a node's number for all ranks of the host, or per-rank to deal the host's ranks out over
+    its nodes; anything else changes nothing. Raises UsageError when the node does not exist.
+    """
+    if which != "per-rank" and not which.isdigit():
+        return
+    known = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*")
+                   if _cpu_list(path / "cpulist"))
+    if which.isdigit() and int(which) not in known:
+        raise UsageError(
+            f"{socket.gethostname()} has no NUMA node {which} (it has "
+            f"{', '.join(map(str, known)) or 'none'}): correct numa in the nodes file")
+    if not known:
+        return
+    step = 1 if which.isdigit() else len(known)
+    turn, first = divmod(place.local_rank, step)
+    node = int(which) if which.isdigit() else known[first]
+    sharers = len(range(first, place.local_size, step))
+    with contextlib.suppress(OSError, AttributeError):  # cores that the cgroup withholds
+        os.sched_setaffinity(0, _cpu_list(root / f"node{node}" / "cpulist"))
+    cores = sorted(os.sched_getaffinity(0))
+    each = min(len(cores), _quota()) // sharers
+    if each >= 1 and sharers > 1:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores[turn * each : (turn + 1) * each])
+    place.cores = max(1, each)
+
+
+def choose_gpu(device: str) -> None:
+    """Show this process the one GPU of `gpu:N`, unless the environment chose already."""
+    kind, _, number = device.partition(":")
+    if kind == "gpu" and number:
+        for name in _GPU_VARIABLES:
+            os.environ.setdefault(name, number)
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """The processors of a kernel list such as 0-7,16-23."""
+    cpus: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        for part in path.read_text(encoding="ascii").strip().split(","):
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def local_place() -> tuple[int, int]:

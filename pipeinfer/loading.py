@@ -6,6 +6,7 @@ Knows backends and the shard cache, no requests and no policies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import time
 import traceback
@@ -18,6 +19,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.config import Config
 from pipeinfer.errors import ClusterError, MismatchError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place
+from pipeinfer.nodes import NodeSettings
 from pipeinfer.planner import open_model
 from pipeinfer.protocol import Notice, Tag, WorkerFailed
 from pipeinfer.stage import CancelPath, Stage
@@ -54,6 +56,7 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     from pipeinfer.models.shard import extract_shard
 
     setup = _await_setup(config, port)
+    config = settle(config, place, setup["settings"])
 
     def report(phase: str, done: int, total: int) -> None:
         port.send(0, Tag.RESULT, Notice("progress", port.node, {
@@ -91,6 +94,15 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
                                         "exact_width": widths.exact, **host.memory_parts()})
     return stage, backend
+
+
+def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:
+    """Take what the nodes file says about this host: option values, its GPU, its NUMA node."""
+    node = NodeSettings(**settings)
+    host.choose_gpu(node.device)
+    if not config.keep_binding:
+        host.bind_numa(node.numa, place)
+    return dataclasses.replace(config, **node.options(config.given))
 
 
 def _await_setup(config: Config, port: Port) -> dict[str, Any]:

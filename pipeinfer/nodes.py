@@ -52,7 +52,7 @@ class NodeSettings:
 
     numa: llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the host's
     first rank on node 0, its second on node 1). device: cpu, gpu, or gpu:2 for the third one.
-    memory: bytes that a rank may fill. layers: how many layers its stage holds.
+    memory: bytes that the job may fill on this host. layers: how many layers its stage holds.
     """
 
     profile: str = ""

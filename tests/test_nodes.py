@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer import host
 from pipeinfer.config import resolve
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.nodes import (
     HostEntry,
     NodeSettings,
@@ -205,3 +206,65 @@ def test_the_hostfiles_that_come_along(hostfile):
     assert size is None or len(entries) == size
     for entry in entries:
         assert hostfile.name == "localhost" or nodes.of(entry.host).profile
+
+
+@pytest.fixture
+def two_sockets(tmp_path):
+    for node, cpus in enumerate(("0-3,8", "4-7,9", "\n")):  # the last has memory only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("which", "local_rank", "local_size", "cpus"), [
+    ("0", 0, 1, {0, 1, 2, 3, 8}), ("1", 0, 1, {4, 5, 6, 7, 9}),
+    ("1", 1, 2, {6, 7}), ("0", 3, 8, {0, 1, 2, 3, 8}),
+    ("per-rank", 0, 2, {0, 1, 2, 3, 8}), ("per-rank", 1, 2, {4, 5, 6, 7, 9}),
+    ("per-rank", 2, 3, {2, 3}), ("per-rank", 1, 3, {4, 5, 6, 7, 9}),
+    ("distribute", 0, 1, None), ("", 0, 1, None),
+])
+def test_numa_nodes(monkeypatch, two_sockets, which, local_rank, local_size, cpus):
+    bound = set(range(16))
+
+    def bind(pid, wanted):
+        nonlocal bound
+        bound = set(wanted)
+
+    monkeypatch.setattr("os.sched_setaffinity", bind)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: bound)
+    monkeypatch.setattr(host, "_quota", lambda: 16)
+    place = host.Place(0, local_size, None, 16, local_rank, local_size)
+    host.bind_numa(which, place, two_sockets)
+    assert bound == (set(range(16)) if cpus is None else cpus)
+    if cpus is not None:
+        sharers = local_size if which.isdigit() else len(range(local_rank % 2, local_size, 2))
+        assert place.cores == max(1, 5 // sharers)
+
+
+def test_a_numa_node_that_is_not_there(two_sockets):
+    with pytest.raises(UsageError, match=r"no NUMA node 7 \(it has 0, 1\)"):
+        host.bind_numa("7", host.Place(0, 1, None, 2, 0, 1), two_sockets)
+
+
+def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
+    import os
+    import socket
+
+    from pipeinfer.cluster import open_session
+    from pipeinfer.config import Config
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    before = os.sched_getaffinity(0)
+    path = write(tmp_path, f'[node."{socket.gethostname()}"]\nthreads = 1\nnuma = 0\n'
+                 'device = "gpu:1"\ngpu_layers = 0\n', "hosts.toml")
+    try:
+        with open_session(Config(nodes=str(path), ctx=128)) as session:
+            assert session is not None
+            assert session.stages[1]["threads"] == 1
+            assert session.hosts[0]["settings"]["device"] == "gpu:1"
+    finally:
+        os.sched_setaffinity(0, before)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    path.write_text('[defaults]\nmemory = "1 MiB"\n')
+    with pytest.raises(PlanError, match=r"has 0\.0 GiB"), open_session(Config(nodes=str(path))):
+        pass
