@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
 # MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
@@ -11,7 +12,7 @@ say() { printf 'pipeinfer: %s\n' "$*" >&2; }
 find_python() {
     local candidate
     for candidate in "${PIPEINFER_PYTHON:-}" python3.13 python3.12 python3.11 python3; do
-        [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
+        if [ -z "$candidate" ] || ! command -v "$candidate" >/dev/null; then continue; fi
         if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'; then
             echo "$candidate"
             return
@@ -33,7 +34,7 @@ is_installed() {
     # Whether a stamp with the same versions has at least these extras.
     local stamp one all
     for stamp in "$VENV"/.installed-*; do
-        [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$2" ] || continue
+        if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$2" ]; then continue; fi
         all=1
         for one in ${1//,/ }; do
             case "$stamp-" in *-"$one"-*) ;; *) all=0 ;; esac
@@ -65,7 +66,7 @@ setup() {
         say "installing into .venv; llama.cpp is compiled once, which takes some minutes"
         "$VENV/bin/python" -m pip install --quiet --upgrade pip
         "$VENV/bin/python" -m pip install --quiet --constraint "$ROOT/constraints.txt" \
-            --editable "$ROOT[$extras]" 2>"$VENV/install.log" || {
+            --editable "${ROOT}[$extras]" 2>"$VENV/install.log" || {
             cat "$VENV/install.log" >&2
             exit 1
         }
@@ -136,4 +137,39 @@ run_mpi() {
     done
     trap - INT TERM HUP
     return "$status"
+}
+
+need_launcher() {
+    # Whether $MPIRUN is of the kind named $1; $2 is the script for the other kind.
+    case "$("$MPIRUN" --version 2>&1 || true)" in
+        *"$1"*) ;;
+        *)
+            say "$MPIRUN is not of the kind that this script drives ($1): use $2, or name the" \
+                "launcher with PIPEINFER_MPIRUN"
+            exit 2
+            ;;
+    esac
+}
+
+prepare_hosts() {
+    # Ask the hosts of hostfile $1 for $2 ranks; HOSTS becomes a hostfile for launcher kind $3.
+    local beside
+    HOSTS=$(mktemp)
+    trap 'rm -f "$HOSTS"' EXIT
+    beside=$(python -m pipeinfer.reach "$1" "$2" "$3" "$HOSTS") || exit $?
+    if [ -n "$beside" ] && [ -z "${PIPEINFER_NODES:-}" ]; then
+        export PIPEINFER_NODES=$beside
+    fi
+}
+
+names_to_pass() {
+    # Variables that every rank needs: PATH, ours, and the settings of the MPI library.
+    local name
+    for name in $(compgen -e); do
+        case "$name" in
+            PIPEINFER_SSH_ARGS | PIPEINFER_MPIRUN*) ;;
+            PATH | LD_LIBRARY_PATH | MPI4PY_* | OMP_NUM_THREADS | PIPEINFER_* | OMPI_MCA_*)
+                echo "$name" ;;
+        esac
+    done
 }

@@ -1,6 +1,7 @@
 """`pipeinfer doctor`: does this cluster work, and if not, what to do.
 
     pipeinfer doctor                       this host
+    pipeinfer doctor --hostfile H          whether its hosts answer, before any mpirun
     mpirun -np 8 --hostfile H pipeinfer doctor -m model.gguf
 
 Looks at the launch, the ranks and hosts, versions, processor features, memory against the plan,
@@ -43,11 +44,19 @@ class Finding:
 @click.option("-m", "--model", default="", help="Check memory and layers for this model.")
 @click.option("-c", "--ctx-size", "ctx", default=0, help="Context for the memory check.")
 @click.option("--head-stage", is_flag=True, help="Plan with layers on rank 0 too.")
+@click.option("--hostfile", default="", help="Ask this hostfile's hosts by ssh instead.")
+@click.option("--ranks", default=0, help="With --hostfile: ranks that are wanted.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(model: str, ctx: int, head_stage: bool, as_json: bool) -> None:
+def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks: int,
+                   as_json: bool) -> None:
     """Check this host, or every rank of an mpirun, and say what to do about each finding."""
-    config = Config(model=model, ctx=ctx, head_stage=head_stage)
-    findings = examine(config)
+    findings: list[Finding] | None
+    if hostfile:
+        from pipeinfer.reach import check_hosts
+
+        findings = check_hosts(hostfile, ranks)
+    else:
+        findings = examine(Config(model=model, ctx=ctx, head_stage=head_stage))
     if findings is None:
         return
     if as_json:
