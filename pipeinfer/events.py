@@ -116,8 +116,9 @@ class StartDraft:
 
     The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
     is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
-    tokens in all; max_tokens 0 only brings the draft's cache up to the path. stop_ids are never
-    proposed: they end the output when the target chooses them.
+    tokens in all; max_tokens 0 only brings the draft's cache up to the path. spares: how many
+    alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
+    output when the target chooses them.
     """
 
     job_id: int
@@ -132,6 +133,7 @@ class StartDraft:
     p_min: float
     p_split: float
     stop_ids: frozenset[int]
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

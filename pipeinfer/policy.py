@@ -33,10 +33,14 @@ class Limits:
     n_ctx: positions a lane may use. chunk: prompt rows per run, cut at its multiples.
     exact_width: most rows of a run of generated tokens (R). credit: most runs in flight,
     prompt chunks and speculation; an accepted token is always issued. partitions: live leaf ids
-    beside a lane's first. draft_max: drafted tokens per micro-batch. tree_max: drafted tokens of
-    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths per
-    micro-batch. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of a further
-    branch, raised per run issued since the last acceptance and lowered per empty draft.
+    beside a lane's first. draft_max: guesses per micro-batch. tree_max: drafted tokens of
+    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths of a
+    synchronous tree. alternatives: second, third, ... choices of the draft that may be issued
+    beside its first. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of an
+    alternative, raised per run issued since the last acceptance and lowered per empty draft.
+    path_min: least estimated probability of acceptance for which a guess is issued. eager: issue
+    the best guess at hand rather than wait for a better one that is being drafted (pays where
+    the draft is slower than a stage).
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
     (one pass over the weights instead of two; pays where the draft is fast and stages are few).
     """
@@ -51,10 +55,13 @@ class Limits:
     draft_max: int = 3
     tree_max: int = 8
     branches: int = 1
-    p_min: float = 0.4
-    p_split: float = 0.1
+    alternatives: int = 2
+    p_min: float = 0.0
+    p_split: float = 0.02
     p_recovery: float = 0.0
     p_decay: float = 0.0
+    path_min: float = 0.03
+    eager: bool = False
     join_tip: bool = False
 
     @property
@@ -78,5 +85,14 @@ class Limits:
 
     @property
     def max_branches(self) -> int:
-        """Paths per micro-batch after ablation."""
-        return 1 if Ablation.MULTIBUFFER in self.ablations else self.branches
+        """Paths of a synchronous tree after ablation."""
+        if Ablation.MULTIBUFFER in self.ablations or not self.synchronous:
+            return 1
+        return self.branches
+
+    @property
+    def spares(self) -> int:
+        """Alternatives wanted beside each first guess."""
+        if Ablation.MULTIBUFFER in self.ablations or self.synchronous or not self.partitions:
+            return 0
+        return self.alternatives

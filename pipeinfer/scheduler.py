@@ -13,10 +13,12 @@ can change them (DESIGN section 3).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pipeinfer.calibration import Calibration
 from pipeinfer.core import Choice, Request, Rows, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError
 from pipeinfer.events import (
@@ -40,6 +42,7 @@ from pipeinfer.events import (
 )
 from pipeinfer.policy import Ablation, Limits
 from pipeinfer.protocol import NO_RUN
+from pipeinfer.reserve import Reserve, probability
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Node, Proposal, Tree
 
@@ -59,7 +62,11 @@ class Run:
 
 @dataclass(slots=True)
 class Lane:
-    """One causal thread of one request. `accepted` holds prompt and output."""
+    """One causal thread of one request. `accepted` holds prompt and output.
+
+    waiting_tip: an accepted token that waits for guesses to travel with. job_node: the node that
+    the draft works below. empty: nodes below which the draft named nothing, until a result.
+    """
 
     lane: int
     request: Request
@@ -68,10 +75,11 @@ class Lane:
     next_chunk: int = 0
     last_chunk_run: int = NO_RUN
     root_issued: bool = False
+    reserve: Reserve = field(default_factory=Reserve)
+    waiting_tip: Node | None = None
     job: StartDraft | None = None
-    job_tip: Node | None = None
-    tip: Node | None = None
-    blocked: bool = False
+    job_node: Node | None = None
+    empty: list[Node] = field(default_factory=list)
     runs_since_accept: int = 0
     empty_since_accept: int = 0
     done: bool = False
@@ -89,6 +97,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pool = SequencePool(1 + limits.partitions)
+        self.calibration = Calibration()
         self.waiting: deque[Request] = deque()
         self.lanes: dict[int, Lane] = {}
         self.runs: dict[int, Run] = {}
@@ -148,7 +157,6 @@ class Scheduler:
             root = Node(request.prompt[-1], len(request.prompt) - 1, None, (seq_id,), NO_RUN,
                         speculative=False)
             lane = Lane(lane_id, request, Tree(lane_id, self.pool, root), list(request.prompt))
-            lane.tip = root
             self.lanes[lane_id] = lane
             self._out.append(OpenLane(lane_id, request.params))
             if self.limits.speculates:
@@ -173,34 +181,49 @@ class Scheduler:
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
         if not lane.done:
-            lane.blocked = False
+            for node in lane.empty:
+                node.ranked = False
+                lane.reserve.add_leaf(node)
+            lane.empty.clear()
             self._walk(lane)
 
     def _drafted(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
         lane = next((la for la in self.lanes.values() if la.job and la.job.job_id == job_id), None)
-        if lane is None or lane.job is None or lane.job_tip is None:
+        if lane is None or lane.job is None or lane.job_node is None:
             return
-        tip, lane.job, lane.job_tip = lane.job_tip, None, None
-        lane.stats.drafted += len(proposals)
-        if tip.run_id == NO_RUN:
-            self._issue_tree(lane, proposals)
-        elif proposals:
-            run_id = self._next_run
-            nodes = lane.tree.extend(tip, proposals, run_id)
-            if not nodes:
-                lane.blocked = True
-                return
-            self._send(lane, nodes, tip.run_id, speculative=True)
-            lane.runs_since_accept += 1
-            lane.tip = self._main_leaf(tip)
-        else:
-            self._empty(lane)
+        node, lane.job, lane.job_node = lane.job_node, None, None
+        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        planned = self._plan(lane, node, proposals)
+        if node is lane.waiting_tip:
+            self._issue_tree(lane, node, planned)
+            return
+        node.ranked = True
+        lane.reserve.add(planned)
+        if not proposals:
+            self._empty(lane, node)
 
-    def _empty(self, lane: Lane) -> None:
+    def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
+        """Nodes for proposals, with what experience says of their confidence."""
+        estimate = self.calibration.estimate
+        nodes = lane.tree.plan(tip, [
+            Proposal(p.parent, p.token, estimate(p.confidence, first=not p.spare), p.spare)
+            for p in proposals
+        ])
+        for node, proposal in zip(nodes, proposals, strict=True):
+            assert node.parent is not None
+            node.parent.ranked = True
+            node.parent.guesses.append(proposal)
+        return nodes
+
+    def _empty(self, lane: Lane, node: Node) -> None:
         """A draft brought nothing: wait for a result, or try again with a lower cutoff."""
         lane.empty_since_accept += 1
         lane.stats.empty_drafts += 1
-        lane.blocked = self.limits.p_decay <= 0.0 or self._cutoff(lane) <= 0.0
+        if self.limits.p_decay > 0.0 and self._cutoff(lane) > 0.0:
+            node.ranked = False
+            lane.reserve.add_leaf(node)
+        else:
+            lane.empty.append(node)
 
     def _abort(self, request_id: int, reason: str) -> None:
         for request in self.waiting:
@@ -220,7 +243,11 @@ class Scheduler:
             if choice.token in lane.request.stop_ids:
                 self._finish(lane, "stop")
                 break
-            had_guess = any(c.speculative for c in lane.tree.frontier.children)
+            frontier = lane.tree.frontier
+            had_guess = any(c.speculative for c in frontier.children)
+            for guess in frontier.guesses:
+                self.calibration.learn(guess.confidence, guess.token == choice.token,
+                                       first=not guess.spare)
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
@@ -235,18 +262,21 @@ class Scheduler:
                 self._finish(lane, "context")
             elif survivor is None:
                 self._miss(lane, choice.token)
-            elif lane.tip is not None and not lane.tip.alive:
+            elif lane.job_node is not None and not lane.job_node.open:
                 self._drop_job(lane)
-                lane.tip = self._main_leaf(survivor)
         self._cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
 
     def _miss(self, lane: Lane, token: int) -> None:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
         node = lane.tree.add(token, NO_RUN)
-        lane.tip = node
+        lane.reserve.clear()
+        lane.empty.clear()
         self._drop_job(lane)
-        if not self.limits.joins or not self._may_draft(lane):
+        if self.limits.joins and self._may_guess(lane) and self._depth_left(lane, node) > 0:
+            lane.waiting_tip = node
+        else:
             self._send(lane, [node], NO_RUN, speculative=False)
+            lane.reserve.add_leaf(node)
 
     def _cancel(self, runs: Iterable[Run]) -> None:
         """Signal those of `runs` that have no live row left and were not signalled before."""
@@ -262,7 +292,7 @@ class Scheduler:
     def _drop_job(self, lane: Lane) -> None:
         if lane.job is not None:
             self._out.append(StopDraft(lane.job.job_id))
-            lane.job = lane.job_tip = None
+            lane.job = lane.job_node = None
 
     def _finish(self, lane: Lane, reason: str) -> None:
         lane.done = True
@@ -282,8 +312,60 @@ class Scheduler:
             return
         if not lane.root_issued:
             self._prefill(lane)
-        if self._may_draft(lane):
-            self._start_draft(lane)
+        if not self._may_guess(lane):
+            return
+        if lane.waiting_tip is not None:
+            self._start_draft(lane, lane.waiting_tip)
+        elif not self.limits.synchronous:
+            self._speculate(lane)
+            if lane.job is None and (leaf := self._wanted_leaf(lane)) is not None:
+                self._start_draft(lane, leaf)
+
+    def _may_guess(self, lane: Lane) -> bool:
+        """Whether the policy speculates at all in this lane now."""
+        return self.limits.speculates and not lane.done and lane.root_issued
+
+    def _speculate(self, lane: Lane) -> None:
+        """Issue the best planned guesses while there is room for them (ALGORITHMS 1.6)."""
+        limits, reserve, frontier = self.limits, lane.reserve, lane.tree.frontier
+        alone = Ablation.CONTINUOUS in limits.ablations
+        most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
+        floor = frontier.score + math.log(max(limits.path_min, 1e-12))
+        while self._in_flight() < limits.credit:
+            if alone and any(r.speculative and not r.cancelled for r in self.runs.values()):
+                return
+            best = reserve.best()
+            if best is None or best.score < floor:
+                return
+            if lane.job_node is not None and not limits.eager and \
+                    self._promise(lane.job_node, frontier) > probability(best, frontier):
+                return
+            nodes = lane.tree.issue(reserve.take(most, self.pool.available, floor), self._next_run)
+            if not nodes:
+                return
+            assert nodes[0].parent is not None
+            self._send(lane, nodes, nodes[0].parent.run_id, speculative=True)
+            lane.runs_since_accept += 1
+
+    def _promise(self, leaf: Node, frontier: Node) -> float:
+        """Expected probability of acceptance of the best guess below a leaf."""
+        return probability(leaf, frontier) * self.calibration.acceptance
+
+    def _wanted_leaf(self, lane: Lane) -> Node | None:
+        """Where a draft would bring the best new guess, None when none is worth its while."""
+        limits, frontier = self.limits, lane.tree.frontier
+        if self._cutoff(lane) >= 1.0:
+            return None
+        leaf = lane.reserve.best_leaf()
+        while leaf is not None and self._depth_left(lane, leaf) <= 0:
+            leaf.ranked = True
+            leaf = lane.reserve.best_leaf()
+        if leaf is None or probability(leaf, frontier) < limits.path_min:
+            return None
+        best = lane.reserve.best()
+        if best is not None and probability(best, frontier) > self._promise(leaf, frontier):
+            return None  # what is at hand comes first, and then a leaf may be better
+        return leaf
 
     def _prefill(self, lane: Lane) -> None:
         prompt, chunk = lane.request.prompt, self.limits.chunk
@@ -302,33 +384,18 @@ class Scheduler:
             if last:
                 root.run_id = run_id
                 lane.root_issued = True
+                lane.reserve.add_leaf(root)
 
-    def _may_draft(self, lane: Lane) -> bool:
-        """Whether the policy wants proposals below the lane's tip now."""
-        limits, tip = self.limits, lane.tip
-        if not limits.speculates or lane.done or lane.job or tip is None or not lane.root_issued:
-            return False
-        if self._depth_left(lane, tip) <= 0:
-            return False
-        if tip.run_id == NO_RUN:
-            return limits.joins
-        if limits.synchronous:
-            return False
-        if lane.blocked or self._in_flight() >= limits.credit or self._cutoff(lane) >= 1.0:
-            return False
-        if Ablation.CONTINUOUS in limits.ablations:
-            return not any(r.speculative and not r.cancelled for r in self.runs.values())
-        return True
-
-    def _start_draft(self, lane: Lane) -> None:
-        assert lane.tip is not None
+    def _start_draft(self, lane: Lane, node: Node) -> None:
+        if lane.job is not None:
+            return
         single = self.limits.synchronous or Ablation.CONTINUOUS in self.limits.ablations
-        room = self.limits.exact_width - (lane.tip.run_id == NO_RUN)
+        room = self.limits.exact_width - (node is lane.waiting_tip)
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
-        suffix = tuple(lane.tip.path_from(lane.tree.frontier))
-        job = self._job(lane, suffix, size, self._depth_left(lane, lane.tip))
-        lane.job, lane.job_tip = job, lane.tip
-        self._out.append(job)
+        suffix = tuple(node.path_from(lane.tree.frontier))
+        lane.job = self._job(lane, suffix, size, self._depth_left(lane, node))
+        lane.job_node = node
+        self._out.append(lane.job)
 
     def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int
              ) -> StartDraft:
@@ -336,20 +403,24 @@ class Scheduler:
         return StartDraft(
             self._next_job, lane.lane, lane.accepted, len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
-            self._cutoff(lane), self.limits.p_split,
-            lane.request.stop_ids,
+            self._cutoff(lane), self.limits.p_split, lane.request.stop_ids, self.limits.spares,
         )
 
-    def _issue_tree(self, lane: Lane, proposals: tuple[Proposal, ...]) -> None:
-        """Tip and tree in one run."""
-        tip = lane.tip
-        assert tip is not None
-        if not proposals:
-            self._empty(lane)
-        nodes = lane.tree.extend(tip, proposals, self._next_run)
+    def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node]) -> None:
+        """Tip and tree in one run; guesses that find no room in it wait."""
+        limits = self.limits
+        lane.waiting_tip = None
+        if not planned:
+            lane.empty_since_accept += 1
+            lane.stats.empty_drafts += 1
+        size = limits.tree_max if limits.synchronous else limits.draft_max
+        first = sorted(planned, key=lambda node: -node.score)[:min(size, limits.exact_width - 1)]
+        nodes = lane.tree.issue(first, self._next_run)
         lane.tree.widen(tip, nodes)
         self._send(lane, [tip, *nodes], NO_RUN, speculative=False)
-        lane.tip = None if self.limits.synchronous else self._main_leaf(tip)
+        if not limits.synchronous:
+            lane.reserve.add_leaf(tip)
+            lane.reserve.add(planned)
 
     def _send(self, lane: Lane, nodes: list[Node], parent_id: int, *, speculative: bool) -> None:
         rows = make_rows([(n.token, n.pos, n.seq_ids, True) for n in nodes])
@@ -384,11 +455,3 @@ class Scheduler:
         """Levels below `tip` that could still be part of the output."""
         last = len(lane.request.prompt) + lane.request.max_tokens
         return min(last, self.limits.n_ctx) - 1 - (tip.pos + 1)
-
-    @staticmethod
-    def _main_leaf(node: Node) -> Node:
-        """The end of the chain of first children below `node`."""
-        while node.children:
-            node = node.children[0]
-        return node
-

@@ -13,20 +13,39 @@ The tree knows no runs in flight, no policy and no draft; it asks the pool for i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.core import Choice
 from pipeinfer.sequences import SequencePool
 
+PLANNED = -2  #: `run_id` of a node that has not been issued
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
+
+    confidence: estimated probability that the target chooses it, given that its parent is.
+    spare: an alternative that nothing was drafted below; spares follow the others.
+    """
+
+    parent: int
+    token: int
+    confidence: float = 1.0
+    spare: bool = False
+
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One issued token.
+    """A token of the tree: issued, or planned (`run_id` is PLANNED, without ids, and its parent
+    does not list it yet).
 
     seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
-    its first child continues. choice: the target's choice after it, None while in flight.
-    accepted: the frontier has reached it.
+    its first child continues. score: log of the estimated probability of the guesses that lead
+    to it. ranked: a draft has named what may follow it: `guesses`. choice: the target's choice
+    after it, None while in flight. accepted: the frontier has reached it.
     """
 
     token: int
@@ -35,6 +54,9 @@ class Node:
     seq_ids: tuple[int, ...]
     run_id: int
     speculative: bool
+    score: float = 0.0
+    ranked: bool = False
+    guesses: list[Proposal] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     choice: Choice | None = None
     alive: bool = True
@@ -52,6 +74,17 @@ class Node:
             yield node
             stack.extend(node.children)
 
+    @property
+    def open(self) -> bool:
+        """Whether it can still be accepted later: alive, and nothing on its way is decided."""
+        node = self
+        while node.run_id == PLANNED:
+            assert node.parent is not None
+            node = node.parent
+            if node.choice is not None:
+                return False
+        return node.alive and self.choice is None
+
     def path_from(self, ancestor: Node) -> list[int]:
         """Tokens from below `ancestor` down to this node."""
         tokens: list[int] = []
@@ -61,18 +94,6 @@ class Node:
             assert node.parent is not None
             node = node.parent
         return tokens[::-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
-
-    confidence: estimated probability that the target chooses it, given that its parent is.
-    """
-
-    parent: int
-    token: int
-    confidence: float = 1.0
 
 
 @dataclass(slots=True)
@@ -92,39 +113,51 @@ class Tree:
         self.frontier = node
         return node
 
-    def extend(self, tip: Node, proposals: Sequence[Proposal], run_id: int) -> list[Node]:
-        """Issue `proposals` below `tip` in one run; returns their nodes in row order.
+    def plan(self, tip: Node, proposals: Sequence[Proposal]) -> list[Node]:
+        """Nodes for `proposals` below `tip`, none issued yet; index by index."""
+        nodes: list[Node] = []
+        for proposal in proposals:
+            parent = tip if proposal.parent < 0 else nodes[proposal.parent]
+            score = parent.score + math.log(max(proposal.confidence, 1e-9))
+            nodes.append(Node(proposal.token, parent.pos + 1, parent, (), PLANNED,
+                              speculative=True, score=score))
+        return nodes
 
-        Proposals that repeat a sibling's token, or for which no id is left, are dropped together
-        with what hangs below them. `tip` may be a row of the same run (synchronous trees): it
+    def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
+        """Issue planned nodes, parents first, in one run; returns those issued, in row order.
+
+        Nodes that repeat a sibling's token, or for which no id is left, are dropped together
+        with what hangs below them. A parent may be a row of the same run (synchronous trees): it
         then gets the new ids as well, see `widen`.
         """
-        kept = self._affordable(tip, proposals)
-        ids: dict[int, tuple[int, ...]] = {}
-        children: dict[int, list[int]] = {}
-        for index in kept:
-            children.setdefault(proposals[index].parent, []).append(index)
+        kept = self._affordable(nodes)
+        children: dict[int, list[Node]] = {}
+        roots: dict[int, Node] = {}
+        inside = {id(node) for node in kept}
+        for node in kept:
+            assert node.parent is not None
+            children.setdefault(id(node.parent), []).append(node)
+            if id(node.parent) not in inside:
+                roots[id(node.parent)] = node.parent
 
-        def assign(index: int, primary: int) -> tuple[int, ...]:
-            """Ids of the leaves below `index`; the first child inherits `primary`."""
+        def assign(node: Node, primary: int, base: Node) -> tuple[int, ...]:
+            """Ids of the leaves below `node`; the first child inherits `primary`."""
             own: tuple[int, ...] = ()
-            for k, child in enumerate(children.get(index, ())):
-                fresh = primary if k == 0 else self._branch(tip)
-                own += assign(child, fresh)
-            ids[index] = own or (primary,)
-            return ids[index]
+            for k, child in enumerate(children.get(id(node), ())):
+                own += assign(child, primary if k == 0 else self._branch(base), base)
+            node.seq_ids = own or (primary,)
+            return node.seq_ids
 
-        continued = bool(tip.children)
-        for k, index in enumerate(children.get(-1, ())):
-            primary = tip.seq_ids[0] if k == 0 and not continued else self._branch(tip)
-            assign(index, primary)
-        nodes: dict[int, Node] = {}
-        for index in kept:
-            proposal = proposals[index]
-            parent = tip if proposal.parent < 0 else nodes[proposal.parent]
-            nodes[index] = self._attach(parent, proposal.token, ids[index], run_id,
-                                        speculative=True)
-        return [nodes[index] for index in kept]
+        for base in roots.values():
+            continued = bool(base.children)
+            for k, node in enumerate(children[id(base)]):
+                primary = base.seq_ids[0] if k == 0 and not continued else self._branch(base)
+                assign(node, primary, base)
+        for node in kept:
+            assert node.parent is not None
+            node.parent.children.append(node)
+            node.run_id = run_id
+        return kept
 
     def widen(self, tip: Node, nodes: Sequence[Node]) -> None:
         """Let `tip`, a row of the same run as its new subtree, carry all ids of that subtree."""
@@ -170,28 +203,39 @@ class Tree:
         self, parent: Node, token: int, seq_ids: tuple[int, ...], run_id: int, *,
         speculative: bool,
     ) -> Node:
-        node = Node(token, parent.pos + 1, parent, seq_ids, run_id, speculative)
+        node = Node(token, parent.pos + 1, parent, seq_ids, run_id, speculative,
+                    score=parent.score)
         parent.children.append(node)
         return node
 
     def _branch(self, tip: Node) -> int:
         return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
 
-    def _affordable(self, tip: Node, proposals: Sequence[Proposal]) -> list[int]:
-        """Indices of the proposals that have an id to live in, without repeated siblings."""
+    def _affordable(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes that have an id to live in, without repeated siblings."""
         budget = self.pool.available
-        continued = {-1: bool(tip.children)}
-        seen = {(-1, c.token) for c in tip.children}
-        kept: list[int] = []
-        for index, proposal in enumerate(proposals):
-            parent = proposal.parent
-            if (parent >= 0 and parent not in kept) or (parent, proposal.token) in seen:
+        inside = {id(node) for node in nodes}
+        continued: dict[int, bool] = {}
+        seen: set[tuple[int, int]] = set()
+        kept: list[Node] = []
+        kept_ids: set[int] = set()
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            key = id(parent)
+            if key in inside and key not in kept_ids:
                 continue
-            if continued.get(parent, False):
+            if key not in continued:
+                continued[key] = bool(parent.children)
+                seen.update((key, child.token) for child in parent.children)
+            if (key, node.token) in seen:
+                continue
+            if continued[key]:
                 if budget == 0:
                     continue
                 budget -= 1
-            continued[parent] = True
-            seen.add((parent, proposal.token))
-            kept.append(index)
+            continued[key] = True
+            seen.add((key, node.token))
+            kept.append(node)
+            kept_ids.add(id(node))
         return kept

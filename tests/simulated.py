@@ -235,6 +235,7 @@ class Pipeline:
     def _draft(self, job: StartDraft):
         path = [*job.accepted[:job.base], *job.suffix]
         proposals: list[Proposal] = []
+        spares: list[Proposal] = []
         level = [(-1, path)]
         depth = 0
         while level and len(proposals) < job.max_tokens and depth < job.max_depth:
@@ -248,6 +249,9 @@ class Pipeline:
                 while len(options) + len(level) + len(following) - 1 < job.branches and \
                         self.rng.random() < 0.5:
                     options.append(self.rng.randrange(self.n_vocab))
+                for _ in range(self.rng.randint(0, job.spares)):
+                    spares.append(Proposal(parent, self.rng.randrange(self.n_vocab),
+                                           self.rng.choice([0.05, 0.3]), spare=True))
                 for token in options:
                     if len(proposals) < job.max_tokens and token not in job.stop_ids:
                         proposals.append(Proposal(parent, token, 0.9))
@@ -256,5 +260,6 @@ class Pipeline:
             if self.rng.random() < 0.1:
                 break
         if self.rng.random() < 0.1:
-            proposals = []
-        self.feed(Drafted(job.job_id, tuple(proposals)))
+            proposals, spares = [], []
+        spares = [p for p in spares if p.parent < len(proposals)]
+        self.feed(Drafted(job.job_id, (*proposals, *spares)))

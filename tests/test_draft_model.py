@@ -31,9 +31,10 @@ def never():
     return False
 
 
-def test_proposals_do_not_depend_on_what_the_cache_held():
-    rng = random.Random(0)
-    draft, accepted, lane = DraftModel(ToyBackend.load(SPEC)), [3, 1], 0
+@pytest.mark.parametrize("paths", [1, 2, 4])
+def test_proposals_do_not_depend_on_what_the_cache_held(paths):
+    rng = random.Random(paths)
+    draft, accepted, lane = DraftModel(ToyBackend.load(SPEC), paths=paths), [3, 1], 0
     params = SamplingParams()
     for number in range(300):
         if rng.random() < 0.5:
@@ -44,7 +45,8 @@ def test_proposals_do_not_depend_on_what_the_cache_held():
             params = SamplingParams(rng.choice([0.0, 0.8]), key=lane)
         wanted = job([*accepted, *guess], number, base=len(accepted), lane=lane,
                      branches=rng.choice([1, 3]), p_split=0.05, params=params,
-                     max_tokens=rng.choice([0, 1, 4]), p_min=rng.choice([0.0, 0.15]))
+                     max_tokens=rng.choice([0, 1, 4]), p_min=rng.choice([0.0, 0.15]),
+                     spares=rng.choice([0, 2]))
         left = [rng.randrange(1, 4) if rng.random() < 0.3 else 99]
 
         def stopped(left=left):
@@ -62,6 +64,27 @@ def test_work_of_an_interrupted_job_is_taken_up():
     again = draft.propose(job([3, 1, 4, first[0].token]), never)
     assert [p.token for p in again[:2]] == [p.token for p in first[1:3]]
     assert draft.rows_evaluated - rows <= 3
+
+
+def test_branches_that_stay_cached_are_not_evaluated_again():
+    rows = {}
+    for paths in (1, 3):
+        draft = DraftModel(ToyBackend.load(SPEC), paths=paths)
+        for number, last in enumerate([4, 5, 4, 5, 4, 5]):
+            draft.propose(job([3, 1, last], number, base=2, max_tokens=1), never)
+        rows[paths] = draft.rows_evaluated
+    assert rows == {1: 3 + 5, 3: 3 + 1}
+
+
+def test_spares_are_the_alternatives_of_what_is_proposed():
+    wanted = job([1, 2, 3], max_tokens=2, p_split=0.0, spares=2)
+    chain = fresh(job([1, 2, 3], max_tokens=2))
+    proposals = fresh(wanted)
+    assert proposals[:2] == chain
+    assert all(p.spare for p in proposals[2:])
+    assert [p.parent for p in proposals[2:]] == [-1, -1, 0, 0]
+    assert proposals[0].confidence >= proposals[2].confidence >= proposals[3].confidence
+    assert len({p.token for p in proposals if p.parent == -1}) == 3
 
 
 def test_tokens_that_a_smaller_draft_does_not_know_end_its_proposals():

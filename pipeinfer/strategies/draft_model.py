@@ -1,7 +1,7 @@
 """Proposals of a small draft model (PipeInfer section III, SpecInfer's expansion).
 
-The draft keeps one path in its cache, with the candidates after each token it drafted from, and
-brings it up to the job's path by the longest common prefix, so it needs no word about acceptance
+The draft keeps a few paths in its cache, with the candidates after each token it drafted from, and
+brings one up to the job's path by the longest common prefix, so it needs no word about acceptance
 or cancellation and a job that was stopped midway is taken up where it was. It applies the
 target's sampling rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module
 knows neither llama.cpp nor threads: it works on any whole-model backend.
@@ -9,7 +9,7 @@ knows neither llama.cpp nor threads: it works on any whole-model backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipeinfer.events import StartDraft
 from pipeinfer.sampling import candidates
 from pipeinfer.tree import Proposal
 
+_KEEP_RANKINGS = 64  #: positions back for which a copied path keeps its candidates
 GAP_SCALE = 1.0  #: perturbed-score units per natural-log unit of the acceptance estimate
 
 
@@ -31,6 +32,20 @@ class Ranking:
 
     ids: list[int]
     confidences: list[float]
+
+
+@dataclass(slots=True)
+class _Path:
+    """A cached path: its draft sequence id, tokens, and candidates after positions near its end.
+
+    agreed: how many of the lane's accepted tokens it is known to start with. used: when.
+    """
+
+    seq_id: int
+    tokens: list[int] = field(default_factory=list)
+    rankings: dict[int, Ranking] = field(default_factory=dict)
+    agreed: int = 0
+    used: int = 0
 
 
 @dataclass(slots=True)
@@ -45,43 +60,60 @@ class _Branch:
 
 
 class DraftModel:
-    """A `Proposer` over a whole-model backend with at least `branches` sequence ids.
+    """A `Proposer` over a whole-model backend.
 
-    n_vocab: the target's vocabulary; ids beyond it are never proposed.
+    n_vocab: the target's vocabulary; ids beyond it are never proposed. paths: how many paths stay
+    in the cache at a time, so that a proposer that goes to and fro between branches evaluates
+    each token once. Sequence ids `0..paths-1` hold them, later ones the branches of a job.
     """
 
-    def __init__(self, backend: Backend, n_vocab: int | None = None) -> None:
+    def __init__(self, backend: Backend, n_vocab: int | None = None, *, paths: int = 1) -> None:
         self.backend = backend
         self._n_vocab = n_vocab or backend.info.n_vocab
         self.rows_evaluated = 0
-        self._path: list[int] = []
+        self._paths = [_Path(seq_id) for seq_id in range(paths)]
+        self._here = self._paths[0]
         self._lane = -1
-        self._agreed = 0
-        self._rankings: dict[int, Ranking] = {}
+        self._clock = 0
 
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]
     ) -> tuple[Proposal, ...] | None:
         """See `Proposer.propose`."""
-        ranking = self._catch_up(job, stopped)
-        if ranking is None:
-            return None
+        steps = self.steps(job)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: tuple[Proposal, ...] = end.value
+                return result
+            if stopped():
+                steps.close()
+                return None
+
+    def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
+        """The job cut before each evaluation: yields how many rows come next.
+
+        Whoever drives it may stop there (`close`): what was evaluated stays in the cache.
+        """
+        ranking = yield from self._catch_up(job)
         proposals: list[Proposal] = []
-        open_branches = [_Branch(0, -1, [], ranking)]
+        spares: list[Proposal] = []
+        open_branches = [_Branch(self._here.seq_id, -1, [], ranking)]
         used_ids = 1
         depth = 0
-        while len(proposals) < job.max_tokens and depth < job.max_depth:
-            depth += 1
-            grown, used_ids = self._grow(job, open_branches, proposals, used_ids)
-            if not grown or len(proposals) >= job.max_tokens or depth >= job.max_depth:
-                break
-            if stopped():
-                self._drop_sides(used_ids)
-                return None
-            self._evaluate(job, grown)
-            open_branches = grown
-        self._drop_sides(used_ids)
-        return tuple(proposals)
+        try:
+            while len(proposals) < job.max_tokens and depth < job.max_depth:
+                depth += 1
+                grown, used_ids = self._grow(job, open_branches, proposals, spares, used_ids)
+                if not grown or len(proposals) >= job.max_tokens or depth >= job.max_depth:
+                    break
+                yield from self._evaluate(job, grown)
+                open_branches = grown
+        finally:
+            for k in range(1, used_ids):
+                self.backend.seq_rm(self._side(k), 0, END)
+        return (*proposals, *spares)
 
     def close(self) -> None:
         """See `Proposer.close`."""
@@ -89,19 +121,19 @@ class DraftModel:
 
     # --- the cache ----------------------------------------------------------------------------
 
-    def _catch_up(self, job: StartDraft, stopped: Callable[[], bool]) -> Ranking | None:
+    def _catch_up(self, job: StartDraft) -> Generator[int, None, Ranking]:
         """Evaluate what the cache lacks of the job's path; candidates after its last token."""
         base, suffix = job.base, job.suffix
         length = base + len(suffix)
         if job.lane != self._lane:
-            self._lane, self._agreed = job.lane, 0
-            self._rankings.clear()  # they depend on the lane's parameters
-        known = min(self._agreed, base, len(self._path))
-        common = self._agreed = self._common(job.accepted, known, base)
-        if common == base:
-            common = base + _common_prefix(self._path[base:], suffix)
-        if common == length and length - 1 in self._rankings:
-            return self._rankings[length - 1]
+            self._lane = job.lane
+            for path in self._paths:
+                path.agreed = 0
+                path.rankings.clear()  # they depend on the lane's parameters
+        common = self._choose_path(job)
+        here = self._here
+        if common == length and length - 1 in here.rankings:
+            return here.rankings[length - 1]
         common = min(common, length - 1)
         todo = [job.accepted[i] if i < base else suffix[i - base] for i in range(common, length)]
         if max(todo) >= self.backend.info.n_vocab:
@@ -109,59 +141,104 @@ class DraftModel:
         self._cut(common)
         step = self.backend.info.n_batch
         for start in range(0, len(todo), step):
-            if stopped():
-                return None
             part = todo[start : start + step]
+            yield len(part)
             last = start + len(part) == len(todo)
             first = common + start
             logits = self.backend.decode(make_rows(
-                [(t, first + i, (0,), last and i == len(part) - 1) for i, t in enumerate(part)]
+                [(t, first + i, (here.seq_id,), last and i == len(part) - 1)
+                 for i, t in enumerate(part)]
             ))
             self.rows_evaluated += len(part)
-            self._path += part
+            here.tokens += part
         assert logits is not None
-        ranking = self._rank(job.params, logits[-1], np.array(self._path, np.int32), length - 1)
-        self._rankings[length - 1] = ranking
+        ranking = self._rank(job.params, logits[-1], np.array(here.tokens, np.int32), length - 1)
+        here.rankings[length - 1] = ranking
         return ranking
 
+    def _choose_path(self, job: StartDraft) -> int:
+        """Make the cached path that shares most with the job's the current one; how much it shares.
+
+        If that would cut off what another branch may still need, the least recently used path is
+        given up for a copy of the common part instead.
+        """
+        best, common = self._here, -1
+        for path in self._paths:
+            shared = self._shared(path, job)
+            if shared > common or (shared == common and path is self._here):
+                best, common = path, shared
+        length = job.base + len(job.suffix)
+        keeps = common == len(best.tokens) or (common == length and length - 1 in best.rankings)
+        self._clock += 1
+        best.used = self._clock
+        if not keeps and len(self._paths) > 1:
+            victim = min((p for p in self._paths if p is not best), key=lambda p: p.used)
+            if victim.tokens:
+                self.backend.seq_rm(victim.seq_id, 0, END)
+            if common:
+                self.backend.seq_cp(best.seq_id, victim.seq_id, 0, common)
+            victim.tokens = best.tokens[:common]
+            victim.rankings = {p: r for p, r in best.rankings.items()
+                               if common - _KEEP_RANKINGS <= p < common}
+            victim.agreed = min(best.agreed, common)
+            victim.used = self._clock
+            best = victim
+        self._here = best
+        return common
+
+    def _shared(self, path: _Path, job: StartDraft) -> int:
+        """How many tokens a cached path and the job's have in common."""
+        base, tokens, accepted = job.base, path.tokens, job.accepted
+        stop = min(base, len(tokens))
+        common = min(path.agreed, stop)
+        while common < stop and tokens[common] == accepted[common]:
+            common += 1
+        path.agreed = common
+        if common == base:
+            common += _common_prefix(tokens[base:], job.suffix)
+        return common
+
     def _cut(self, length: int) -> None:
-        """Forget the path from position `length` on."""
-        self.backend.seq_rm(0, length, END)
-        for position in range(length, len(self._path)):
-            self._rankings.pop(position, None)
-        del self._path[length:]
+        """Forget the current path from position `length` on."""
+        here = self._here
+        if length < len(here.tokens):
+            self.backend.seq_rm(here.seq_id, length, END)
+            for position in range(length, len(here.tokens)):
+                here.rankings.pop(position, None)
+            del here.tokens[length:]
+        here.agreed = min(here.agreed, length)
 
-    def _common(self, accepted: Any, start: int, base: int) -> int:
-        stop = min(base, len(self._path))
-        while start < stop and self._path[start] == accepted[start]:
-            start += 1
-        return start
-
-    def _drop_sides(self, used_ids: int) -> None:
-        for seq_id in range(1, used_ids):
-            self.backend.seq_rm(seq_id, 0, END)
+    def _side(self, k: int) -> int:
+        """The sequence id of a job's k-th branch, k >= 1."""
+        return len(self._paths) + k - 1
 
     # --- the tree -----------------------------------------------------------------------------
 
     def _grow(
-        self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal], used_ids: int
+        self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal],
+        spares: list[Proposal], used_ids: int,
     ) -> tuple[list[_Branch], int]:
-        """One more token per open branch, and new branches where the split cutoff allows."""
+        """One more token per open branch, and new branches where the split cutoff allows.
+
+        Candidates that no branch follows become spares.
+        """
         grown: list[_Branch] = []
         for branch in branches:
             for rank, (token, confidence) in enumerate(
                 zip(branch.ranking.ids, branch.ranking.confidences, strict=True)
             ):
                 fork = rank > 0
-                if len(proposals) >= job.max_tokens or token in job.stop_ids:
+                if token in job.stop_ids or confidence < (job.p_split if fork else job.p_min):
                     break
-                if confidence < (job.p_split if fork else job.p_min):
-                    break
-                if fork and used_ids >= job.branches:
+                full = len(proposals) >= job.max_tokens
+                if full or (fork and used_ids >= job.branches):
+                    if fork and rank <= job.spares:
+                        spares.append(Proposal(branch.leaf, token, confidence, spare=True))
+                        continue
                     break
                 seq_id = branch.seq_id
                 if fork:
-                    seq_id, used_ids = used_ids, used_ids + 1
+                    seq_id, used_ids = self._side(used_ids), used_ids + 1
                     length = job.base + len(job.suffix) + len(branch.tokens)
                     self.backend.seq_cp(branch.seq_id, seq_id, 0, length)
                 proposals.append(Proposal(branch.leaf, token, confidence))
@@ -169,19 +246,20 @@ class DraftModel:
                                      branch.ranking, pending=token))
         return grown, used_ids
 
-    def _evaluate(self, job: StartDraft, branches: list[_Branch]) -> None:
+    def _evaluate(self, job: StartDraft, branches: list[_Branch]) -> Generator[int, None, None]:
         """Decode every branch's newest token and rank what follows it."""
         position = job.base + len(job.suffix) + len(branches[0].tokens) - 1
-        main = branches[0]
-        if main.seq_id == 0 and position < len(self._path):
+        main, here = branches[0], self._here
+        if main.seq_id == here.seq_id and position < len(here.tokens):
             # An interrupted job may have been here already: its work is not done twice.
-            if self._path[position] == main.pending and position in self._rankings:
-                main.ranking = self._rankings[position]
+            if here.tokens[position] == main.pending and position in here.rankings:
+                main.ranking = here.rankings[position]
                 branches = branches[1:]
             else:
                 self._cut(position)
         if not branches:
             return
+        yield len(branches)
         logits = self.backend.decode(make_rows(
             [(b.pending, position, (b.seq_id,), True) for b in branches]
         ))
@@ -191,9 +269,9 @@ class DraftModel:
         for branch, row in zip(branches, logits, strict=True):
             history = np.array([*path, *branch.tokens], np.int32)
             branch.ranking = self._rank(job.params, row, history, position)
-            if branch.seq_id == 0:
-                self._path.append(branch.pending)
-                self._rankings[position] = branch.ranking
+            if branch.seq_id == here.seq_id:
+                here.tokens.append(branch.pending)
+                here.rankings[position] = branch.ranking
 
     def _rank(
         self, params: SamplingParams, logits: FloatArray, history: npt.NDArray[np.int32],

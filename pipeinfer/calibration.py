@@ -1,0 +1,56 @@
+"""How often a draft that claims a confidence is right, learnt while running.
+
+A draft's own probability is a guess about the target. Whatever it claims, what counts is how often
+the target chose what it named; every choice of the target at a place where the draft had named
+something is a trial, issued or not. Starts from the claim itself and forgets slowly, so that a
+useless draft is found out within a few dozen tokens and a useful one is trusted again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_BINS = 10
+_PRIOR = 4.0  #: trials that the claim itself is worth
+_MEMORY = 0.99  #: weight that a bin's past keeps at each new trial
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Counts of trials and hits by claimed confidence, for first guesses and for alternatives."""
+
+    _trials: list[list[float]] = field(
+        default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
+    _hits: list[list[float]] = field(
+        default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
+    _first: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def learn(self, claimed: float, hit: bool, *, first: bool) -> None:
+        """A trial: the draft named a token with this confidence, and the target has chosen."""
+        kind, slot = int(not first), _slot(claimed)
+        trials, hits = self._trials[kind], self._hits[kind]
+        trials[slot] = trials[slot] * _MEMORY + 1.0
+        hits[slot] = hits[slot] * _MEMORY + hit
+        if first:
+            self._first[0] = self._first[0] * _MEMORY + 1.0
+            self._first[1] = self._first[1] * _MEMORY + hit
+
+    def estimate(self, claimed: float, *, first: bool) -> float:
+        """Probability that the target chooses a token named with this confidence."""
+        kind, slot = int(not first), _slot(claimed)
+        return ((claimed * _PRIOR + self._hits[kind][slot])
+                / (_PRIOR + self._trials[kind][slot]))
+
+    @property
+    def acceptance(self) -> float:
+        """Share of first guesses that the target chose lately (0.7 before any trial)."""
+        return (0.7 * _PRIOR + self._first[1]) / (_PRIOR + self._first[0])
+
+    @property
+    def trials(self) -> float:
+        """How much `acceptance` rests on."""
+        return self._first[0]
+
+
+def _slot(claimed: float) -> int:
+    return min(int(claimed * _BINS), _BINS - 1)
