@@ -18,6 +18,7 @@ import psutil
 
 from pipeinfer.errors import UsageError
 
+_CGROUPS = Path("/sys/fs/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -175,27 +176,49 @@ def memory_parts() -> dict[str, int]:
 
 
 def _memory_left() -> int:
-    """Bytes that the cgroup still allows."""
-    for limit, usage in (("memory.max", "memory.current"),
-                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):
-            base = Path("/sys/fs/cgroup")
-            return int((base / limit).read_text()) - int((base / usage).read_text())
-    return 1 << 62
+    """Bytes that the control groups of this process still allow."""
+    left = 1 << 62
+    for group in _groups("memory"):
+        for limit, usage in (("memory.max", "memory.current"),
+                             ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):
+                left = min(left, int((group / limit).read_text())
+                           - int((group / usage).read_text()))
+    return max(0, left)
 
 
 def _quota() -> int:
-    """Cores that the cgroup's processor quota allows, rounded up."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            return max(1, math.ceil(int(quota) / int(period)))
-    with contextlib.suppress(OSError, ValueError):
-        base = Path("/sys/fs/cgroup/cpu")
-        quota_us = int((base / "cpu.cfs_quota_us").read_text())
-        if quota_us > 0:
-            return max(1, math.ceil(quota_us / int((base / "cpu.cfs_period_us").read_text())))
-    return 1 << 20
+    """Cores that the processor quotas of this process's control groups allow, rounded up."""
+    cores = 1 << 20
+    for group in _groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+        with contextlib.suppress(OSError, ValueError):
+            quota_us = int((group / "cpu.cfs_quota_us").read_text())
+            period_us = int((group / "cpu.cfs_period_us").read_text())
+            if quota_us > 0:
+                cores = min(cores, math.ceil(quota_us / period_us))
+    return max(1, cores)
+
+
+def _groups(controller: str) -> list[Path]:
+    """This process's control group and all above it, in version 1 and 2; those that are seen.
+
+    Slurm, systemd and containers set their limits at any of these levels.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = {_CGROUPS, _CGROUPS / controller}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = _CGROUPS if not controllers else _CGROUPS / controller
+        if not controllers or controller in controllers.split(","):
+            inner = base / path.lstrip("/")
+            found |= {inner, *(up for up in inner.parents if up.is_relative_to(base))}
+    return sorted(found)
 
 
 def _first_int(names: tuple[str, ...], default: int) -> int:
