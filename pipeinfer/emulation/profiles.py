@@ -2,10 +2,11 @@
 
 A decode of `rows` rows over `weight_bytes` of weights takes
 
-    overhead + max(moved bytes / bandwidth, rows * weight_bytes / rate)
+    overhead + max(moved bytes / bandwidth, weight_bytes / first + (rows - 1) * weight_bytes / rate)
 
-the roofline: the larger of moving the weights once and of doing every row's arithmetic. A node's
-bandwidth is its data sheet's times a stated share; its rate is
+the roofline: the larger of moving the weights once and of doing every row's arithmetic, of which
+the first row's is dearer on a processor: it fetches and unpacks what further rows find in the
+cache. A node's bandwidth is its data sheet's times a stated share; its rates are
 
     processors   bytes per cycle and core (`kernels`, measured) * clock * cores * efficiency
     GPUs         integer operations per second * share / 2 per weight * bits of a weight / 8
@@ -38,7 +39,8 @@ BUILT_IN = Path(__file__).with_name("profiles.toml")
 class NodeProfile:
     """A machine. memory: bytes; bandwidth: bytes/s sustained; overhead: s per decode.
 
-    rates[quantisation]: bytes of weights per second that its arithmetic gets through for one row.
+    rates[quantisation]: bytes of weights per second that its arithmetic gets through for one row
+    beyond the first; first[quantisation]: for the first one (missing: the same).
     """
 
     name: str
@@ -49,6 +51,7 @@ class NodeProfile:
     rates: Mapping[str, float]
     overhead: float
     source: str
+    first: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(
         self, weight_bytes: float, quantisation: str, rows: int, moved_bytes: float | None = None
@@ -63,7 +66,9 @@ class NodeProfile:
             raise UsageError(f"node profile {self.name} has no rate for {quantisation}"
                              f"{_near(quantisation, self.rates)}")
         moved = weight_bytes if moved_bytes is None else moved_bytes
-        return self.overhead + max(moved / self.bandwidth, rows * weight_bytes / rate)
+        arithmetic = weight_bytes / self.first.get(quantisation, rate)
+        arithmetic += (rows - 1) * weight_bytes / rate
+        return self.overhead + max(moved / self.bandwidth, arithmetic)
 
     def row_cost(self, quantisation: str) -> float:
         """What a second row adds, relative to a run of one (large weights: no overhead)."""
@@ -213,7 +218,9 @@ def load_profiles(path: Path | None = None) -> Profiles:
                 known = tables[section].get(name, {})
                 tables[section][name] = {**known, **entry}
     origin = f"{path}: " if path is not None else ""
-    kernels = {name: dict(entry) for name, entry in tables["kernels"].items()}
+    kernels = tables["kernels"]
+    for name, entry in kernels.items():
+        _need(origin, "kernels", name, entry)
     nodes = {n: _node(origin, n, e, kernels) for n, e in tables["nodes"].items()}
     links = {n: _link(n, e) for n, e in tables["links"].items()}
     models = {n: _model(origin, n, e) for n, e in tables["models"].items()}
@@ -240,7 +247,7 @@ class _Entry:
 
 _NUMBER = (int, float)
 _SECTIONS = {
-    "kernels": _Entry({**dict.fromkeys(BASE, _NUMBER), "source": str}),
+    "kernels": _Entry({"first": dict, "further": dict, "source": str}, ("first", "further")),
     "nodes": _Entry({
         "title": str, "source": str, "cores": int, "memory_gib": _NUMBER,
         "bandwidth_gbs": _NUMBER, "sustained": _NUMBER, "clock_ghz": _NUMBER, "kernels": str,
@@ -286,7 +293,16 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
                     raise UsageError(f"{path}: [{section}.{name}] {key} can not be {value!r}")
                 if isinstance(value, int | float) and value < 0:
                     raise UsageError(f"{path}: [{section}.{name}] {key} is below zero")
+                if isinstance(value, dict):
+                    _check_rates(f"{path}: [{section}.{name}] {key}", value)
     return {section: data.get(section, {}) for section in _SECTIONS}
+
+
+def _check_rates(where: str, rates: Mapping[str, Any]) -> None:
+    for mix, rate in rates.items():
+        lookup(BASE, mix, "quantisation", f"{where}: ")
+        if not isinstance(rate, int | float) or isinstance(rate, bool):
+            raise UsageError(f"{where}.{mix} can not be {rate!r}")
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:
@@ -300,27 +316,27 @@ def _node(
 ) -> NodeProfile:
     _need(origin, "nodes", name, entry)
     rates: dict[str, float] = {}
+    first: dict[str, float] = {}
     if "kernels" in entry:
         measured = lookup(kernels, entry["kernels"], "kernels", f"{origin}[nodes.{name}] ")
         cycles = (entry.get("clock_ghz", 0) * 1e9 * entry.get("cores", 0)
                   * entry.get("efficiency", 1.0))
-        rates = {k: v * cycles for k, v in measured.items() if k != "source"}
+        rates = {k: v * cycles for k, v in measured["further"].items()}
+        first = {k: v * cycles for k, v in measured["first"].items()}
     elif "tera_ops" in entry:
         weights = entry["tera_ops"] * 1e12 * entry.get("share", 1.0) / 2
         rates = {mix: weights * bits / 8 for mix, bits in _MIX_BITS.items()}
     for mix, rate in entry.get("rates_gbs", {}).items():
-        lookup(BASE, mix, "quantisation", f"{origin}[nodes.{name}] rates_gbs: ")
-        if not isinstance(rate, int | float) or isinstance(rate, bool):
-            raise UsageError(f"{origin}[nodes.{name}] rates_gbs.{mix} can not be {rate!r}")
         rates[mix] = rate * 1e9
+        first.pop(mix, None)
     bandwidth = entry["bandwidth_gbs"] * 1e9 * entry.get("sustained", 1.0)
-    if not rates or bandwidth <= 0 or min(rates.values()) <= 0:
+    if not rates or bandwidth <= 0 or min(*rates.values(), *first.values(), 1) <= 0:
         raise UsageError(f"{origin}[nodes.{name}] needs a bandwidth and rates above zero: give "
                          "kernels with clock_ghz and cores, tera_ops, or rates_gbs")
     return NodeProfile(
         name, entry.get("title", name), entry.get("cores", 1), round(entry["memory_gib"] * 2**30),
         bandwidth, MappingProxyType(rates), entry.get("overhead_us", 0.0) * 1e-6,
-        entry.get("source", ""))
+        entry.get("source", ""), MappingProxyType(first))
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> LinkProfile:
