@@ -75,6 +75,9 @@ class Op(enum.IntEnum):
     CANCEL = 8
     WORKER_FAILED = 9
     NOTICE = 10
+    SHARD_HAVE = 11
+    SHARD_CHUNK = 12
+    SHARD_END = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +196,36 @@ class Notice:
     epoch: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ShardHave:
+    """A stage has the first `offset` bytes of its shard; the first time also their BLAKE2b."""
+
+    node: int
+    offset: int
+    digest: bytes = b""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChunk:
+    """Bytes of a shard from `offset` on. Decoded, `data` is a view into the frame."""
+
+    offset: int
+    data: bytes | memoryview
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEnd:
+    """All of a shard was sent; its BLAKE2b."""
+
+    digest: bytes
+    epoch: int = 0
+
+
 Message: TypeAlias = (
     Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
-    | WorkerFailed | Notice
+    | WorkerFailed | Notice | ShardHave | ShardChunk | ShardEnd
 )
 
 
@@ -227,6 +257,12 @@ def encode(message: Message) -> bytes:
         case Notice(kind, node, data, epoch):
             body = json.dumps({"kind": kind, "data": data}).encode()
             return _frame(Op.NOTICE, epoch, body, parent_id=node)
+        case ShardHave(node, offset, digest, epoch):
+            return _frame(Op.SHARD_HAVE, epoch, digest, run_id=offset, parent_id=node)
+        case ShardChunk(offset, chunk, epoch):
+            return _frame(Op.SHARD_CHUNK, epoch, chunk, run_id=offset)
+        case ShardEnd(digest, epoch):
+            return _frame(Op.SHARD_END, epoch, digest)
         case _:
             raise ProtocolError(f"can not encode {type(message).__name__}")
 
@@ -270,18 +306,15 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         case Op.CANCEL:
             message = Cancel(tuple(reader.array("<i8", n_rows).tolist()), epoch)
         case Op.WORKER_FAILED:
-            data = reader.json()
-            try:
-                message = WorkerFailed(parent_id, str(data["host"]), run_id, str(data["summary"]),
-                                       str(data["traceback"]), int(data["code"]), epoch)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ProtocolError(f"a failure report with a bad body: {error}") from error
+            message = _decode_failure(reader, epoch, run_id, parent_id)
         case Op.NOTICE:
-            data = reader.json()
-            kind, inner = data.get("kind"), data.get("data")
-            if not isinstance(kind, str) or not isinstance(inner, dict):
-                raise ProtocolError("a notice without a kind or data")
-            message = Notice(kind, parent_id, inner, epoch)
+            message = _decode_notice(reader, epoch, parent_id)
+        case Op.SHARD_HAVE:
+            message = ShardHave(parent_id, run_id, bytes(reader.rest()), epoch)
+        case Op.SHARD_CHUNK:
+            message = ShardChunk(run_id, reader.rest(), epoch)
+        case Op.SHARD_END:
+            message = ShardEnd(bytes(reader.rest()), epoch)
         case _:
             raise ProtocolError(f"unknown operation {op}")
     reader.finish()
@@ -300,6 +333,9 @@ class _Reader:
         part = self._body[self._at : self._at + count]
         self._at += count
         return part
+
+    def rest(self) -> memoryview:
+        return self.take(len(self._body) - self._at)
 
     def array(self, dtype: Any, count: int) -> Any:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
@@ -377,6 +413,23 @@ def _decode_decode(
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, epoch=epoch,
     )
+
+
+def _decode_failure(reader: _Reader, epoch: int, run_id: int, node: int) -> WorkerFailed:
+    data = reader.json()
+    try:
+        return WorkerFailed(node, str(data["host"]), run_id, str(data["summary"]),
+                            str(data["traceback"]), int(data["code"]), epoch)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a failure report with a bad body: {error}") from error
+
+
+def _decode_notice(reader: _Reader, epoch: int, node: int) -> Notice:
+    data = reader.json()
+    kind, inner = data.get("kind"), data.get("data")
+    if not isinstance(kind, str) or not isinstance(inner, dict):
+        raise ProtocolError("a notice without a kind or data")
+    return Notice(kind, node, inner, epoch)
 
 
 def _ops_array(ops: tuple[SeqOp, ...]) -> Any:

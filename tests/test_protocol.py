@@ -19,6 +19,9 @@ from pipeinfer.protocol import (
     Notice,
     RunCancelled,
     RunFinished,
+    ShardChunk,
+    ShardEnd,
+    ShardHave,
     Shutdown,
     WorkerFailed,
     decode,
@@ -65,6 +68,9 @@ messages = st.one_of(
     st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple), epochs),
     st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32, epochs),
     st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4), epochs),
+    st.builds(ShardHave, i32, run_ids, st.binary(max_size=70), epochs),
+    st.builds(ShardChunk, run_ids, st.binary(max_size=300), epochs),
+    st.builds(ShardEnd, st.binary(max_size=70), epochs),
 )
 
 

@@ -209,6 +209,36 @@ def _header(model: ModelFile, start: int, stop: int, pieces: list[_Piece]) -> by
     return header + bytes(_aligned(len(header)) - len(header))
 
 
+class ShardSource:
+    """The bytes of a shard as `extract_shard` would write them, piece by piece, stored nowhere.
+
+    name: the file's name in a cache; total: its size in bytes. A shard of all layers has every
+    tensor under its own name, whatever the architecture.
+    """
+
+    def __init__(self, model: ModelFile, start: int, stop: int) -> None:
+        _check_range(model, start, stop)
+        whole = (start, stop) == (0, model.n_layers)
+        if whole:
+            pieces = [_Piece(t.name, t.type, t.shape, t.nbytes, t) for t in model.tensors.values()]
+        else:
+            check_splittable(model)
+            pieces = _pieces(model, start, stop)
+        self._model, self._pieces = model, pieces
+        self._header = _header(model, start, stop, pieces)
+        self.total = len(self._header) + sum(_aligned(piece.nbytes) for piece in pieces)
+        self.name = shard_name(model.fingerprint, start, stop)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes in order. Raises ModelError when the model file can not be read."""
+        return _blocks(self._model, self._header, self._pieces)
+
+
+def shard_name(fingerprint: str, start: int, stop: int) -> str:
+    """A cached shard's file name: never the same for other bytes."""
+    return f"{fingerprint[:32]}-{start}-{stop}-v{FORMAT_VERSION}.gguf"
+
+
 def shard_bytes(model: ModelFile, start: int, stop: int) -> int:
     """Bytes of the weights that a stage with layers `[start, stop)` holds in memory."""
     _check_range(model, start, stop)
@@ -262,7 +292,7 @@ def extract_shard(
     pieces = _pieces(model, start, stop)
     header = _header(model, start, stop, pieces)
     total = len(header) + sum(_aligned(piece.nbytes) for piece in pieces)
-    name = f"{model.fingerprint[:32]}-{start}-{stop}-v{FORMAT_VERSION}.gguf"
+    name = shard_name(model.fingerprint, start, stop)
     directory = cache_directory(cache_dir)
     target = directory / name
     if _is_complete(target, header, total):
