@@ -52,6 +52,9 @@ class Config:
     draft_model: str = _opt("", "-md", "--model-draft", kind="str", group="model",
                             help="Draft model (GGUF, same vocabulary) [default: the embedded one "
                                  "with the embedded target, else none].")
+    distribute: bool = _opt(False, "--distribute", kind="flag", group="model",
+                            help="Ranks without the model file get their layers from rank 0 and "
+                                 "keep them; see docs/clusters.md.")
     ctx: int = _opt(0, "-c", "--ctx-size", group="model", low=0, high=2**24,
                     help="Context in tokens; 0 takes the model's own, at most 8192.")
     threads: int = _opt(0, "-t", "--threads", group="model", low=0, high=512,
@@ -126,6 +129,13 @@ class Config:
     nodes: str = _opt("", "--nodes", kind="str", group="runtime",
                       help="TOML file with settings per host, see docs/clusters.md [default: the "
                            "one beside the hostfile under launch/ssh].")
+    split: str = _opt("planned", "--split", kind="str", group="runtime",
+                      choices=("planned", "equal"),
+                      help="Layers per stage: planned by what each rank measured, or equally many.")
+    layers: str = _opt("", "--layers", kind="str", group="runtime",
+                       help="Layers of each stage, like 10,12,12,6; 0 leaves a rank out.")
+    remeasure: bool = _opt(False, "--remeasure", kind="flag", group="runtime",
+                           help="Measure the ranks anew instead of taking remembered figures.")
     timeout: float = _opt(300.0, "--timeout", kind="float", group="runtime", low=0.1, high=1e6,
                           help="Seconds without an answer after which the job gives up.")
     trace: str = _opt("", "--trace", kind="str", group="runtime",

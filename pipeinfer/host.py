@@ -189,17 +189,22 @@ def _memory_left() -> int:
 
 def _quota() -> int:
     """Cores that the processor quotas of this process's control groups allow, rounded up."""
-    cores = 1 << 20
+    return max(1, math.ceil(quota()))
+
+
+def quota() -> float:
+    """Cores that the processor quotas allow, 2**20 where there is none."""
+    cores = float(1 << 20)
     for group in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = (group / "cpu.max").read_text().split()
-            cores = min(cores, math.ceil(int(quota) / int(period)))
+            share, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, int(share) / int(period))
         with contextlib.suppress(OSError, ValueError):
             quota_us = int((group / "cpu.cfs_quota_us").read_text())
             period_us = int((group / "cpu.cfs_period_us").read_text())
             if quota_us > 0:
-                cores = min(cores, math.ceil(quota_us / period_us))
-    return max(1, cores)
+                cores = min(cores, quota_us / period_us)
+    return cores
 
 
 def _groups(controller: str) -> list[Path]:
