@@ -27,6 +27,7 @@ from typing import Any
 
 from pipeinfer import __version__, host
 from pipeinfer.config import Config
+from pipeinfer.distribute import Sender
 from pipeinfer.errors import (
     ClusterError,
     MismatchError,
@@ -46,7 +47,7 @@ from pipeinfer.planner import (
     sizes_for,
 )
 from pipeinfer.policy import Ablation, Limits, Policy
-from pipeinfer.protocol import VERSION, Notice, Tag, WorkerFailed
+from pipeinfer.protocol import VERSION, Notice, ShardHave, Tag, WorkerFailed
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
@@ -267,7 +268,7 @@ def _start(
     progress: ProgressHook | None, started: float,
 ) -> Session:
     from pipeinfer.backends.llama_library import ensure_llama
-    from pipeinfer.models.shard import check_splittable, stage_layers
+    from pipeinfer.models.shard import ShardSource, check_splittable, stage_layers
 
     notes: list[str] = []
     target_path, draft_path = model_paths(config)
@@ -290,9 +291,13 @@ def _start(
         "fingerprint": model.fingerprint,
     }
     check_memory(config, model, layers, cells, hosts)
+    sources = {node: ShardSource(model, start, stop)
+               for node, (start, stop) in enumerate(layers, 1) if config.distribute}
     for node, (start, stop) in enumerate(layers, 1):
+        source = sources.get(node)
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
             **setup, "start": start, "stop": stop,
+            "shard": source and {"name": source.name, "bytes": source.total},
             "settings": hosts[node - n_stages + len(hosts) - 1]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
     tokenizer = Tokenizer(target_path)
@@ -302,7 +307,7 @@ def _start(
         check_draft_vocab(tokenizer, draft_tokenizer)
         draft_tokenizer.close()
         worker = load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake)
-    _await_ready(config, port, states, progress)
+    _await_ready(config, port, states, progress, Sender(port, sources))
     exact = min(state.ready["exact_width"] for state in states.values())
     sizes = sizes_for(max(state.ready["row_cost"] for state in states.values()))
     if config.exact == "off":
@@ -333,16 +338,21 @@ def _start(
 
 
 def _await_ready(
-    config: Config, port: Port, states: dict[int, StageState], progress: ProgressHook | None
+    config: Config, port: Port, states: dict[int, StageState], progress: ProgressHook | None,
+    sender: Sender,
 ) -> None:
     last_news = time.monotonic()
     while not all(state.ready for state in states.values()):
         failure = port.take(Tag.ERROR)
         if failure is not None and isinstance(failure.message, WorkerFailed):
             raise_worker_failed(failure.message)
+        busy = sender.pump()
         envelope = port.take(Tag.RESULT)
         if envelope is None:
-            port.wait(0.2)
+            if busy:
+                last_news = time.monotonic()
+            else:
+                port.wait(0.2)
             if time.monotonic() - last_news > config.timeout:
                 late = next(n for n, state in states.items() if not state.ready)
                 raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
@@ -350,7 +360,9 @@ def _await_ready(
             continue
         last_news = time.monotonic()
         message = envelope.message
-        if isinstance(message, Notice) and message.node in states:
+        if isinstance(message, ShardHave):
+            sender.hear(message)
+        elif isinstance(message, Notice) and message.node in states:
             state = states[message.node]
             if message.kind == "progress":
                 state.phase = str(message.data["phase"])

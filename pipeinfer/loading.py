@@ -17,7 +17,8 @@ from typing import Any
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
 from pipeinfer.config import Config
-from pipeinfer.errors import ClusterError, MismatchError, PipeinferError, TransportTimeout
+from pipeinfer.distribute import stage_shard
+from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings
 from pipeinfer.planner import open_model
@@ -53,7 +54,6 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                 ) -> tuple[Stage, Backend]:
     from pipeinfer.backends.exact import known_widths
     from pipeinfer.backends.llamacpp import LlamaCppBackend
-    from pipeinfer.models.shard import extract_shard
 
     setup = _await_setup(config, port)
     config = settle(config, place, setup["settings"])
@@ -62,14 +62,8 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
         port.send(0, Tag.RESULT, Notice("progress", port.node, {
             "phase": phase, "done": done, "total": total}))
 
-    model = open_model(Path(setup["model"]))
-    if model.fingerprint != setup["fingerprint"]:
-        raise MismatchError(
-            f"{setup['model']} on {socket.gethostname()} is not the file that rank 0 has: copy "
-            "the same model to every host"
-        )
     start, stop = setup["start"], setup["stop"]
-    shard = extract_shard(model, start, stop, progress=lambda d, t: report("extracting", d, t))
+    shard, received = stage_shard(config, port, setup, report)
     report("loading", 0, 1)
     whole = start == 0 and stop == setup["n_layers"]
     threads = _threads(config.threads, place)
@@ -87,7 +81,7 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
         "exact_width": widths.exact, "row_cost": widths.row_cost,
         "weight_bytes": backend.info.weight_bytes,
-        "cache_bytes": backend.info.cache_bytes, "threads": threads,
+        "cache_bytes": backend.info.cache_bytes, "threads": threads, "received_bytes": received,
     }))
     stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
                   trace=bool(config.trace), timeout=config.timeout,

@@ -1,6 +1,7 @@
 """Rank program: `pipeinfer ARGS...` in which one rank's backend goes wrong.
 
-Usage: faulty.py RANK KIND ARGS...; KIND is raise, exit, kill, hang or load.
+Usage: faulty.py RANK KIND ARGS...; KIND is raise, exit, kill, hang, load or receive (killed in
+the middle of receiving a shard).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 
-from pipeinfer import host
+from pipeinfer import host, loading
 from pipeinfer.backends.llamacpp import LlamaCppBackend
 from pipeinfer.cli import main
 from pipeinfer.errors import BackendError
@@ -44,6 +45,23 @@ def break_backend(kind: str) -> None:
     del load
 
 
+def break_receiving() -> None:
+    whole = loading.stage_shard
+
+    def broken(config, port, setup, report):
+        def count(phase, done, total):
+            report(phase, done, total)
+            if phase == "receiving" and done > total // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return whole(config, port, setup, count)
+
+    loading.stage_shard = broken
+
+
 if host.launched_rank() == int(sys.argv[1]):
-    break_backend(sys.argv[2])
+    if sys.argv[2] == "receive":
+        break_receiving()
+    else:
+        break_backend(sys.argv[2])
 main(args=sys.argv[3:], prog_name="pipeinfer")

@@ -1,0 +1,247 @@
+"""Shards for hosts without the model file: rank 0 reads its own and sends each stage its layers.
+
+    stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
+    head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
+    stage   ShardHave(offset) ...                         after every chunk
+    head    ShardEnd(digest of the whole)                 the stage renames only when it agrees
+
+Bytes arrive in order, so what is there of a `.part` file is the record of what has arrived; its
+digest tells the head whether it can go on from there. The head never waits for one stage while
+another wants bytes. Knows the shard cache and ports, no MPI and no policies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipeinfer.config import Config
+from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.models.shard import ShardSource, cache_directory, extract_shard
+from pipeinfer.planner import open_model
+from pipeinfer.protocol import ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.transport.base import Port
+
+CHUNK = 1 << 20  #: bytes of one message
+WINDOW = 8 * CHUNK  #: bytes on the way to one stage
+_DIGEST_BYTES = 32
+
+Report = Callable[[str, int, int], None]
+
+
+def _hasher() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+# --- the head ---------------------------------------------------------------------------------
+
+
+class _Pieces:
+    """Takes any number of bytes at a time off blocks of any size."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._held = blocks, memoryview(b"")
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, fewer at the end."""
+        parts = []
+        while size:
+            if not self._held:
+                self._held = memoryview(next(self._blocks, b""))
+                if not self._held:
+                    break
+            parts.append(self._held[:size])
+            self._held = self._held[size:]
+            size -= len(parts[-1])
+        return b"".join(parts)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One stage's shard on its way. Bytes up to `have` are only hashed, the rest is sent."""
+
+    source: ShardSource
+    have: int
+    digest: bytes
+    pieces: _Pieces
+    hasher: hashlib.blake2b
+    offset: int = 0
+    answered: int = 0
+    ended: bool = False
+
+
+class Sender:
+    """The head's side. `hear` what stages say, `pump` until it returns False, then wait."""
+
+    def __init__(self, port: Port, sources: Mapping[int, ShardSource]) -> None:
+        self._port, self._sources = port, sources
+        self._outgoing: dict[int, _Outgoing] = {}
+        self.sent_bytes = 0
+
+    def hear(self, message: ShardHave) -> None:
+        """A stage wants its shard, or has more of it."""
+        if message.digest:
+            source = self._sources[message.node]
+            out = _Outgoing(source, message.offset, message.digest, _Pieces(source.blocks()),
+                            _hasher(), answered=message.offset)
+            if not 0 <= message.offset <= source.total:
+                out.have = out.answered = 0
+            self._outgoing[message.node] = out
+        else:
+            self._outgoing[message.node].answered = message.offset
+
+    def pump(self) -> bool:
+        """Move every stage's shard on by a chunk. Whether there is more to do at once."""
+        more = [self._step(node, out) for node, out in self._outgoing.items() if not out.ended]
+        return any(more)
+
+    def _step(self, node: int, out: _Outgoing) -> bool:
+        if out.offset < out.have:
+            piece = self._next(out, min(CHUNK, out.have - out.offset))
+            if out.offset == out.have and out.hasher.digest() != out.digest:
+                out.pieces, out.hasher = _Pieces(out.source.blocks()), _hasher()
+                out.offset = out.have = out.answered = 0
+            return True
+        if out.offset == out.source.total:
+            self._port.send(node, Tag.TRANSACTION, ShardEnd(out.hasher.digest()))
+            out.ended = True
+            return False
+        if out.offset + CHUNK - out.answered > WINDOW:
+            return False
+        start = out.offset
+        piece = self._next(out, CHUNK)
+        self._port.send(node, Tag.TRANSACTION, ShardChunk(start, piece))
+        self.sent_bytes += len(piece)
+        return True
+
+    @staticmethod
+    def _next(out: _Outgoing, size: int) -> bytes:
+        piece = out.pieces.take(size)
+        if not piece:
+            raise ModelError("the model file became shorter while it was sent")
+        out.hasher.update(piece)
+        out.offset += len(piece)
+        return piece
+
+
+# --- a stage ----------------------------------------------------------------------------------
+
+
+def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Report
+                ) -> tuple[Path, int]:
+    """This stage's shard, and how many bytes of it came from rank 0 just now.
+
+    Cut out of the model where that is a file here; else taken from the cache or received. Raises
+    ModelError when there is no file and nothing may be sent, MismatchError for another model.
+    """
+    path = Path(setup["model"])
+    if path.exists():
+        model = open_model(path)
+        if model.fingerprint != setup["fingerprint"]:
+            raise MismatchError(
+                f"{path} on {socket.gethostname()} is not the file that rank 0 has: copy the same "
+                "model to every host"
+            )
+        return extract_shard(model, setup["start"], setup["stop"],
+                             progress=lambda d, t: report("extracting", d, t)), 0
+    if not config.distribute:
+        raise ModelError(
+            f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
+            "share its directory, or let rank 0 send the layers with --distribute"
+        )
+    return receive(port, cache_directory(), setup["shard"]["name"], setup["shard"]["bytes"],
+                   config.timeout, report)
+
+
+def receive(port: Port, directory: Path, name: str, total: int, timeout: float, report: Report
+            ) -> tuple[Path, int]:
+    """The file `name` of `total` bytes in `directory`, and how many bytes arrived for it.
+
+    Goes on where an earlier job stopped. A crash leaves a `.part` file and never a wrong `name`.
+    Raises ModelError when the disk is full, another job receives it or the bytes are damaged.
+    """
+    target = directory / name
+    if target.exists() and target.stat().st_size == total:
+        return target, 0
+    part = directory / f"{name}.part"
+    try:
+        with part.open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ModelError(
+                    f"{part}: another job on {socket.gethostname()} receives this shard; wait for "
+                    "it, or give this job its own PIPEINFER_CACHE") from None
+            arrived = _fill(port, file, total, timeout, report)
+            os.replace(part, target)
+    except OSError as error:
+        raise ModelError(
+            f"{part} on {socket.gethostname()}: can not store a shard of {total / 1e6:.0f} MB "
+            f"({error.strerror or error}); make room, or set PIPEINFER_CACHE to another directory"
+        ) from None
+    return target, arrived
+
+
+def _fill(port: Port, file: BinaryIO, total: int, timeout: float, report: Report) -> int:
+    """Complete `file`; bytes that arrived. On damage it is emptied and ModelError raised."""
+    have, hasher = _hash_file(file, total)
+    free = shutil.disk_usage(os.path.dirname(file.name)).free
+    if free < total - have:
+        raise ModelError(
+            f"{file.name} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
+            f"disk has {free / 1e6:.0f} MB: make room, or set PIPEINFER_CACHE to another directory")
+    port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
+    arrived, last_news = 0, time.monotonic()
+    while True:
+        envelope = port.take(Tag.TRANSACTION)
+        if envelope is None:
+            if time.monotonic() - last_news > timeout:
+                raise TransportTimeout(rank=port.node, peer=0, tag="ShardChunk", run_id=None,
+                                       seconds=timeout)
+            port.wait(0.2)
+            continue
+        last_news = time.monotonic()
+        match envelope.message:
+            case ShardChunk(offset, data):
+                if offset == 0:  # the head did not know what was here
+                    have, hasher = 0, _hasher()
+                    file.truncate(0)
+                if offset != have or have + len(data) > total:
+                    raise ProtocolError(f"a chunk from {offset} on, where {have} bytes are there")
+                file.write(data)
+                hasher.update(data)
+                have += len(data)
+                arrived += len(data)
+                port.send(0, Tag.RESULT, ShardHave(port.node, have))
+                report("receiving", have, total)
+            case ShardEnd(digest):
+                if have != total or digest != hasher.digest():
+                    file.truncate(0)
+                    raise ModelError(f"{file.name} on {socket.gethostname()} arrived damaged: "
+                                     "start the job again")
+                file.flush()
+                os.fsync(file.fileno())
+                return arrived
+            case other:
+                raise ProtocolError(f"{type(other).__name__} in the middle of a shard")
+
+
+def _hash_file(file: BinaryIO, total: int) -> tuple[int, hashlib.blake2b]:
+    """How many bytes of the shard `file` has, and their digest so far."""
+    hasher = _hasher()
+    if os.fstat(file.fileno()).st_size > total:
+        file.truncate(0)
+    file.seek(0)
+    have = 0
+    while piece := file.read(CHUNK):
+        hasher.update(piece)
+        have += len(piece)
+    return have, hasher

@@ -1,0 +1,104 @@
+"""Real jobs in which only rank 0 has the model: its path leads nowhere in the others' directory."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.models.inflate import inflate
+from tests.mpi import launch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")]
+REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "16", "--temp", "0",
+           "--ignore-eos", "-c", "128", "--json"]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """The head's directory, with a model of some 70 MB."""
+    directory = tmp_path_factory.mktemp("head")
+    inflate(EMBEDDED / "target.gguf", directory / "model.gguf", n_embd=512, n_layer=12,
+            n_head=8, n_head_kv=8, n_ff=1536)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokens(head):
+    done = launch.run(1, [*PIPEINFER, *REQUEST[:2], str(head / "model.gguf"), *REQUEST[3:]])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["tokens"]
+
+
+def job(head, stages, command, n_stages=2, mpi=()):
+    """mpirun with rank 0 in `head` and the stages in `stages`, each side with its own cache."""
+    launcher = launch.mpirun_path()
+    line = [launcher, *mpi, "-np", "1", "--wdir", str(head), "-x", f"PIPEINFER_CACHE={head}/cache",
+            *command, ":", "-np", str(n_stages), "--wdir", str(stages), "-x",
+            f"PIPEINFER_CACHE={stages}/cache", *command]
+    process = launch.start(line, timeout=120)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def received(out):
+    return {int(k): s["received_bytes"] for k, s in json.loads(out)["stats"]["stages"].items()}
+
+
+def test_a_stage_without_the_model_says_so(head, tmp_path):
+    code, _, err = job(head, tmp_path, [*PIPEINFER, *REQUEST])
+    assert code == 3, err
+    line = next(x for x in err.splitlines() if x.startswith("pipeinfer: error:"))
+    assert "model.gguf does not exist on" in line
+    assert "--distribute" in line
+    assert "Traceback" not in err
+
+
+def test_stages_get_their_layers_once(head, tmp_path, tokens):
+    command = [*PIPEINFER, *REQUEST, "--distribute"]
+    tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
+    code, out, err = job(head, tmp_path, command, mpi=tcp)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "cache").glob("*.gguf")}
+    assert sorted(received(out).values()) == sorted(sizes.values())
+    assert len(sizes) == 2
+    assert sum(sizes.values()) > 10 << 20
+    assert not list((head / "cache").glob("*.gguf"))  # nothing is stored on the way
+    assert not list((tmp_path / "cache").glob("*.part"))
+    code, out, err = job(head, tmp_path, command)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    assert received(out) == {1: 0, 2: 0}
+
+
+def test_a_whole_model_for_one_stage(head, tmp_path, tokens):
+    code, out, err = job(head, tmp_path, [*PIPEINFER, *REQUEST, "--distribute"], n_stages=1)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+
+
+def test_a_job_killed_midway_is_taken_up(head, tmp_path, tokens):
+    code, _, err = job(head, tmp_path, [*FAULTY, "2", "receive", *REQUEST, "--distribute"])
+    assert code != 0, err
+    cache = tmp_path / "cache"
+    there = {}
+    for path in cache.glob("*.gguf*"):
+        name = path.name.removesuffix(".part")
+        assert name not in there
+        there[name] = path.stat().st_size
+    assert len(there) == 2
+    parts = list(cache.glob("*.part"))
+    assert parts
+    assert all(path.stat().st_size > 1 << 20 for path in parts)
+    code, out, err = job(head, tmp_path, [*PIPEINFER, *REQUEST, "--distribute"])
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    sizes = {p.name: p.stat().st_size for p in cache.glob("*.gguf")}
+    assert sizes.keys() == there.keys()
+    assert sum(received(out).values()) == sum(sizes.values()) - sum(there.values())
+    assert not list(cache.glob("*.part"))
