@@ -152,11 +152,14 @@ need_launcher() {
 }
 
 prepare_hosts() {
-    # Ask the hosts of hostfile $1 for $2 ranks; HOSTS becomes a hostfile for launcher kind $3.
-    local beside
+    # Ask the hosts of hostfile $1 for $2 ranks; HOSTS becomes a hostfile for launcher kind $3,
+    # NETWORK the one network of this host that leads to all of them.
+    local found beside
     HOSTS=$(mktemp)
     trap 'rm -f "$HOSTS"' EXIT
-    beside=$(python -m pipeinfer.reach "$1" "$2" "$3" "$HOSTS") || exit $?
+    found=$(python -m pipeinfer.reach "$1" "$2" "$3" "$HOSTS") || exit $?
+    # shellcheck disable=SC2034  # NETWORK is for launch/ssh
+    { read -r beside || true; read -r NETWORK || true; } <<<"$found"
     if [ -n "$beside" ] && [ -z "${PIPEINFER_NODES:-}" ]; then
         export PIPEINFER_NODES=$beside
     fi

@@ -6,17 +6,21 @@ nor the cure. Knows ssh and no MPI; a host is asked for facts and nothing on it 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeinfer.doctor import Finding
 from pipeinfer.errors import UsageError
@@ -75,18 +79,18 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
     slots = sum(entry.slots for entry in entries)
     found = [Finding("ok", "hostfile", f"{len(entries)} hosts with {slots} slots"
                      + (f", settings in {beside}" if beside else ""))]
-    needed = {entry.host for entry in entries}
+    ranks = {entry.host: entry.slots for entry in entries}
     if n_ranks:
         try:
-            needed = set(ranks_of(entries, n_ranks, hostfile))
+            ranks = dict(Counter(ranks_of(entries, n_ranks, hostfile)))
         except UsageError as error:
             found.append(Finding("fail", "slots", str(error)))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(ask, [entry for entry in entries if entry.host in needed]))
+        answers = list(pool.map(ask, [entry for entry in entries if entry.host in ranks]))
     mine = _own_facts()
     seen: dict[str, str] = {}
     for answer in answers:
-        found.append(_judge(answer, mine, seen, nodes))
+        found.append(_judge(answer, ranks[answer.entry.host], mine, seen, nodes))
     return found
 
 
@@ -129,9 +133,9 @@ def _explain(host: str, code: int, said: str) -> tuple[str, str]:
     return f"can not be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
 
 
-def _judge(answer: Answer, mine: dict[str, Any], seen: dict[str, str], nodes: Nodes | None
-           ) -> Finding:
-    """One host's finding; `seen` collects who answered under which name."""
+def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
+           nodes: Nodes | None) -> Finding:
+    """One host's finding. ranks: how many it shall run; `seen` collects who answered as whom."""
     entry, facts = answer.entry, answer.facts
     what = f"host {entry.host}"
     if answer.trouble:
@@ -151,8 +155,8 @@ def _judge(answer: Answer, mine: dict[str, Any], seen: dict[str, str], nodes: No
         return Finding(
             "warn", what, f"calls itself {own}, and {nodes.path} has other settings for that name",
             f"name the table after what `hostname` prints there: [node.\"{own}\"]")
-    if entry.slots > facts["cores"]:
-        return Finding("warn", what, f"{entry.slots} slots on {facts['cores']} cores",
+    if ranks > facts["cores"]:
+        return Finding("warn", what, f"{ranks} ranks share {facts['cores']} cores",
                        "fine for trying things out; for speed start one stage per host")
     return Finding("ok", what, f"{entry.slots} slots, {facts['cores']} cores, pipeinfer "
                    f"{facts['pipeinfer']}, Python {facts['python']}")
@@ -181,6 +185,26 @@ def is_here(name: str) -> bool:
     return True
 
 
+def common_network(entries: Sequence[HostEntry]) -> str:
+    """The one network of this host that holds every other host's address, such as 10.0.0.0/24.
+
+    Empty when there is none or the choice is open. MPI would try all interfaces that a host has,
+    also those of container bridges that lead nowhere.
+    """
+    try:
+        addresses = {ipaddress.IPv4Address(socket.gethostbyname(entry.host))
+                     for entry in entries if not is_here(entry.host)}
+    except (OSError, ValueError):
+        return ""
+    networks = set()
+    for interface in psutil.net_if_addrs().values():
+        for own in interface:
+            if own.family == socket.AF_INET and own.netmask:
+                networks.add(ipaddress.IPv4Network((own.address, own.netmask), strict=False))
+    fitting = [net for net in networks if addresses and all(a in net for a in addresses)]
+    return str(fitting[0]) if len(fitting) == 1 else ""
+
+
 def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
     """The same hosts as MPICH's launcher reads them."""
     return "".join(f"{entry.host}:{entry.slots}" + (f" user={entry.user}" if entry.user else "")
@@ -196,8 +220,8 @@ def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
 def main() -> None:
     """`python -m pipeinfer.reach HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
 
-    Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints the
-    path of the nodes file beside HOSTFILE, if there is one.
+    Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
+    lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
     """
     hostfile, n_ranks, kind, out = sys.argv[1:]
     try:
@@ -215,9 +239,11 @@ def main() -> None:
     if any(f.level == "fail" for f in bad):
         raise SystemExit(UsageError.exit_code)
     write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
-    Path(out).write_text(write(read_hostfile(hostfile)), encoding="utf-8")
+    entries = read_hostfile(hostfile)
+    Path(out).write_text(write(entries), encoding="utf-8")
     beside = nodes_file_beside(hostfile)
     print(beside.resolve() if beside else "")
+    print(common_network(entries))
 
 
 if __name__ == "__main__":

@@ -230,14 +230,13 @@ class Cluster:
                 "--uts", "sh", "-ec", "\n".join(inside), "sh", *command]
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What a command on a node needs: the key for ssh and the network to use."""
+        """What a command on a node needs: the key for ssh, and the hostfile's path."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
         key = self.state / "key"
         return env | {
             "PIPEINFER_SSH_ARGS": f"-i {key} -o StrictHostKeyChecking=no -o "
                                   "UserKnownHostsFile=/dev/null -o LogLevel=ERROR",
-            "PYTHONPATH": str(ROOT), "PIPEINFER_IF": self.subnet,
-            "PIPEINFER_HOSTFILE": str(self.hostfile), **more,
+            "PYTHONPATH": str(ROOT), "PIPEINFER_HOSTFILE": str(self.hostfile), **more,
         }
 
     def run(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str

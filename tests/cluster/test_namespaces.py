@@ -52,7 +52,7 @@ def test_three_hosts_give_one_process_tokens(one_process):
     assert len(one_process) == 24
     stages = answer["stats"]["stages"]
     assert {key: stage["host"] for key, stage in stages.items()} == {"1": "node2", "2": "node3"}
-    assert min(sent) > 10_000  # it went over the links
+    assert min(sent) > 10_000  # it went over the links, though hosts have others that lead nowhere
     assert not traces(cluster.id)
 
 
@@ -106,6 +106,34 @@ def test_a_host_with_another_pipeinfer(tmp_path):
     assert done.returncode == 2
     assert "host node2: has no " in done.stderr
     assert "under the same path" in done.stderr
+
+
+def test_hosts_without_the_model_get_their_layers(tmp_path, one_process):
+    """Disks of their own: the model's directory and the cache are empty on node2 and node3."""
+    models, cache = tmp_path / "models", tmp_path / "cache"
+    models.mkdir()
+    cache.mkdir()
+    embedded = launch.ROOT / "pipeinfer" / "models" / "embedded"
+    for name in ("target.gguf", "draft.gguf"):
+        (models / name).write_bytes((embedded / name).read_bytes())
+    request = [*GENERATE, "-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
+    with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:
+        done = cluster.pipeinfer(request, timeout=60, PIPEINFER_CACHE=str(cache))
+        assert done.returncode == 3, done.stderr
+        assert "target.gguf does not exist on node" in done.stderr
+        received = []
+        for _ in range(2):
+            done = cluster.pipeinfer([*request, "--distribute"], timeout=120,
+                                     PIPEINFER_CACHE=str(cache))
+            assert done.returncode == 0, done.stderr
+            answer = json.loads(done.stdout)
+            assert answer["tokens"] == one_process
+            received.append(sum(s["received_bytes"] for s in answer["stats"]["stages"].values()))
+            there = [sum(p.stat().st_size for p in cluster.state.glob(f"disk-{node}-1/*.gguf"))
+                     for node in (2, 3)]
+        assert received == [sum(there), 0]
+        assert cluster.sent_bytes(1) > sum(there) > 10 << 20
+        assert not list(cache.glob("*.gguf"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -1,0 +1,78 @@
+"""The scripts under launch/: their syntax, and real jobs through them on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpi import launch
+from tests.mpi.test_jobs import LONG, PIPEINFER, interrupt
+
+SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (launch.ROOT / folder).iterdir()
+                 if path.read_text().startswith("#!") or path.name == "_env.sh")
+LOCALHOST = str(launch.ROOT / "hostfiles" / "localhost")
+GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]
+MPICH = os.environ.get("PIPEINFER_TEST_MPICH") or shutil.which("mpiexec.hydra")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_syntax(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True,
+                              check=False, cwd=script.parent)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ssh", "hydra"])
+def test_the_same_tokens_through_a_launcher(name):
+    more = {}
+    if name == "hydra":
+        if not MPICH:
+            pytest.skip("no MPICH: PIPEINFER_TEST_MPICH names its mpiexec")
+        more = {"PIPEINFER_MPIRUN": MPICH}
+    one = launch.run(1, [*PIPEINFER, *GENERATE])
+    done = launch.run(1, [str(launch.ROOT / "launch" / name), LOCALHOST, "3", *GENERATE], **more)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == json.loads(one.stdout)["tokens"]
+    assert len(answer["stats"]["stages"]) == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_an_interrupt_through_ssh_ends_cleanly():
+    code, _, err = interrupt([str(launch.ROOT / "launch" / "ssh"), LOCALHOST, "3", *LONG], 80,
+                             signal.SIGINT)
+    assert code == 130
+    assert "ended by interrupted" in err
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(("args", "says"), [
+    (["ssh"], "usage: launch/ssh HOSTFILE NP COMMAND"),
+    (["hydra", LOCALHOST], "usage: launch/hydra"),
+    (["ssh", LOCALHOST, "9", "doctor"], "9 ranks, but the 1 hosts"),
+    (["ssh", "/no/hosts", "2", "doctor"], "can not read hostfile /no/hosts"),
+    (["hydra", LOCALHOST, "2", "doctor"], "use launch/ssh"),
+    (["slurm.sbatch", "doctor"], "not inside a Slurm job"),
+])
+def test_wrong_use_is_one_line(args, says):
+    env = {"PIPEINFER_MPIRUN": str(Path(sys.executable).with_name("mpirun"))}
+    if args[0] == "slurm.sbatch":
+        env["PIPEINFER_ROOT"] = str(launch.ROOT)
+    done = launch.run(1, [str(launch.ROOT / "launch" / args[0]), *args[1:]], timeout=60, **env)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
