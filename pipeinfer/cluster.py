@@ -1,7 +1,8 @@
 """Start-up and shut-down: from ranks to a head with loaded stages, and back.
 
     every rank    facts and versions are gathered; the head compares them
-    head          reads the model's header, cuts the layers, sends each stage its Setup
+    head          reads the model's header, plans who holds which layers (`survey`), sends each
+                  stage its Setup; a rank that the plan leaves out sleeps until the end
     stages        extract their shard, load it, find their exact width, answer Ready
     head          loads the draft meanwhile, then takes requests
 
@@ -23,9 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipeinfer import __version__, host
+from pipeinfer import __version__, host, survey
 from pipeinfer.config import Config
 from pipeinfer.distribute import Sender
 from pipeinfer.errors import (
@@ -39,7 +41,7 @@ from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage,
 from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planner import (
-    check_memory,
+    Plan,
     choose_policy,
     context_size,
     model_paths,
@@ -54,6 +56,9 @@ from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.transport.base import Port
 from pipeinfer.transport.inproc import local_ports
+
+if TYPE_CHECKING:
+    from pipeinfer.models.gguf import ModelFile
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` joins, see docs/options.md
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
@@ -89,6 +94,7 @@ class Session:
     draft_name: str
     notes: list[str]
     load_seconds: float
+    plan: Plan
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -102,17 +108,17 @@ def open_session(config: Config, progress: ProgressHook | None = None
                  ) -> Iterator[Session | None]:
     """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks."""
     place = find_place(config)
-    n_stages = place.size if config.head_stage or place.size == 1 else place.size - 1
     if place.rank > 0:
-        _serve_rank(config, place, n_stages)
+        _serve_rank(config, place)
         yield None
         return
     started = time.monotonic()
-    port, thread = _head_port(config, place, n_stages)
     hosts = _compare(config, place)
     take_settings(config, hosts)
     config = settle(config, place, hosts[0]["settings"])
-    session = _start(config, place, n_stages, port, hosts, progress, started)
+    job = _plan(config, place, hosts)
+    port, thread = _head_port(config, place, job.plan)
+    session = _start(config, place, job, port, hosts, progress, started)
     try:
         yield session
     finally:
@@ -126,6 +132,7 @@ def open_session(config: Config, progress: ProgressHook | None = None
             port.close(timeout=5.0)
             if thread is not None:
                 thread.join(timeout=10.0)
+            survey.end_spares(place, job.plan)
             session.tokenizer.close()
 
 
@@ -161,22 +168,17 @@ def find_place(config: Config) -> Place:
     return Place(rank, size, comm, cores, local_rank, local_size)
 
 
-def _layout(config: Config, size: int) -> Any:
-    from pipeinfer.transport import mpi
-
-    return mpi.Layout((0, *range(size)) if config.head_stage else tuple(range(size)))
-
-
-def _head_port(config: Config, place: Place, n_stages: int
+def _head_port(config: Config, place: Place, plan: Plan
                ) -> tuple[Port, threading.Thread | None]:
     """The head's port, and the thread of a stage that shares this process."""
+    n_stages = len(plan.ranks)
     if place.comm is None:
         head_port, stage_port = local_ports(2)
         return head_port, _stage_thread(config, place, stage_port, n_stages)
     from pipeinfer.transport import mpi
 
-    port = mpi.MpiPort(place.comm, _layout(config, place.size))
-    if not config.head_stage:
+    port = mpi.MpiPort(place.comm, mpi.Layout((0, *plan.ranks)))
+    if 0 not in plan.ranks:
         return port, None
     return port, _stage_thread(config, place, port.local_port(1), n_stages)
 
@@ -188,15 +190,19 @@ def _stage_thread(config: Config, place: Place, port: Port, n_stages: int) -> th
     return thread
 
 
-def _serve_rank(config: Config, place: Place, n_stages: int) -> None:
+def _serve_rank(config: Config, place: Place) -> None:
     from pipeinfer.transport import mpi
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    port = mpi.MpiPort(place.comm, _layout(config, place.size))
     mpi.gather_json(place.comm, json.dumps(hello(config, place)))
-    ok = run_stage(config, place, port, n_stages)
+    rank_of = survey.await_place(config, place)
+    if place.rank not in rank_of:
+        survey.await_end(place)
+        return
+    port = mpi.MpiPort(place.comm, mpi.Layout(rank_of))
+    ok = run_stage(config, place, port, len(rank_of) - 1)
     port.close(timeout=2.0)
     if not ok:
         time.sleep(_LAST_WORDS_SECONDS)  # rank 0 reports and ends the job; if it can not, we do
@@ -263,42 +269,77 @@ def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
 # --- the head's start -------------------------------------------------------------------------
 
 
-def _start(
-    config: Config, place: Place, n_stages: int, port: Port, hosts: list[dict[str, Any]],
-    progress: ProgressHook | None, started: float,
-) -> Session:
-    from pipeinfer.backends.llama_library import ensure_llama
-    from pipeinfer.models.shard import ShardSource, check_splittable, stage_layers
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is known before any stage loads."""
 
-    notes: list[str] = []
+    target: Path
+    draft: Path | None
+    model: ModelFile
+    policy: Policy
+    n_ctx: int
+    width: int
+    n_batch: int
+    plan: Plan
+    notes: list[str]
+
+    def cells(self, credit: int) -> int:
+        """Cells of a stage's cache: the context, and rows in flight."""
+        return self.n_ctx + self.width * (2 * credit + 4)
+
+
+def _plan(config: Config, place: Place, hosts: list[dict[str, Any]]) -> _Job:
+    """Read the models' headers and let the ranks agree who holds which layers."""
+    from pipeinfer.backends.llama_library import ensure_llama
+    from pipeinfer.models.shard import check_splittable
+
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     policy = choose_policy(config, draft_path)
     ensure_llama(config.numa)
-    if n_stages > 1:
+    most = place.size if config.head_stage or place.size == 1 else place.size - 1
+    if most > 1:
         check_splittable(model)
-    layers = stage_layers(model.n_layers, n_stages)
-    n_ctx = context_size(config, model)
-    credit = config.credit or n_stages + 1
     width = EXACT_LIMIT
     if config.exact == "off":
         width = max(width, config.tree_max + 1, config.draft_max)
+    n_batch = max(min(config.chunk, config.ubatch or config.chunk), width)
+    n_ctx = context_size(config, model)
+    cells = n_ctx + width * (2 * (config.credit or most + 1) + 4)
+    head_bytes = 0
+    if draft_path is not None and policy is not Policy.ITERATIVE:
+        head_bytes = sum(open_model(draft_path).layer_bytes)
+    plan, notes = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
+                               head_bytes)
+    if plan.line():
+        notes.append(plan.line())
+    return _Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, plan, notes)
+
+
+def _start(
+    config: Config, place: Place, job: _Job, port: Port, hosts: list[dict[str, Any]],
+    progress: ProgressHook | None, started: float,
+) -> Session:
+    from pipeinfer.models.shard import ShardSource
+
+    target_path, draft_path, model, policy = job.target, job.draft, job.model, job.policy
+    n_ctx, width, notes, n_stages = job.n_ctx, job.width, job.notes, len(job.plan.ranks)
+    credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
-    cells = n_ctx + width * (2 * credit + 4)
+    cells = job.cells(credit)
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": 1 + config.partitions, "n_batch": max(chunk, width),
+        "n_seq_max": 1 + config.partitions, "n_batch": job.n_batch,
         "fingerprint": model.fingerprint,
     }
-    check_memory(config, model, layers, cells, hosts)
     sources = {node: ShardSource(model, start, stop)
-               for node, (start, stop) in enumerate(layers, 1) if config.distribute}
-    for node, (start, stop) in enumerate(layers, 1):
+               for node, (start, stop) in enumerate(job.plan.ranges, 1) if config.distribute}
+    for node, (start, stop) in enumerate(job.plan.ranges, 1):
         source = sources.get(node)
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
             **setup, "start": start, "stop": stop,
             "shard": source and {"name": source.name, "bytes": source.total},
-            "settings": hosts[node - n_stages + len(hosts) - 1]["settings"]}))
+            "settings": hosts[job.plan.ranks[node - 1]]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
     tokenizer = Tokenizer(target_path)
     worker = None
@@ -333,7 +374,7 @@ def _start(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.name,
         draft_path.name if worker is not None and draft_path is not None else "",
-        notes, time.monotonic() - started,
+        notes, time.monotonic() - started, job.plan,
     )
 
 

@@ -66,7 +66,7 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     shard, received = stage_shard(config, port, setup, report)
     report("loading", 0, 1)
     whole = start == 0 and stop == setup["n_layers"]
-    threads = _threads(config.threads, place)
+    threads = threads_of(config.threads, place)
     backend = LlamaCppBackend.load(
         shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
         last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
@@ -128,7 +128,7 @@ def load_draft(
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
 
-    threads = _threads(config.threads_draft, place)
+    threads = threads_of(config.threads_draft, place)
     n_layers = open_model(path).n_layers
     backend: Backend = LlamaCppBackend.load(
         path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=cells,
@@ -138,7 +138,7 @@ def load_draft(
     return DraftWorker(DraftModel(backend, n_vocab), notify)
 
 
-def _threads(asked: int, place: Place) -> int:
+def threads_of(asked: int, place: Place) -> int:
     """Threads for a backend: what was asked for, never more than this rank's cores."""
     return min(asked or place.cores, place.cores)
 

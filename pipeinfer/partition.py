@@ -122,9 +122,14 @@ def check_fits(split: Split, members: Sequence[Member]) -> None:
     if lacks[worst] > 0:
         member = members[worst]
         raise PlanError(
-            f"{member.name} needs {split.sizes[worst] / _GIB:.1f} GiB for {split.counts[worst]} "
-            f"layers (weights, cache, scratch) and has {member.memory / _GIB:.1f} GiB: it lacks "
-            f"{lacks[worst] / _GIB:.1f} GiB")
+            f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} "
+            f"layers (weights, cache, scratch) and has {size_text(member.memory)}: it lacks "
+            f"{size_text(lacks[worst])}")
+
+
+def size_text(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.0f} MiB"
 
 
 def _check_counts(n: int, members: Sequence[Member]) -> None:
@@ -212,8 +217,8 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     room = sum(member.memory for member in members if member.layers != 0)
     need = load.stage_bytes(0, n)
     together = ("no contiguous split fits" if need <= room else
-                f"the model needs {need / _GIB:.1f} GiB and all ranks together have "
-                f"{room / _GIB:.1f} GiB")
+                f"the model needs {size_text(need)} and all ranks together have "
+                f"{size_text(room)}")
     advice = "use more hosts, a smaller quantisation or a smaller context (-c)"
     try:
         check_fits(split, members)

@@ -1,17 +1,39 @@
 """What goes where: model files, layers and memory per rank, and sizes that depend on the machine.
 
-Looks at headers and at what hosts told about themselves; loads nothing, sends nothing.
+A plan splits the layers so that the slowest stage is as fast as possible (`partition`), then sees
+whether leaving out the slowest ranks, one after another, makes the whole faster: with stage times
+whose sum with the links is L and whose largest is t, a pass that always has guesses behind it
+yields 1 + g tokens in L + g * t, where g = a / (1 - a) is how many guesses in a row are accepted on
+average. Looks at headers and at what hosts told about themselves; loads nothing, sends nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import Config
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.partition import (
+    Load,
+    Member,
+    Split,
+    check_fits,
+    measure,
+    partition,
+    size_text,
+)
 from pipeinfer.policy import Policy
+
+ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
+SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
+WORTH = 1.1  #: how much faster a plan must be to differ from equal shares, or to leave a rank out
+_SCRATCH = 32 << 20
+_DEFAULT_LINK = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +121,235 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
     widths = sum(int(model.arch_get(f"attention.{kind}_length", size) or size)
                  for kind in ("key", "value"))
     return n_layers * n_cells * kv_heads * widths * 2
+
+
+# --- plans ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
+
+    equal: the split that equal shares would have been; seconds are relative where nothing was
+    measured (`timed` False). left_out: rank -> why.
+    """
+
+    candidates: tuple[int, ...]
+    split: Split
+    equal: Split | None
+    left_out: Mapping[int, str]
+    timed: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that hold a stage."""
+        return tuple(self.candidates[i] for i, _, _ in self.split.ranges())
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each stage."""
+        return [(start, stop) for _, start, stop in self.split.ranges()]
+
+    def line(self) -> str:
+        """One line for people; empty when the plan is the equal split over all ranks."""
+        if self.equal is not None and self.split.counts == self.equal.counts and not self.left_out:
+            return ""
+        counts = ", ".join(str(stop - start) for start, stop in self.ranges)
+        parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
+        if self.timed and self.equal is not None and self.split.counts != self.equal.counts:
+            parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "
+                         f"{1e3 * self.equal.slowest:.1f} ms with equal shares")
+        parts += [f"rank {rank} left out ({why})" for rank, why in self.left_out.items()]
+        return "plan: " + "; ".join(parts)
+
+
+def load_of(model: Any, n_cells: int, n_batch: int) -> Load:
+    """What a model's stages cost (bytes of weights that a row reads) and hold."""
+    from pipeinfer.models.shard import shard_bytes
+
+    n = model.n_layers
+    layers = [shard_bytes(model, i, i + 1) for i in range(n)]
+    plain = list(model.layer_bytes)
+    cache = _cache_bytes(model, 1, n_cells)
+    ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
+    head = layers[-1] - plain[-1] if n > 1 else 0
+    return Load(
+        tuple(map(float, plain)), tuple(float(size + cache) for size in plain),
+        first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
+        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + ff)))
+
+
+def asked_counts(config: Config, model: Any, candidates: Sequence[int],
+                 hosts: Sequence[Mapping[str, Any]], whole: Sequence[int] | None
+                 ) -> list[int | None]:
+    """Layers per candidate where something sets them: --layers, the nodes file, roles.
+
+    whole: the nodes file's list for the whole job. Raises UsageError and PlanError.
+    """
+    counts: list[int | None] = []
+    for rank in candidates:
+        settings = hosts[rank].get("settings", {})
+        spare = settings.get("role") in ("spare", "draft")
+        counts.append(0 if spare else settings.get("layers"))
+    origin = "--layers" if config.layers else "layers in the nodes file"
+    if config.layers:
+        words = [word.strip() for word in config.layers.split(",")]
+        if not all(word.isascii() and word.isdigit() for word in words):
+            raise UsageError(f"--layers {config.layers}: give counts like 10,12,12,6")
+        whole = [int(word) for word in words]
+    if whole is None:
+        return counts
+    free = [i for i, count in enumerate(counts) if count != 0]
+    slots = range(len(counts)) if len(whole) == len(counts) else free
+    if len(whole) != len(slots):
+        raise PlanError(f"{origin} has {len(whole)} counts for {len(counts)} ranks that can hold "
+                        "a stage: give one each, 0 to leave a rank out")
+    if sum(whole) != model.n_layers:
+        raise PlanError(f"{origin} adds up to {sum(whole)}; the model has {model.n_layers} layers")
+    result: list[int | None] = [0] * len(counts)
+    for slot, count in zip(slots, whole, strict=True):
+        result[slot] = count
+    return result
+
+
+def level(speeds: Mapping[int, float]) -> dict[int, float]:
+    """Seconds per byte by rank, with those within SAME_SPEED of each other made equal.
+
+    Noise between equal machines must not make an unequal plan.
+    """
+    result: dict[int, float] = {}
+    group: list[int] = []
+    for rank in sorted(speeds, key=lambda r: speeds[r]):
+        if group and speeds[rank] > speeds[group[0]] * SAME_SPEED:
+            group = []
+        group.append(rank)
+        middle = statistics.median(speeds[r] for r in group)
+        result.update(dict.fromkeys(group, middle))
+    return result
+
+
+def gain(acceptance: float) -> float:
+    """Guesses accepted in a row, on average (acceptance 0 to 1)."""
+    kept = min(max(acceptance, 0.0), 0.99)
+    return kept / (1 - kept)
+
+
+def estimate(split: Split, link: float, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+    """Tokens per second of a split, by the formula in the module docstring."""
+    whole = split.total + link * (len(split.ranges()) + 1)
+    guesses = 0.0 if policy is Policy.ITERATIVE else gain(acceptance)
+    return (1 + guesses) / (whole + guesses * split.slowest)
+
+
+def choose(
+    load: Load, members: Sequence[Member], policy: Policy, link: float = _DEFAULT_LINK,
+    acceptance: float = ACCEPTANCE,
+) -> tuple[Split, dict[int, str]]:
+    """The best split, and which members are left out and why.
+
+    Members of equal speed are never left out; slower ones when that makes the estimate better by
+    WORTH or more. Raises PlanError when even all together can not hold the model.
+    """
+    out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
+    trial = list(members)
+    spare = [i for i, m in enumerate(members) if m.layers is None]
+    best = partition(load, trial)
+    speed = estimate(best, link, policy, acceptance)
+    left_out = dict(out)
+    fastest = min((members[i].per_cost for i in spare), default=0.0)
+    for index in sorted(spare, key=lambda i: -members[i].per_cost):
+        if members[index].per_cost <= fastest * SAME_SPEED:
+            break
+        trial[index] = dataclasses.replace(members[index], layers=0)
+        out[index] = f"{members[index].per_cost / fastest:.1f} times slower than the fastest rank"
+        try:
+            split = partition(load, trial)
+        except PlanError:
+            break
+        if estimate(split, link, policy, acceptance) > speed * WORTH:
+            best, speed = split, estimate(split, link, policy, acceptance)
+            left_out = dict(out)
+    return best, left_out
+
+
+def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
+    """As many layers for each, in so far as no count is set. Raises PlanError."""
+    from pipeinfer.models.shard import stage_layers
+
+    free = [i for i, m in enumerate(members) if m.layers is None]
+    left = n_layers - sum(m.layers or 0 for m in members)
+    counts = [m.layers or 0 for m in members]
+    if free:
+        for i, (start, stop) in zip(free, stage_layers(left, len(free)), strict=True):
+            counts[i] = stop - start
+    if left < 0 or sum(counts) != n_layers:
+        raise PlanError(f"the counts of layers that are set add up to {sum(counts)}; the model "
+                        f"has {n_layers}")
+    return counts
+
+
+def make_plan(
+    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    hosts: Sequence[Mapping[str, Any]], policy: Policy, *, timed: bool,
+) -> Plan:
+    """The plan for `members` (one per candidate rank). Raises PlanError."""
+    n = len(load.costs)
+    left_out: dict[int, str] = {}
+    equal = None
+    if sum(m.layers is None for m in members) <= n:
+        equal = measure(load, members, equal_counts(n, members))
+    if config.split == "equal" or all(m.layers is not None for m in members):
+        split = equal if equal is not None else measure(load, members, equal_counts(n, members))
+        check_fits(split, members)
+        left_out = {i: "set to hold no layers" for i, c in enumerate(split.counts) if not c}
+    else:
+        split, left_out = choose(load, members, policy)
+        if equal is not None and not set(left_out) - _unused(equal) and (
+                equal.slowest <= split.slowest * WORTH) and _fits(equal, members):
+            split = equal
+    split = _within_hosts(config, load, members, candidates, hosts, split, policy)
+    return Plan(tuple(candidates), split, equal,
+                {candidates[i]: why for i, why in left_out.items()}, timed)
+
+
+def _unused(split: Split) -> set[int]:
+    return {i for i, count in enumerate(split.counts) if not count}
+
+
+def _fits(split: Split, members: Sequence[Member]) -> bool:
+    return all(size <= member.memory
+               for size, member in zip(split.sizes, members, strict=True))
+
+
+def _within_hosts(
+    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    hosts: Sequence[Mapping[str, Any]], split: Split, policy: Policy,
+) -> Split:
+    """The split, or one that gives ranks of a host that is too full their share of its memory."""
+    used: dict[str, float] = {}
+    room: dict[str, float] = {}
+    ranks: dict[str, list[int]] = {}
+    for rank, member, size in zip(candidates, members, split.sizes, strict=True):
+        name = str(hosts[rank]["host"])
+        used[name] = used.get(name, 0.0) + size
+        room[name] = min(room.get(name, float("inf")), member.memory)
+        if size:
+            ranks.setdefault(name, []).append(rank)
+    full = [name for name, need in used.items() if need > room[name]]
+    if not full:
+        return split
+    if config.split != "equal" and any(m.layers is None for m in members):
+        shared = [
+            dataclasses.replace(m, memory=m.memory / max(1, len(ranks.get(
+                str(hosts[rank]["host"]), []))))
+            for rank, m in zip(candidates, members, strict=True)]
+        try:
+            return choose(load, shared, policy)[0]
+        except PlanError:
+            pass
+    name = max(full, key=lambda host: used[host] - room[host])
+    raise PlanError(
+        f"ranks {', '.join(map(str, ranks[name]))} on {name} need {size_text(used[name])} "
+        f"together for weights, cache and scratch and {name} has {size_text(room[name])}: it "
+        f"lacks {size_text(used[name] - room[name])}; use more hosts, a smaller quantisation "
+        "or a smaller context (-c)")

@@ -206,6 +206,29 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0) -> list[str] |
     return [texts[rank] for rank in range(comm.Get_size())]
 
 
+def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> None:
+    """A text for `receive_json` at `dest`, outside of any port. Raises TransportTimeout."""
+    request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=_GATHER_TAG)
+    _until(request.Test, comm, dest, time.monotonic() + timeout, timeout, "start-up")
+
+
+def receive_json(comm: MPI.Comm, source: int, timeout: float | None) -> str:
+    """The next text that `source` sent to this rank; None waits for ever, mostly asleep.
+
+    Raises TransportTimeout.
+    """
+    status, start = MPI.Status(), time.monotonic()
+    while (probe := comm.Improbe(source, _GATHER_TAG, status)) is None:
+        waited = time.monotonic() - start
+        if timeout is not None and waited > timeout:
+            raise TransportTimeout(rank=comm.Get_rank(), peer=source, tag="start-up", run_id=None,
+                                   seconds=timeout)
+        time.sleep(min(max(waited * _SHARE, _MIN_SLEEP), 2 * _IDLE_CAP))
+    frame = bytearray(status.Get_count(MPI.BYTE))
+    probe.Recv([frame, MPI.BYTE])
+    return frame.decode()
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A measured link: one-way latency of 4 KiB in seconds, bandwidth of 1 MiB in bytes/s."""

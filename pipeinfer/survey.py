@@ -1,0 +1,163 @@
+"""How the ranks of a job come to a plan, before any port exists.
+
+    head        asks one rank of each host and kind to measure itself, plans, tells all their places
+    rank k      answers, then learns which rank holds which node; a rank without a node is spare:
+                it sleeps until the head says that the job is over
+
+Every wait has a deadline but a spare rank's. A measurement that fails is a note, never the end of
+a job. Knows no policies beyond what the planner asks, and no requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.config import Config
+from pipeinfer.errors import TransportTimeout
+from pipeinfer.host import Place
+from pipeinfer.measure import Figures, from_json, try_figures
+from pipeinfer.nodes import load as load_nodes
+from pipeinfer.partition import Member
+from pipeinfer.planner import Plan, asked_counts, level, load_of, make_plan
+from pipeinfer.policy import Policy
+
+Hosts = Sequence[Mapping[str, Any]]
+
+
+def agree(
+    config: Config, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
+    n_cells: int, n_batch: int, head_bytes: int,
+) -> tuple[Plan, list[str]]:
+    """Head: the plan that every rank has been told, and notes about what could not be measured.
+
+    head_bytes: what the draft takes of rank 0's memory. Raises PlanError and UsageError.
+    """
+    load = load_of(model, n_cells, n_batch)
+    candidates = list(range(0 if config.head_stage or place.size == 1 else 1, place.size))
+    nodes = load_nodes(config)
+    counts = asked_counts(config, model, candidates, hosts,
+                          nodes.layers if nodes is not None else None)
+    free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
+    figures: dict[int, Figures] = {}
+    notes: list[str] = []
+    if place.comm is not None and config.split == "planned" and len(free) > 1:
+        figures, notes = _ask(config, place, model, path, hosts, free)
+    members = members_of(candidates, counts, hosts, figures, head_bytes)
+    plan = make_plan(config, load, members, candidates, hosts, policy, timed=bool(figures))
+    if place.comm is not None:
+        from pipeinfer.transport import mpi
+
+        text = json.dumps({"kind": "place", "rank_of": [0, *plan.ranks]})
+        for rank in range(1, place.size):
+            mpi.send_json(place.comm, rank, text)
+    return plan, notes
+
+
+def members_of(
+    candidates: Sequence[int], counts: Sequence[int | None], hosts: Hosts,
+    figures: Mapping[int, Figures], head_bytes: int = 0,
+) -> list[Member]:
+    """What the planner sees of the ranks; a rank without figures is taken for a middling one."""
+    speeds = level({rank: found.per_byte for rank, found in figures.items()})
+    middling = statistics.median(speeds.values()) if speeds else 1.0
+    members = []
+    for rank, count in zip(candidates, counts, strict=True):
+        host = str(hosts[rank]["host"])
+        memory = float(hosts[rank]["memory_available"])
+        if host == hosts[0]["host"]:
+            memory = max(0.0, memory - head_bytes)
+        members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling),
+                              memory=memory, layers=count))
+    return members
+
+
+def _ask(
+    config: Config, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
+) -> tuple[dict[int, Figures], list[str]]:
+    """Figures by rank: ranks of one host and kind share one measurement."""
+    from pipeinfer.transport import mpi
+
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for rank in ranks:
+        settings = hosts[rank]["settings"]
+        kinds.setdefault((hosts[rank]["host"], hosts[rank]["cores"], *(
+            settings[key] for key in ("threads", "device", "gpu_layers", "numa"))),
+            []).append(rank)
+    asked = [group[0] for group in kinds.values()]
+    for rank in asked:
+        if rank != 0:
+            mpi.send_json(place.comm, rank, json.dumps({
+                "kind": "measure", "settings": hosts[rank]["settings"], "model": str(path),
+                "fingerprint": model.fingerprint}))
+    answers = {}
+    if 0 in asked:
+        answers[0] = _answer(config, place, hosts[0]["settings"], path, model.fingerprint)
+    for rank in asked:
+        if rank != 0:
+            answers[rank] = json.loads(mpi.receive_json(place.comm, rank, config.timeout))
+    figures: dict[int, Figures] = {}
+    notes = []
+    for group in kinds.values():
+        answer = answers[group[0]]
+        try:
+            found = from_json(answer.get("figures"))
+        except ValueError:
+            notes.append(f"rank {group[0]} on {hosts[group[0]]['host']} could not measure itself: "
+                         f"{answer.get('error', 'no answer that can be read')}")
+            continue
+        figures |= dict.fromkeys(group, found)
+    return figures, notes
+
+
+def _answer(
+    config: Config, place: Place, settings: dict[str, Any], path: Path, fingerprint: str
+) -> dict[str, Any]:
+    from pipeinfer.backends.llama_library import ensure_llama
+    from pipeinfer.loading import settle, threads_of
+
+    config = settle(config, place, settings)
+    ensure_llama(config.numa)
+    return try_figures(config, path, fingerprint, threads_of(config.threads, place))
+
+
+def await_place(config: Config, place: Place) -> tuple[int, ...]:
+    """Rank k: answer the head until it says who holds which node (`rank_of[node]`)."""
+    from pipeinfer.transport import mpi
+
+    while True:
+        message = json.loads(mpi.receive_json(place.comm, 0, config.timeout))
+        if message["kind"] == "place":
+            return tuple(map(int, message["rank_of"]))
+        answer = _answer(config, place, message["settings"], Path(message["model"]),
+                         message["fingerprint"])
+        mpi.send_json(place.comm, 0, json.dumps(answer))
+
+
+def await_end(place: Place) -> None:
+    """A spare rank: sleep until the job is over."""
+    from pipeinfer.transport import mpi
+
+    mpi.receive_json(place.comm, 0, None)
+
+
+def end_spares(place: Place, plan: Plan) -> None:
+    """Head: tell the ranks without a node that the job is over."""
+    if place.comm is None:
+        return
+    from pipeinfer.transport import mpi
+
+    for rank in sorted(set(range(1, place.size)) - set(plan.ranks)):
+        with contextlib.suppress(TransportTimeout):
+            mpi.send_json(place.comm, rank, json.dumps({"kind": "end"}), timeout=5.0)
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The plan for reports."""
+    return {"candidates": list(plan.candidates), "split": dataclasses.asdict(plan.split),
+            "left_out": dict(plan.left_out), "timed": plan.timed}
