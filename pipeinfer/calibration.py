@@ -24,6 +24,7 @@ class Calibration:
     _hits: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
     _first: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _second: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def learn(self, claimed: float, hit: bool, *, first: bool) -> None:
         """A trial: the draft named a token with this confidence, and the target has chosen."""
@@ -35,6 +36,11 @@ class Calibration:
             self._first[0] = self._first[0] * _MEMORY + 1.0
             self._first[1] = self._first[1] * _MEMORY + hit
 
+    def learn_second(self, hit: bool) -> None:
+        """A first guess was wrong; whether the next alternative was right."""
+        self._second[0] = self._second[0] * _MEMORY + 1.0
+        self._second[1] = self._second[1] * _MEMORY + hit
+
     def estimate(self, claimed: float, *, first: bool) -> float:
         """Probability that the target chooses a token named with this confidence."""
         kind, slot = int(not first), _slot(claimed)
@@ -45,6 +51,11 @@ class Calibration:
     def acceptance(self) -> float:
         """Share of first guesses that the target chose lately (0.7 before any trial)."""
         return (0.7 * _PRIOR + self._first[1]) / (_PRIOR + self._first[0])
+
+    @property
+    def second(self) -> float:
+        """Share of wrong first guesses whose next alternative was right (0.4 before any)."""
+        return (0.4 * _PRIOR + self._second[1]) / (_PRIOR + self._second[0])
 
     @property
     def trials(self) -> float:

@@ -57,7 +57,7 @@ class Reserve:
     def take(self, count: int, ids: int, floor: float) -> list[Node]:
         """Up to `count` planned nodes for one run, parents first; they leave the reserve.
 
-        ids: sequence ids left for branches. floor: least score. The parents of a run's rows are
+        ids: sequence ids left for branches. floor: least priority. The parents of a run's rows are
         in the run or all in one earlier run, so that skipping stays transitive.
         """
         taken: list[Node] = []
@@ -70,7 +70,7 @@ class Reserve:
             node = entry[2]
             if not _waits(node):
                 continue
-            if node.score < floor:
+            if node.priority < floor:
                 passed.append(entry)
                 break
             parent = node.parent
@@ -96,12 +96,13 @@ class Reserve:
             keep = _waits if heap is self._planned else _unranked
             heap[:] = [entry for entry in heap if keep(entry[2])]
             heapq.heapify(heap)
-        heapq.heappush(heap, (-node.score, next(self._count), node))
+        key = node.priority if heap is self._planned else node.score
+        heapq.heappush(heap, (-key, next(self._count), node))
 
 
-def probability(node: Node, frontier: Node) -> float:
-    """Estimated probability that `node` is accepted, as seen from the frontier."""
-    return math.exp(min(node.score - frontier.score, 0.0))
+def probability(score: float, frontier: Node) -> float:
+    """A score as a probability of acceptance, seen from the frontier."""
+    return math.exp(min(score - frontier.score, 0.0))
 
 
 def _waits(node: Node) -> bool:

@@ -118,6 +118,17 @@ class Scheduler:
         self.limits = limits
         self.pool = SequencePool(1 + limits.partitions)
 
+    def tune(self, limits: Limits) -> None:
+        """Use other sizes, credits and cutoffs from now on, at any time.
+
+        Raises ProtocolError when something would change that runs in flight rely on.
+        """
+        old = self.limits
+        fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions")
+        if any(getattr(limits, name) != getattr(old, name) for name in fixed):
+            raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
+        self.limits = limits
+
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; returns the instructions to execute, in order."""
         match event:
@@ -208,7 +219,7 @@ class Scheduler:
         nodes = lane.tree.plan(tip, [
             Proposal(p.parent, p.token, estimate(p.confidence, first=not p.spare), p.spare)
             for p in proposals
-        ])
+        ], self._spare_weight())
         for node, proposal in zip(nodes, proposals, strict=True):
             assert node.parent is not None
             node.parent.ranked = True
@@ -245,9 +256,7 @@ class Scheduler:
                 break
             frontier = lane.tree.frontier
             had_guess = any(c.speculative for c in frontier.children)
-            for guess in frontier.guesses:
-                self.calibration.learn(guess.confidence, guess.token == choice.token,
-                                       first=not guess.spare)
+            self._learn(frontier, choice.token)
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
@@ -265,6 +274,14 @@ class Scheduler:
             elif lane.job_node is not None and not lane.job_node.open:
                 self._drop_job(lane)
         self._cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+
+    def _learn(self, node: Node, token: int) -> None:
+        """What the target chose where the draft had named something, issued or not."""
+        guesses = node.guesses
+        for guess in guesses:
+            self.calibration.learn(guess.confidence, guess.token == token, first=not guess.spare)
+        if len(guesses) > 1 and guesses[0].token != token:
+            self.calibration.learn_second(guesses[1].token == token)
 
     def _miss(self, lane: Lane, token: int) -> None:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
@@ -335,10 +352,10 @@ class Scheduler:
             if alone and any(r.speculative and not r.cancelled for r in self.runs.values()):
                 return
             best = reserve.best()
-            if best is None or best.score < floor:
+            if best is None or best.priority < floor:
                 return
             if lane.job_node is not None and not limits.eager and \
-                    self._promise(lane.job_node, frontier) > probability(best, frontier):
+                    self._promise(lane.job_node, frontier) > probability(best.priority, frontier):
                 return
             nodes = lane.tree.issue(reserve.take(most, self.pool.available, floor), self._next_run)
             if not nodes:
@@ -347,9 +364,17 @@ class Scheduler:
             self._send(lane, nodes, nodes[0].parent.run_id, speculative=True)
             lane.runs_since_accept += 1
 
+    def _spare_weight(self) -> float:
+        """What an accepted alternative is worth beside an accepted first guess.
+
+        Nothing hangs below it yet, so the pipeline starts anew behind it all the same; it brings
+        one slot, and where the next guess is wrong it shows that a whole latency earlier.
+        """
+        return min(1.0, 1.0 - self.calibration.acceptance + 1.0 / max(self.limits.credit, 1))
+
     def _promise(self, leaf: Node, frontier: Node) -> float:
         """Expected probability of acceptance of the best guess below a leaf."""
-        return probability(leaf, frontier) * self.calibration.acceptance
+        return probability(leaf.score, frontier) * self.calibration.acceptance
 
     def _wanted_leaf(self, lane: Lane) -> Node | None:
         """Where a draft would bring the best new guess, None when none is worth its while."""
@@ -360,10 +385,11 @@ class Scheduler:
         while leaf is not None and self._depth_left(lane, leaf) <= 0:
             leaf.ranked = True
             leaf = lane.reserve.best_leaf()
-        if leaf is None or probability(leaf, frontier) < limits.path_min:
+        if leaf is None or probability(leaf.score, frontier) < limits.path_min:
             return None
         best = lane.reserve.best()
-        if best is not None and probability(best, frontier) > self._promise(leaf, frontier):
+        if best is not None and \
+                probability(best.priority, frontier) > self._promise(leaf, frontier):
             return None  # what is at hand comes first, and then a leaf may be better
         return leaf
 

@@ -44,8 +44,9 @@ class Node:
 
     seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
     its first child continues. score: log of the estimated probability of the guesses that lead
-    to it. ranked: a draft has named what may follow it: `guesses`. choice: the target's choice
-    after it, None while in flight. accepted: the frontier has reached it.
+    to it. priority: the score by which it waits for room. ranked: a draft has named what may
+    follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
+    the frontier has reached it.
     """
 
     token: int
@@ -55,6 +56,7 @@ class Node:
     run_id: int
     speculative: bool
     score: float = 0.0
+    priority: float = 0.0
     ranked: bool = False
     guesses: list[Proposal] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
@@ -113,14 +115,19 @@ class Tree:
         self.frontier = node
         return node
 
-    def plan(self, tip: Node, proposals: Sequence[Proposal]) -> list[Node]:
-        """Nodes for `proposals` below `tip`, none issued yet; index by index."""
+    def plan(self, tip: Node, proposals: Sequence[Proposal], spare_weight: float = 1.0
+             ) -> list[Node]:
+        """Nodes for `proposals` below `tip`, none issued yet; index by index.
+
+        spare_weight: what an accepted spare is worth beside another accepted guess, in (0, 1].
+        """
         nodes: list[Node] = []
         for proposal in proposals:
             parent = tip if proposal.parent < 0 else nodes[proposal.parent]
             score = parent.score + math.log(max(proposal.confidence, 1e-9))
+            weight = math.log(spare_weight) if proposal.spare else 0.0
             nodes.append(Node(proposal.token, parent.pos + 1, parent, (), PLANNED,
-                              speculative=True, score=score))
+                              speculative=True, score=score, priority=score + weight))
         return nodes
 
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
@@ -204,7 +211,7 @@ class Tree:
         speculative: bool,
     ) -> Node:
         node = Node(token, parent.pos + 1, parent, seq_ids, run_id, speculative,
-                    score=parent.score)
+                    score=parent.score, priority=parent.score)
         parent.children.append(node)
         return node
 

@@ -1,0 +1,243 @@
+"""Tunes the policy while it runs, from what runs and drafts really take.
+
+The objective is accepted tokens per second. A small renewal model says what a setting brings: at
+time 0 an accepted token is issued; guesses follow as fast as the draft names them and the slowest
+stage takes them; the first wrong one ends the cycle when its predecessor's result is back, one
+pipeline latency after its issue. The expected tokens of a cycle over its expected length is the
+speed. Settings that the user gave are left alone. This module knows no clock and no cluster: it
+is told durations, and returns limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from pipeinfer.policy import Limits, Policy
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
+_MEMORY = 0.9  #: weight of the past in a running mean
+_SWITCH = 1.03  #: how much better another setting must look
+_HORIZON = 96  #: guesses that a cycle is followed for
+_EVERY = 4  #: results between two decisions
+_NEVER = 1.1  #: a least probability that no guess has
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a pipeline takes, in seconds.
+
+    slowest, computed: of a run of one row, at the slowest stage and over all of them. row_cost: a
+    further row relative to the first. transit: the rest of the way (links, messages). draft: per
+    drafted token.
+    """
+
+    slowest: float
+    computed: float
+    row_cost: float
+    transit: float
+    draft: float
+
+    def slot(self, rows: int) -> float:
+        """How long the slowest stage is taken by a run."""
+        return self.slowest * (1.0 + self.row_cost * (rows - 1))
+
+    def latency(self, rows: int) -> float:
+        """From issue to result in an empty pipeline."""
+        return self.computed * (1.0 + self.row_cost * (rows - 1)) + self.transit
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the controller chooses between. size 0: no speculation."""
+
+    size: int
+    join: bool = False
+
+
+def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 << 30,
+          alternatives: int = 2, second: float = 0.4) -> float:
+    """Expected tokens per second of a setting; see the module docstring.
+
+    second: where a first guess is wrong, how often the next alternative is right.
+    """
+    if setting.size == 0:
+        return 1.0 / timing.latency(1)
+    depth, hits = _batch(round(acceptance, 2), setting.size, alternatives, round(second, 2))
+    drafted = setting.size * timing.draft
+    rows, guesses = (1 + setting.size, depth) if setting.join else (1, 0)
+    issue = drafted if setting.join else 0.0
+    done = issue + timing.latency(rows)
+    issues, results = [issue], [done]
+    reach, tokens, seconds = 1.0, 0.0, 0.0
+    for right in range(_HORIZON):
+        while guesses < right:  # the guess after `right - 1` right ones travels in a further run
+            run = len(issues)
+            if setting.join or run > 1:
+                drafted += depth * timing.draft
+            issue = max(drafted, issues[-1] + timing.slot(rows))
+            if run >= credit:
+                issue = max(issue, results[run - credit])
+            rows = setting.size
+            done = max(issue + timing.latency(rows), results[-1] + timing.slot(rows))
+            issues.append(issue)
+            results.append(done)
+            guesses += depth
+        share = reach * (1.0 - acceptance) if right < _HORIZON - 1 else reach
+        tokens += share * (1 + right + hits[right % depth])
+        seconds += share * results[-1]
+        reach *= acceptance
+    return tokens / seconds
+
+
+@lru_cache(maxsize=4096)
+def _batch(acceptance: float, size: int, alternatives: int, second: float
+           ) -> tuple[int, tuple[float, ...]]:
+    """What `size` rows of one run hold when they are filled best first.
+
+    Returns the levels of first guesses among them, and for each level how likely an alternative
+    that travels along is the token where the first guess is wrong.
+    """
+    offers: list[tuple[float, int, float]] = []  # probability, level, of an alternative
+    for level in range(size):
+        reach, left = acceptance**level, 1.0 - acceptance
+        offers.append((reach * acceptance, level, 0.0))
+        for _ in range(alternatives):
+            offers.append((reach * left * second, level, left * second))
+            left *= 1.0 - second
+    offers.sort(key=lambda offer: -offer[0])
+    kept = offers[:size]
+    depth = max(1, len({offer[1] for offer in kept if offer[2] == 0.0}))
+    wrong = max(1.0 - acceptance, 1e-9)
+    return depth, tuple(
+        sum(offer[2] for offer in kept if offer[1] == level) / wrong for level in range(depth)
+    )
+
+
+def synchronous_speed(timing: Timing, acceptance: float, size: int) -> float:
+    """Expected tokens per second of synchronous speculation with chains of `size` guesses."""
+    tokens = sum(acceptance**k for k in range(size + 1))
+    return tokens / (size * timing.draft + timing.latency(size + 1))
+
+
+def in_flight(timing: Timing, size: int) -> int:
+    """Runs that fill the pipeline without queueing before its slowest stage, and one more."""
+    return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A running mean that starts at its first value."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.value = value if not self.count else _MEMORY * self.value + (1 - _MEMORY) * value
+        self.count += 1
+
+
+@dataclass(slots=True)
+class Controller:
+    """Hears of runs and drafts, says which limits to use from now on.
+
+    limits: the starting point. pinned: names of `Limits` fields that must stay. row_cost: what
+    the stages measured when they loaded, used until runs of several rows have come back.
+    """
+
+    limits: Limits
+    pinned: Collection[str] = ()
+    row_cost: float = 0.5
+    _slowest: _Mean = field(default_factory=_Mean)
+    _computed: _Mean = field(default_factory=_Mean)
+    _transit: list[float] = field(default_factory=list)
+    _draft: _Mean = field(default_factory=_Mean)
+    _row_cost: _Mean = field(default_factory=_Mean)
+    _setting: Setting | None = None
+    _results: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to tune."""
+        limits = self.limits
+        return (limits.policy is Policy.PIPEINFER and not limits.ablations
+                and limits.exact_width >= 1)
+
+    def run_returned(self, rows: int, slowest: float, computed: float, latency: float) -> None:
+        """A run of generated tokens came back computed by every stage; seconds."""
+        self._results += 1
+        if rows == 1:
+            self._slowest.add(slowest)
+            self._computed.add(computed)
+        elif self._slowest.count:
+            further = (slowest / max(self._slowest.value, 1e-9) - 1.0) / (rows - 1)
+            self._row_cost.add(min(max(further, 0.0), 4.0))
+        self._transit.append(max(latency - computed, 0.0))
+        del self._transit[:-32]
+
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """A draft job named so many tokens in so many seconds."""
+        if tokens:
+            self._draft.add(seconds / tokens)
+
+    @property
+    def timing(self) -> Timing | None:
+        """What was measured, None before the first run and draft came back."""
+        if not self._slowest.count or not self._draft.count:
+            return None
+        row_cost = self._row_cost.value if self._row_cost.count >= 4 else self.row_cost
+        return Timing(self._slowest.value, self._computed.value, row_cost, min(self._transit),
+                      self._draft.value)
+
+    def advise(self, acceptance: float, second: float) -> Limits | None:
+        """Limits for the next runs; None: nothing changes.
+
+        acceptance: of first guesses. second: of the next alternative where the first is wrong.
+        """
+        timing = self.timing
+        if not self.active or timing is None or self._results % _EVERY:
+            return None
+        setting = self._choose(timing, acceptance, second)
+        credit = in_flight(timing, max(setting.size, 1))
+        wanted = {
+            "credit": credit,
+            "draft_max": max(setting.size, 1),
+            "join_tip": setting.join,
+            "path_min": cutoff(credit) if setting.size else _NEVER,
+            "alternatives": 1 if credit < 12 else 2,
+            "eager": max(setting.size, 1) * timing.draft > 1.5 * timing.slot(max(setting.size, 1)),
+        }
+        changes = {name: value for name, value in wanted.items() if name not in self.pinned
+                   and getattr(self.limits, name) != value}
+        if not changes:
+            return None
+        self.limits = replace(self.limits, **changes)
+        return self.limits
+
+    def _choose(self, timing: Timing, acceptance: float, second: float) -> Setting:
+        """The best setting among those that are free, keeping the present one unless clearly
+        beaten."""
+        limits = self.limits
+        sizes = (limits.draft_max,) if "draft_max" in self.pinned else SIZES
+        joins = (limits.join_tip,) if "join_tip" in self.pinned else (False, True)
+        options = [Setting(0)] if "path_min" not in self.pinned else []
+        options += [Setting(size, join) for size in sizes for join in joins
+                    if size + join <= limits.exact_width]
+        options = options or [Setting(1)]
+        value = {option: speed(timing, acceptance, option, limits.credit, limits.alternatives,
+                               second) for option in options}
+        best = max(options, key=lambda option: value[option])
+        if self._setting in value and value[best] < _SWITCH * value[self._setting]:
+            return self._setting
+        self._setting = best
+        return best
+
+
+def cutoff(credit: int) -> float:
+    """Least probability of acceptance that deserves a slot, for a pipeline of that depth.
+
+    Found by sweeps in virtual time (docs/emulation.md): a guess of less delays better ones.
+    """
+    return min(max(0.4 / max(credit, 1), 0.004), 0.2)
