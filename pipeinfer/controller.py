@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from pipeinfer.policy import Limits, Policy
 
@@ -201,7 +202,7 @@ class Controller:
             return None
         setting = self._choose(timing, acceptance, second)
         credit = in_flight(timing, max(setting.size, 1))
-        wanted = {
+        wanted: dict[str, Any] = {
             "credit": credit,
             "draft_max": max(setting.size, 1),
             "join_tip": setting.join,

@@ -31,7 +31,8 @@ class SyntheticPair:
     acceptance: share of positions at which the draft's first guess is the target's token.
     spread: concentration of the Beta distribution of confidences (small: nearly always sure or
     unsure; large: always the same). second: share of the remaining probability that the next
-    guess holds, None: 0.55 of the acceptance. claimed: mean of the confidences the draft claims, None: they are true.
+    guess holds, None: 0.55 of the acceptance. claimed: mean of the confidences the draft claims,
+    None: they are true.
     seed: another seed, another text.
     """
 
