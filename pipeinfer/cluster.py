@@ -37,6 +37,7 @@ from pipeinfer.errors import (
 )
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
+from pipeinfer.knobs import controller_for, limits_for, partitions_for
 from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage, settle
 from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
@@ -48,11 +49,12 @@ from pipeinfer.planner import (
     open_model,
     sizes_for,
 )
-from pipeinfer.policy import Ablation, Limits, Policy
+from pipeinfer.policy import Limits, Policy
 from pipeinfer.protocol import VERSION, Notice, ShardHave, Tag, WorkerFailed
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
+from pipeinfer.survey import Survey
 from pipeinfer.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.transport.base import Port
 from pipeinfer.transport.inproc import local_ports
@@ -60,7 +62,6 @@ from pipeinfer.transport.inproc import local_ports
 if TYPE_CHECKING:
     from pipeinfer.models.gguf import ModelFile
 
-JOIN_UP_TO = 2  #: stages up to which `--tip auto` joins, see docs/options.md
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
                               "keep_binding", "trace", "nodes", "given"})
 _LAST_WORDS_SECONDS = 6.0
@@ -113,10 +114,10 @@ def open_session(config: Config, progress: ProgressHook | None = None
         yield None
         return
     started = time.monotonic()
-    hosts = _compare(config, place)
+    hosts = compare(config, place)
     take_settings(config, hosts)
     config = settle(config, place, hosts[0]["settings"])
-    job = _plan(config, place, hosts)
+    job = prepare(config, place, hosts)
     port, thread = _head_port(config, place, job.plan)
     session = _start(config, place, job, port, hosts, progress, started)
     try:
@@ -224,7 +225,7 @@ def hello(config: Config, place: Place) -> dict[str, Any]:
     }
 
 
-def _compare(config: Config, place: Place) -> list[dict[str, Any]]:
+def compare(config: Config, place: Place) -> list[dict[str, Any]]:
     """Every rank's hello; raises MismatchError when they can not work together."""
     mine = hello(config, place)
     if place.comm is None:
@@ -270,7 +271,7 @@ def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """What is known before any stage loads."""
 
     target: Path
@@ -280,15 +281,19 @@ class _Job:
     n_ctx: int
     width: int
     n_batch: int
-    plan: Plan
-    notes: list[str]
+    survey: Survey
+
+    @property
+    def plan(self) -> Plan:
+        """Who holds what."""
+        return self.survey.plan
 
     def cells(self, credit: int) -> int:
         """Cells of a stage's cache: the context, and rows in flight."""
         return self.n_ctx + self.width * (2 * credit + 4)
 
 
-def _plan(config: Config, place: Place, hosts: list[dict[str, Any]]) -> _Job:
+def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
     from pipeinfer.backends.llama_library import ensure_llama
     from pipeinfer.models.shard import check_splittable
@@ -309,27 +314,26 @@ def _plan(config: Config, place: Place, hosts: list[dict[str, Any]]) -> _Job:
     head_bytes = 0
     if draft_path is not None and policy is not Policy.ITERATIVE:
         head_bytes = sum(open_model(draft_path).layer_bytes)
-    plan, notes = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
-                               head_bytes)
-    if plan.line():
-        notes.append(plan.line())
-    return _Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, plan, notes)
+    found = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
+                         head_bytes)
+    return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found)
 
 
 def _start(
-    config: Config, place: Place, job: _Job, port: Port, hosts: list[dict[str, Any]],
+    config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float,
 ) -> Session:
     from pipeinfer.models.shard import ShardSource
 
     target_path, draft_path, model, policy = job.target, job.draft, job.model, job.policy
-    n_ctx, width, notes, n_stages = job.n_ctx, job.width, job.notes, len(job.plan.ranks)
+    n_ctx, width, n_stages = job.n_ctx, job.width, len(job.plan.ranks)
+    notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
     credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
     cells = job.cells(credit)
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": 1 + config.partitions, "n_batch": job.n_batch,
+        "n_seq_max": 1 + partitions_for(config, credit), "n_batch": job.n_batch,
         "fingerprint": model.fingerprint,
     }
     sources = {node: ShardSource(model, start, stop)
@@ -350,26 +354,20 @@ def _start(
         worker = load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake)
     _await_ready(config, port, states, progress, Sender(port, sources))
     exact = min(state.ready["exact_width"] for state in states.values())
-    sizes = sizes_for(max(state.ready["row_cost"] for state in states.values()))
+    row_cost = max(state.ready["row_cost"] for state in states.values())
+    sizes = sizes_for(row_cost)
     if config.exact == "off":
         exact = width
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif exact == 1 and policy is not Policy.ITERATIVE:
         notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
                      "--policy speculative works like iterative; --exact off lifts the bound")
-    limits = Limits(
-        n_ctx=n_ctx, policy=policy, ablations=frozenset(Ablation(a) for a in config.ablate),
-        chunk=chunk, exact_width=exact, credit=credit, partitions=config.partitions,
-        draft_max=config.draft_max or sizes.draft_max,
-        tree_max=config.tree_max or sizes.tree_max, branches=config.branches,
-        p_min=config.draft_p_min, p_split=config.p_split, p_recovery=config.p_recovery,
-        p_decay=config.p_decay,
-        join_tip=config.tip == "joined" or (
-            config.tip == "auto" and sizes.join and n_stages <= JOIN_UP_TO),
-    )
+    limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
+                                n_stages=n_stages)
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
-                timeout=config.timeout)
+                timeout=config.timeout,
+                controller=controller_for(config, limits, pinned, row_cost, cells - n_ctx))
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.name,

@@ -92,15 +92,24 @@ class Config:
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")
     draft_max: int = _opt(0, "--draft-max", "--draft", group="runtime", low=0, high=64,
-                          help="Drafted tokens per micro-batch; 0: 1 to 3 by what a further row "
-                               "costs here.")
+                          help="Guesses per micro-batch; 0: tuned while running.")
     tree_max: int = _opt(0, "--tree-max", group="runtime", low=0, high=256,
                          help="Drafted tokens of a synchronous tree (--policy speculative); 0: 2 "
                               "to 7 by what a further row costs here.")
-    draft_p_min: float = _opt(0.4, "--draft-p-min", kind="float", group="runtime", low=0, high=1,
-                              help="Confidence below which a drafted token is not issued.")
-    p_split: float = _opt(0.2, "--p-split", kind="float", group="runtime", low=0, high=1,
-                          help="Confidence from which a further branch is opened.")
+    draft_p_min: float = _opt(-1.0, "--draft-p-min", kind="float", group="runtime", low=-1, high=1,
+                              help="Confidence below which a drafted token is not issued; -1: "
+                                   "0.4 for synchronous trees, else --path-min alone decides.")
+    path_min: float = _opt(-1.0, "--path-min", kind="float", group="runtime", low=-1, high=2,
+                           help="Least estimated probability that a guess and all before it are "
+                                "right; -1: tuned while running.")
+    alternatives: int = _opt(-1, "--alternatives", group="runtime", low=-1, high=7,
+                             help="Second, third, ... choices of the draft that may be issued "
+                                  "beside its first; -1: 1, or 2 on long pipelines.")
+    adapt: bool = _opt(True, "--adapt", kind="flag", group="runtime", off_flag="--no-adapt",
+                       help="Tune credit, micro-batch size, cutoff and tip while running.")
+    p_split: float = _opt(-1.0, "--p-split", kind="float", group="runtime", low=-1, high=1,
+                          help="Confidence from which a further branch or alternative counts; "
+                               "-1: 0.2 for synchronous trees, else 0.02.")
     p_recovery: float = _opt(0.0, "--p-recovery", kind="float", group="runtime", low=0, high=1,
                              help="Added to the cutoff per run issued since the last acceptance.")
     p_decay: float = _opt(0.0, "--p-decay", kind="float", group="runtime", low=0, high=1,
@@ -108,20 +117,21 @@ class Config:
     tip: str = _opt("auto", "--tip", kind="str", group="runtime",
                     choices=("auto", "alone", "joined"),
                     help="After a miss issue the accepted token alone at once, or joined with the "
-                         "first guesses below it; auto: joined up to 2 stages where a "
-                         "further row is cheap.")
+                         "first guesses below it; auto: tuned while running.")
     branches: int = _opt(1, "--branches", "-np", group="runtime", low=1, high=32,
-                         help="Paths per micro-batch or tree (1: a chain).")
-    partitions: int = _opt(8, "--partitions", group="runtime", low=0, high=200,
-                           help="Sequence ids for side branches.")
+                         help="Paths of a synchronous tree (1: a chain).")
+    partitions: int = _opt(-1, "--partitions", group="runtime", low=-1, high=200,
+                           help="Sequence ids for side branches; -1: twice the credit.")
     credit: int = _opt(0, "--credit", group="runtime", low=0, high=1024,
-                       help="Most useful runs in flight; 0 takes stages + 1.")
+                       help="Most useful runs in flight; 0: tuned, starting at stages + 1.")
     chunk: int = _opt(64, "--chunk", group="runtime", low=1, high=4096,
                       help="Prompt tokens per run, cut at its multiples.")
     exact: str = _opt("on", "--exact", kind="str", group="runtime", choices=("on", "off"),
                       help="Keep runs to the width at which decodes are bit-equal to single rows.")
-    cancel_path: str = _opt("backward", "--cancel-path", kind="str", group="runtime",
-                            choices=("backward", "direct"), help="How cancellations travel.")
+    cancel_path: str = _opt("direct", "--cancel-path", kind="str", group="runtime",
+                            choices=("direct", "backward"),
+                            help="How cancellations travel: to every stage at once, or against "
+                                 "the flow as in the paper.")
     head_stage: bool = _opt(False, "--head-stage", kind="flag", group="runtime",
                             help="Rank 0 holds the first layers too.")
     keep_binding: bool = _opt(False, "--keep-binding", kind="flag", group="runtime",

@@ -146,11 +146,13 @@ class Controller:
 
     limits: the starting point. pinned: names of `Limits` fields that must stay. row_cost: what
     the stages measured when they loaded, used until runs of several rows have come back.
+    max_rows: most rows in flight; the stages' caches have room for so many.
     """
 
     limits: Limits
     pinned: Collection[str] = ()
     row_cost: float = 0.5
+    max_rows: int = 1 << 30
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
@@ -201,14 +203,15 @@ class Controller:
         if not self.active or timing is None or self._results % _EVERY:
             return None
         setting = self._choose(timing, acceptance, second)
-        credit = in_flight(timing, max(setting.size, 1))
+        size = max(setting.size, 1)
+        credit = max(2, min(in_flight(timing, size), self.max_rows // size))
         wanted: dict[str, Any] = {
             "credit": credit,
-            "draft_max": max(setting.size, 1),
+            "draft_max": size,
             "join_tip": setting.join,
             "path_min": cutoff(credit) if setting.size else _NEVER,
             "alternatives": 1 if credit < 12 else 2,
-            "eager": max(setting.size, 1) * timing.draft > 1.5 * timing.slot(max(setting.size, 1)),
+            "eager": size * timing.draft > 1.5 * timing.slot(size),
         }
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
                    and getattr(self.limits, name) != value}

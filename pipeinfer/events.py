@@ -30,10 +30,15 @@ class RunDone:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A draft job ended with these proposals (none: nothing was confident enough)."""
+    """A draft job ended with these proposals (none: nothing was confident enough).
+
+    rows, seconds: what it evaluated for them and how long that took.
+    """
 
     job_id: int
     proposals: tuple[Proposal, ...]
+    rows: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

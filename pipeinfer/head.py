@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.controller import Controller
 from pipeinfer.core import Request
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
 from pipeinfer.events import (
@@ -80,13 +81,16 @@ class Head:
 
     def __init__(
         self, port: Port, n_stages: int, scheduler: Scheduler, draft: DraftWorker | None, *,
-        cancel_path: CancelPath = CancelPath.BACKWARD, trace: bool = False, timeout: float = 300.0,
+        cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
+        controller: Controller | None = None,
     ) -> None:
         self.stats = HeadStats()
         self.scheduler = scheduler
         self._port, self._n_stages, self._draft = port, n_stages, draft
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
         self._news: deque[Emit | Finish | Refuse] = deque()
+        self._controller = controller
+        self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
         self._last_result = time.monotonic()
 
     def submit(self, request: Request) -> None:
@@ -147,11 +151,13 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case RunFinished(run_id, choices):
+                case RunFinished(run_id, choices, _, slowest, computed):
                     self._result(run_id)
+                    self._tune(run_id, slowest, computed)
                     self._feed(RunDone(run_id, choices))
                 case RunCancelled(run_id):
                     self._result(run_id)
+                    self._issued.pop(run_id, None)
                     self._feed(RunDone(run_id, None))
                 case Notice():
                     pass
@@ -160,6 +166,9 @@ class Head:
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
             self._last_result = time.monotonic()
+            guesses = sum(not proposal.spare for proposal in drafted.proposals)
+            if self._controller is not None and 0 < guesses == drafted.rows:
+                self._controller.drafted(guesses, drafted.seconds)
             self._feed(drafted)
         return some
 
@@ -174,6 +183,18 @@ class Head:
         self._last_result = time.monotonic()
         if self._trace:
             self.stats.results.append((run_id, time.time()))
+
+    def _tune(self, run_id: int, slowest: float, computed: float) -> None:
+        """Tell the controller what a run took, and follow its advice."""
+        issued = self._issued.pop(run_id, None)
+        if self._controller is None or issued is None:
+            return
+        when, rows = issued
+        self._controller.run_returned(rows, slowest, computed, time.perf_counter() - when)
+        calibration = self.scheduler.calibration
+        limits = self._controller.advise(calibration.acceptance, calibration.second)
+        if limits is not None:
+            self.scheduler.tune(limits)
 
     def _check_deadline(self) -> None:
         if self.scheduler.idle:
@@ -206,6 +227,8 @@ class Head:
         match instruction:
             case IssueRun(run_id, parent_id, lane, rows, ops, speculative):
                 lanes = np.full(len(rows), lane, np.int32)
+                if self._controller is not None and rows.outputs.all():
+                    self._issued[run_id] = (time.perf_counter(), len(rows))
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
                 if self._trace:
                     self.stats.issues.append((run_id, time.time(), speculative, len(rows)))

@@ -28,6 +28,7 @@ from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.transport.base import Port
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
+DRAFT_PATHS = 8  #: paths that a draft keeps in its cache
 
 
 def run_stage(config: Config, place: Place, port: Port, n_stages: int) -> bool:
@@ -131,11 +132,12 @@ def load_draft(
     threads = threads_of(config.threads_draft, place)
     n_layers = open_model(path).n_layers
     backend: Backend = LlamaCppBackend.load(
-        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=cells,
-        n_seq_max=max(2, config.branches), n_batch=256, n_threads=threads,
+        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
+        n_ctx=cells + 64 * DRAFT_PATHS,
+        n_seq_max=DRAFT_PATHS + config.branches, n_batch=256, n_threads=threads,
         options=llama_options(config, draft=True),
     )
-    return DraftWorker(DraftModel(backend, n_vocab), notify)
+    return DraftWorker(DraftModel(backend, n_vocab, paths=DRAFT_PATHS), notify)
 
 
 def threads_of(asked: int, place: Place) -> int:

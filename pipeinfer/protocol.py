@@ -37,10 +37,10 @@ from pipeinfer.core import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 1
+VERSION = 2
 NO_RUN = -1
 
-_HEADER = struct.Struct("<4sBBHIIqqIIIIIxxxxxxxx")
+_HEADER = struct.Struct("<4sBBHIIqqIIIIIff")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
@@ -49,6 +49,7 @@ _PARAMS = struct.Struct("<didddddiqQi")
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
+_MAX_SECONDS = 1e9
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
 
@@ -86,7 +87,8 @@ class Decode:
 
     lanes: int32[n], the lane whose sampling parameters a row uses. parent_id: the run whose
     cells this one continues (NO_RUN: none); a stage that skipped the parent skips this one too.
-    hidden: float32[n, d] or None (to the first stage, or when skipped).
+    hidden: float32[n, d] or None (to the first stage, or when skipped). slowest, computed: the
+    longest and the total time that stages so far took for it, in seconds (float32 on the wire).
     """
 
     run_id: int
@@ -98,6 +100,8 @@ class Decode:
     skipped: bool = False
     hidden: FloatArray | None = None
     epoch: int = 0
+    slowest: float = 0.0
+    computed: float = 0.0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decode):
@@ -107,7 +111,8 @@ class Decode:
             (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
             == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
                 other.skipped)
-            and self.epoch == other.epoch
+            and (self.epoch, self.slowest, self.computed)
+            == (other.epoch, other.slowest, other.computed)
             and np.array_equal(self.lanes, other.lanes)
             and (mine is None) == (theirs is None)
             and (mine is None or theirs is None or np.array_equal(mine, theirs))
@@ -150,11 +155,13 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The choices after the output rows of a run, in row order."""
+    """The choices after the output rows of a run, in row order; times as in `Decode`."""
 
     run_id: int
     choices: tuple[Choice, ...]
     epoch: int = 0
+    slowest: float = 0.0
+    computed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +249,9 @@ def encode(message: Message) -> bytes:
             return _frame(Op.LANE_CLOSE, epoch, run_id=lane)
         case Shutdown(epoch):
             return _frame(Op.SHUTDOWN, epoch)
-        case RunFinished(run_id, choices, epoch):
+        case RunFinished(run_id, choices, epoch, slowest, computed):
             return _frame(Op.RUN_FINISHED, epoch, _encode_choices(choices), run_id=run_id,
-                          n_rows=len(choices))
+                          n_rows=len(choices), times=(slowest, computed))
         case RunCancelled(run_id, epoch):
             return _frame(Op.RUN_CANCELLED, epoch, run_id=run_id)
         case Cancel(run_ids, epoch):
@@ -272,9 +279,8 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     view = memoryview(frame)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
-    magic, version, op, flags, epoch, reserved, run_id, parent_id, n_rows, n_ids, n_ops, d, size = (
-        _HEADER.unpack_from(view)
-    )
+    (magic, version, op, flags, epoch, reserved, run_id, parent_id, n_rows, n_ids, n_ops, d, size,
+     slowest, computed) = _HEADER.unpack_from(view)
     if magic != MAGIC or reserved:
         raise ProtocolError("a frame that does not start with pipeinfer's header")
     if version != VERSION:
@@ -284,12 +290,14 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     body = view[HEADER_BYTES:]
     if len(body) != size or max(n_rows, n_ids, n_ops, d) > _MAX_COUNT:
         raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
+    _check_times(run_id, slowest, computed)
     reader = _Reader(body)
     message: Message
     match op:
         case Op.DECODE:
             message = _decode_decode(
-                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d)
+                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d),
+                (slowest, computed),
             )
         case Op.CACHE_OPS:
             message = CacheOps(_read_ops(reader, n_ops), epoch)
@@ -300,7 +308,8 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         case Op.SHUTDOWN:
             message = Shutdown(epoch)
         case Op.RUN_FINISHED:
-            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch)
+            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch, slowest,
+                                  computed)
         case Op.RUN_CANCELLED:
             message = RunCancelled(run_id, epoch)
         case Op.CANCEL:
@@ -319,6 +328,12 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             raise ProtocolError(f"unknown operation {op}")
     reader.finish()
     return message
+
+
+def _check_times(run_id: int, *times: float) -> None:
+    for seconds in times:
+        if not 0.0 <= seconds < _MAX_SECONDS:
+            raise ProtocolError(f"run {run_id} claims to have taken {seconds} seconds")
 
 
 class _Reader:
@@ -358,12 +373,13 @@ class _Reader:
 def _frame(
     op: Op, epoch: int, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
     parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
+    times: tuple[float, float] = (0.0, 0.0),
 ) -> bytes:
     size = sum(len(part) for part in body)
     if size > _MAX_PAYLOAD:
         raise ProtocolError(f"a message of {size} bytes is over the limit of {_MAX_PAYLOAD}")
     header = _HEADER.pack(MAGIC, VERSION, op, flags, epoch, 0, run_id, parent_id, n_rows, n_ids,
-                          n_ops, d, size)
+                          n_ops, d, size, *times)
     return b"".join((header, *body))
 
 
@@ -387,12 +403,13 @@ def _encode_decode(m: Decode) -> bytes:
         hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
         parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
     return _frame(Op.DECODE, m.epoch, *parts, flags=flags, run_id=m.run_id,
-                  parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d)
+                  parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
+                  times=(m.slowest, m.computed))
 
 
 def _decode_decode(
     reader: _Reader, flags: int, epoch: int, run_id: int, parent_id: int,
-    counts: tuple[int, int, int, int],
+    counts: tuple[int, int, int, int], times: tuple[float, float],
 ) -> Decode:
     n, n_ids, n_ops, d = counts
     tokens, positions, lanes = reader.array("<i4", 3 * n).reshape(3, n)
@@ -411,7 +428,7 @@ def _decode_decode(
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
-        hidden=hidden, epoch=epoch,
+        hidden=hidden, epoch=epoch, slowest=times[0], computed=times[1],
     )
 
 

@@ -110,7 +110,7 @@ class Stage:
 
     def __init__(
         self, port: Port, n_stages: int, backend: Backend, *,
-        cancel_path: CancelPath = CancelPath.BACKWARD, trace: bool = False, timeout: float = 300.0,
+        cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.stats = StageStats()
@@ -126,6 +126,7 @@ class Stage:
         self._history = History(info.n_seq_max, info.n_ctx) if self._last else None
         self._next_probe = 0.0
         self._run_at_hand = -1
+        self._speculates = False
 
     def serve(self) -> None:
         """Handle messages until Shutdown. Raises TransportTimeout, ProtocolError, BackendError."""
@@ -200,21 +201,29 @@ class Stage:
         # A child of a skipped run reads cells that were never made: skip it as well.
         dead = run.skipped or run.run_id in self._cancelled or run.parent_id in self._skipped
         result: FloatArray | None = None
+        self._speculates |= run.speculative
         self._run_at_hand = run.run_id
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
-            result = self._backend.decode(run.rows, run.hidden,
-                                          self._should_stop if run.speculative else None)
+            look = (self._should_stop if run.speculative
+                    else self._look if self._speculates else None)
+            result = self._backend.decode(run.rows, run.hidden, look)
         computed = time.time()
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
             self._skip(run)
         elif self._last:
             choices = self._choose(run, result)
-            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, run.epoch))
+            seconds = time.time() - start
+            self._port.send(0, Tag.RESULT, RunFinished(
+                run.run_id, choices, run.epoch, max(run.slowest, seconds),
+                run.computed + seconds))
         else:
+            seconds = computed - start
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, hidden=result, epoch=run.epoch))
+                                 speculative=run.speculative, hidden=result, epoch=run.epoch,
+                                 slowest=max(run.slowest, seconds),
+                                 computed=run.computed + seconds))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, computed)
@@ -228,6 +237,11 @@ class Stage:
         else:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, skipped=True, epoch=run.epoch))
+
+    def _look(self) -> bool:
+        """Pass cancellations on; a run that is not speculative is computed to its end."""
+        self._should_stop()
+        return False
 
     def _should_stop(self) -> bool:
         now = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +34,7 @@ i32 = st.integers(-(2**31), 2**31 - 1)
 run_ids = st.integers(-(2**63), 2**63 - 1)
 epochs = st.integers(0, 2**32 - 1)
 floats = st.floats(-1e9, 1e9)
+seconds = st.floats(0, 1e6, width=32)
 ops = st.lists(st.one_of(
     st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
     st.builds(SeqKeep, i32),
@@ -55,7 +58,7 @@ def decodes(draw):
         hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
     lanes = np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32)
     return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
-                  draw(st.booleans()), hidden, draw(epochs))
+                  draw(st.booleans()), hidden, draw(epochs), draw(seconds), draw(seconds))
 
 
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
@@ -63,7 +66,8 @@ json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
 messages = st.one_of(
     decodes(), st.builds(CacheOps, ops, epochs), st.builds(LaneOpen, run_ids, params, epochs),
     st.builds(LaneClose, run_ids, epochs), st.builds(Shutdown, epochs),
-    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs, seconds,
+              seconds),
     st.builds(RunCancelled, run_ids, epochs),
     st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple), epochs),
     st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32, epochs),
@@ -115,6 +119,15 @@ def test_other_versions_and_strangers_are_named():
         decode(b"PIPE")
     with pytest.raises(ProtocolError):
         encode("hello")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_times_that_can_not_be_are_refused(value):
+    frame = bytearray(encode(RunFinished(3, (), slowest=1.0, computed=2.0)))
+    assert decode(frame) == RunFinished(3, (), slowest=1.0, computed=2.0)
+    struct.pack_into("<f", frame, HEADER_BYTES - 4, value)
+    with pytest.raises(ProtocolError, match="run 3 claims"):
+        decode(frame)
 
 
 def test_activations_must_match_the_rows():

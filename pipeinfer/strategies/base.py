@@ -15,7 +15,9 @@ from pipeinfer.tree import Proposal
 
 
 class Proposer(Protocol):
-    """Proposes continuations; used by one thread."""
+    """Proposes continuations; used by one thread. rows_evaluated: of its model, so far."""
+
+    rows_evaluated: int
 
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]

@@ -77,13 +77,15 @@ class DraftWorker:
             self._notify()
 
     def _work(self, job: StartDraft) -> None:
-        start = time.perf_counter()
+        start, rows = time.perf_counter(), self._proposer.rows_evaluated
         if job.job_id not in self._stopped:
             proposals = self._proposer.propose(
                 job, lambda: self._closing or job.job_id in self._stopped
             )
             if proposals is not None:
-                self._results.append(Drafted(job.job_id, proposals))
+                self._results.append(Drafted(
+                    job.job_id, proposals, self._proposer.rows_evaluated - rows,
+                    time.perf_counter() - start))
         self._last_done = job.job_id
         self._stopped.discard(job.job_id)
         self.busy_seconds += time.perf_counter() - start
