@@ -12,6 +12,7 @@ another wants bytes. Knows the shard cache and ports, no MPI and no policies.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -33,6 +34,7 @@ from pipeinfer.transport.base import Port
 CHUNK = 1 << 20  #: bytes of one message
 WINDOW = 8 * CHUNK  #: bytes on the way to one stage
 _DIGEST_BYTES = 32
+_FORGET_SECONDS = 7 * 24 * 3600
 
 Report = Callable[[str, int, int], None]
 
@@ -172,6 +174,7 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
     if target.exists() and target.stat().st_size == total:
         return target, 0
     part = directory / f"{name}.part"
+    _forget_old(directory, part)
     try:
         with part.open("a+b") as file:
             try:
@@ -188,6 +191,14 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
             f"({error.strerror or error}); make room, or set PIPEINFER_CACHE to another directory"
         ) from None
     return target, arrived
+
+
+def _forget_old(directory: Path, but: Path) -> None:
+    """Delete beginnings of other shards that no job has gone on with for a week."""
+    for path in directory.glob("*.gguf.part"):
+        with contextlib.suppress(OSError):
+            if path != but and path.stat().st_mtime < time.time() - _FORGET_SECONDS:
+                path.unlink()
 
 
 def _fill(port: Port, file: BinaryIO, total: int, timeout: float, report: Report) -> int:

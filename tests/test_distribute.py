@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 import time
 
@@ -112,6 +113,17 @@ def test_a_silent_stage_gets_no_more_than_the_window():
     while sender.pump():
         pass
     assert sender.sent_bytes == WINDOW + 2 * CHUNK
+
+
+def test_old_beginnings_are_forgotten(tmp_path):
+    for name, age in (("old.gguf.part", 8), ("new.gguf.part", 1), ("old.gguf", 9)):
+        (tmp_path / name).write_bytes(b"x")
+        then = time.time() - age * 24 * 3600
+        os.utime(tmp_path / name, (then, then))
+    outcome, _ = transfer({1: tmp_path}, {1: Bytes(pattern(5000))})
+    assert outcome[1][1] == len(pattern(5000))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "new.gguf.part", "old.gguf", "shard.gguf"]
 
 
 @pytest.mark.parametrize("kind", ["end", "bytes"])
