@@ -36,6 +36,7 @@ from pipeinfer.events import (
     StopDraft,
     Submit,
 )
+from pipeinfer.policy import Limits
 from pipeinfer.protocol import (
     CacheOps,
     Cancel,
@@ -92,6 +93,11 @@ class Head:
         self._controller = controller
         self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
         self._last_result = time.monotonic()
+
+    def reconfigure(self, limits: Limits, controller: Controller | None = None) -> None:
+        """Use other knobs, and another controller or none, while nothing runs."""
+        self.scheduler.reconfigure(limits)
+        self._controller = controller
 
     def submit(self, request: Request) -> None:
         """Queue a request; its tokens and its one terminal event come from `next_news`."""

@@ -18,19 +18,26 @@ _STEP = 1e-3
 
 
 class PacedBackend:
-    """See the module docstring; `seconds` maps a number of rows to a duration."""
+    """See the module docstring; `seconds` maps a number of rows to a duration.
+
+    layers: how often a decode asks `should_stop` (0: every millisecond).
+    """
 
     def __init__(self, inner: Backend, seconds: Callable[[int], float], *,
-                 computing: bool = False) -> None:
+                 computing: bool = False, layers: int = 0) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
         self._inner, self._seconds, self._computing = inner, seconds, computing
+        self._layers = layers
 
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
         """See `Backend.decode`."""
-        end = time.perf_counter() + self._seconds(len(rows))
+        seconds = self._seconds(len(rows))
+        step = seconds / self._layers if self._layers else _STEP
+        end = time.perf_counter() + seconds
+        layer = end - seconds + step
         result = self._inner.decode(rows, hidden, should_stop)
         while result is not None and (left := end - time.perf_counter()) > 0:
             if should_stop is not None and should_stop():
@@ -38,9 +45,10 @@ class PacedBackend:
                     self._inner.seq_rm(seq_id, first, int(rows.positions.max()) + 1)
                 return None
             if self._computing:
-                _burn(min(left, _STEP))
+                _burn(min(left, step))
             else:
-                time.sleep(min(left, _STEP))
+                time.sleep(min(left, max(layer - time.perf_counter(), 0.0)))
+                layer += step
         return result
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:

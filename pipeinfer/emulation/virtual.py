@@ -44,8 +44,8 @@ from pipeinfer.policy import Limits
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.strategies.draft_model import DraftModel
 
-_HEADER_BYTES = 96  #: a transaction without its columns
-_ROW_BYTES = 24  #: columns of one row without activations
+HEADER_BYTES = 96  #: a transaction without its columns
+ROW_BYTES = 24  #: columns of one row without activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,11 @@ class Result:
         return self.sent_bytes / max(len(self.times), 1)
 
 
+def prompt_of(scenario: Scenario) -> tuple[int, ...]:
+    """The prompt's tokens."""
+    return tuple(token % 60 for token in range(1, 1 + scenario.prompt))
+
+
 def simulate(scenario: Scenario, controller: Controller | None = None) -> Result:
     """Run the request of a scenario to its end.
 
@@ -228,8 +233,7 @@ class _Simulation:
         heapq.heappush(self.queue, (max(time, self.now), next(self.count), action))
 
     def run(self) -> Result:
-        prompt = tuple(range(1, 1 + self.spec.prompt))
-        request = Request(0, tuple(t % 60 for t in prompt), self.spec.tokens)
+        request = Request(0, prompt_of(self.spec), self.spec.tokens)
         self.at(0.0, lambda: self.feed(Submit(request)))
         while self.queue and self.finished is None:
             self.now, _, action = heapq.heappop(self.queue)
@@ -272,9 +276,9 @@ class _Simulation:
         match item:
             case IssueRun(run_id, _, _, rows, _, _):
                 self.issued[run_id] = self.now
-                self._send(0, _Packet(item), _HEADER_BYTES + _ROW_BYTES * len(rows))
+                self._send(0, _Packet(item), HEADER_BYTES + ROW_BYTES * len(rows))
             case SendOps() | OpenLane() | CloseLane():
-                self._send(0, _Packet(item), _HEADER_BYTES)
+                self._send(0, _Packet(item), HEADER_BYTES)
             case CancelRuns(run_ids):
                 self._cancel(run_ids)
             case StartDraft():
@@ -309,7 +313,7 @@ class _Simulation:
             self._send_cancel(last, run_ids, self.spec.links[-1].latency)
 
     def _send_cancel(self, stage: int, run_ids: tuple[int, ...], latency: float) -> None:
-        self.sent += _HEADER_BYTES
+        self.sent += HEADER_BYTES
         self.at(self.now + latency, lambda: self._notice(stage, run_ids))
 
     def _notice(self, index: int, run_ids: tuple[int, ...]) -> None:
@@ -388,7 +392,7 @@ class _Simulation:
         stage.running = None
         stage.busy += self.now - stage.started
         item = packet.item
-        size = _HEADER_BYTES
+        size = HEADER_BYTES
         if isinstance(item, IssueRun):
             stage.last_run = item.run_id
             stage.cancelled.discard(item.run_id)
@@ -402,11 +406,11 @@ class _Simulation:
                 seconds = self.now - stage.started
                 packet.slowest = max(packet.slowest, seconds)
                 packet.computed += seconds
-                size += len(item.rows) * (_ROW_BYTES + self.spec.row_bytes)
+                size += len(item.rows) * (ROW_BYTES + self.spec.row_bytes)
         if index + 1 < len(self.stages):
             self._send(index + 1, packet, size)
         elif isinstance(item, IssueRun):
-            self._send(index + 1, packet, _HEADER_BYTES)
+            self._send(index + 1, packet, HEADER_BYTES)
         self._next(index)
 
     def _result(self, packet: _Packet) -> None:
@@ -468,8 +472,9 @@ class _Simulation:
             rows = next(steps)
         except StopIteration as end:
             self.working = None
-            if self.controller is not None and spent and evaluated == job.max_tokens:
-                self.controller.drafted(job.max_tokens, spent)
+            guesses = sum(not proposal.spare for proposal in end.value)
+            if self.controller is not None and 0 < guesses == evaluated:
+                self.controller.drafted(guesses, spent)
             self.feed(Drafted(job.job_id, end.value))
             self._draft_next()
             return

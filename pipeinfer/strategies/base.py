@@ -15,9 +15,11 @@ from pipeinfer.tree import Proposal
 
 
 class Proposer(Protocol):
-    """Proposes continuations; used by one thread. rows_evaluated: of its model, so far."""
+    """Proposes continuations; used by one thread."""
 
-    rows_evaluated: int
+    @property
+    def rows_evaluated(self) -> int:
+        """Rows that its model has evaluated so far."""
 
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]

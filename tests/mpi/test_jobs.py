@@ -35,12 +35,12 @@ def cases(count=40):
                 {"policy": "iterative"},
                 {"policy": "speculative", "branches": 3, "p_split": 0.1},
                 {"policy": "pipeinfer", "p_min": 0.2},
-                {"policy": "pipeinfer", "p_min": 0.0, "branches": 3, "p_split": 0.1},
+                {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
+                {"policy": "pipeinfer", "adapt": True},
                 {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
                 {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
                 {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
-                {"policy": "pipeinfer", "ablations": ["multibuffer"], "branches": 3,
-                 "p_min": 0.1},
+                {"policy": "pipeinfer", "ablations": ["multibuffer"], "p_min": 0.1},
             ):
                 if i == 0 or limits["policy"] == "pipeinfer":
                     out.append({"prompt": prompt, "params": params, "limits": limits,

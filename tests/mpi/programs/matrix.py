@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeinfer.cluster import end_job, open_session
 from pipeinfer.config import Config
+from pipeinfer.controller import Controller
 from pipeinfer.core import SamplingParams
 from pipeinfer.generate import run_request
 from pipeinfer.policy import Ablation, Policy
@@ -30,12 +31,14 @@ def main() -> None:
             base = session.limits
             for case in task["cases"]:
                 change = dict(case["limits"])
+                adapt = change.pop("adapt", False)
                 if "policy" in change:
                     change["policy"] = Policy(change["policy"])
                 if "ablations" in change:
                     change["ablations"] = frozenset(map(Ablation, change["ablations"]))
                 session.head.drain(60)
-                session.head.scheduler.reconfigure(dataclasses.replace(base, **change))
+                limits = dataclasses.replace(base, **change)
+                session.head.reconfigure(limits, Controller(limits) if adapt else None)
                 prompt = case["prompt"]
                 if isinstance(prompt, str):
                     prompt = session.tokenizer.encode(prompt)

@@ -1,0 +1,216 @@
+"""The real runtime at another cluster's pace: real ranks, messages and threads, emulated machines.
+
+Every rank runs the code that it runs on a cluster; stages compute nothing and take as long as the
+scenario says, messages are held by their receiver until the emulated link would have brought them,
+the draft answers when its machine would. `scale` stretches all emulated times, so that what the
+emulator itself costs shrinks against them. This module knows no profiles.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from pipeinfer.backends.paced import PacedBackend
+from pipeinfer.controller import Controller
+from pipeinfer.core import Request
+from pipeinfer.emulation.synthetic import SyntheticBackend
+from pipeinfer.emulation.virtual import HEADER_BYTES, ROW_BYTES, Scenario, Wire, prompt_of
+from pipeinfer.errors import PipeinferError, UsageError
+from pipeinfer.events import Emit, Finish, LaneStats, StartDraft
+from pipeinfer.head import Head
+from pipeinfer.protocol import Decode, Tag
+from pipeinfer.scheduler import Scheduler
+from pipeinfer.stage import CancelPath, Stage
+from pipeinfer.strategies.draft_model import DraftModel
+from pipeinfer.strategies.worker import DraftWorker
+from pipeinfer.transport.base import Envelope, Port
+from pipeinfer.tree import Proposal
+
+_TIMEOUT = 600.0
+
+
+@dataclass(slots=True)
+class WallResult:
+    """Times in seconds of the emulated cluster (divided by the scale).
+
+    reports: what each stage said. cpu_seconds: processor time of each rank, emulator included,
+    in real seconds. head_busy: real seconds the head spent on events and instructions.
+    """
+
+    tokens: list[int]
+    times: list[float]
+    stats: LaneStats
+    reports: dict[int, dict[str, Any]]
+    head_busy: float
+    wall_seconds: float
+    cpu_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generation speed; prompt processing does not count."""
+        seconds = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+        return (len(self.times) - 1) / seconds if seconds else 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token after the prompt's own."""
+        return self.times[1] - self.times[0] if len(self.times) > 1 else 0.0
+
+
+class DelayedPort:
+    """A port whose messages arrive as late as over an emulated link; see `Port`."""
+
+    def __init__(self, inner: Port, wire: Wire, row_bytes: int, scale: float) -> None:
+        self.node, self.traffic = inner.node, inner.traffic
+        self.send, self.wake, self.close = inner.send, inner.wake, inner.close
+        self._inner, self._row_bytes = inner, row_bytes
+        self._latency, self._per_byte = scale * wire.latency, scale / wire.bandwidth
+        self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
+        self._free = 0.0
+
+    def take(self, tag: Tag) -> Envelope | None:
+        """See `Port.take`."""
+        self._collect()
+        held = self._held[tag]
+        if held and held[0][0] <= time.monotonic():
+            return held.popleft()[1]
+        return None
+
+    def wait(self, timeout: float, *, live: bool = True) -> None:
+        """See `Port.wait`."""
+        self._collect()
+        due = min((held[0][0] for held in self._held.values() if held), default=None)
+        left = timeout if due is None else min(timeout, due - time.monotonic())
+        if left > 0:
+            self._inner.wait(left, live=live)
+
+    def _collect(self) -> None:
+        for tag in Tag:
+            while (envelope := self._inner.take(tag)) is not None:
+                now = time.monotonic()
+                if tag is Tag.TRANSACTION:  # the one kind that is long enough to fill a link
+                    self._free = max(now, self._free) + self._per_byte * self._size(envelope)
+                    now = self._free
+                self._held[tag].append((now + self._latency, envelope))
+
+    def _size(self, envelope: Envelope) -> int:
+        """Bytes that the message would have with the emulated model's activations."""
+        message = envelope.message
+        if not isinstance(message, Decode) or message.skipped:
+            return HEADER_BYTES
+        per_row = ROW_BYTES + (self._row_bytes if message.hidden is not None else 0)
+        return HEADER_BYTES + per_row * len(message.rows)
+
+
+class PacedDraft:
+    """A draft model that takes `seconds(rows)` per evaluation; a `Proposer`."""
+
+    def __init__(self, model: DraftModel, seconds: Callable[[int], float]) -> None:
+        self._model, self._seconds = model, seconds
+
+    @property
+    def rows_evaluated(self) -> int:
+        """Of the model, so far."""
+        return self._model.rows_evaluated
+
+    def propose(self, job: StartDraft, stopped: Callable[[], bool]
+                ) -> tuple[Proposal, ...] | None:
+        """See `Proposer.propose`."""
+        steps = self._model.steps(job)
+        end = time.perf_counter()
+        while True:
+            if stopped():
+                steps.close()
+                return None
+            try:
+                rows = next(steps)
+            except StopIteration as stop:
+                result: tuple[Proposal, ...] = stop.value
+                return result
+            end += self._seconds(rows)
+            time.sleep(max(0.0, end - time.perf_counter()))
+
+    def close(self) -> None:
+        """See `Proposer.close`."""
+        self._model.close()
+
+
+def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | None = None
+            ) -> WallResult | None:
+    """Run a scenario on the ranks of this job, one per stage and one for the head.
+
+    Returns the result at rank 0, None elsewhere. Raises UsageError when the number of ranks does
+    not fit.
+    """
+    from pipeinfer.transport import mpi  # only ranks of a job load MPI
+
+    comm = mpi.world()
+    n_stages = len(scenario.stages)
+    if comm.Get_size() != n_stages + 1:
+        raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, not "
+                         f"{comm.Get_size()}: start mpirun with -np {n_stages + 1}")
+    rank = comm.Get_rank()
+    wire = scenario.links[-1 if rank == 0 else rank - 1]
+    inner = mpi.MpiPort(comm, mpi.Layout(tuple(range(n_stages + 1))))
+    port = DelayedPort(inner, wire, scenario.row_bytes, scale)
+    path = CancelPath.DIRECT if scenario.direct_cancel else CancelPath.BACKWARD
+    result = None
+    if rank:
+        _stage(scenario, port, rank, scale, path)
+    else:
+        result = _head(scenario, port, scale, path, controller)
+    texts = mpi.gather_json(comm, json.dumps(sum(psutil.Process().cpu_times()[:2])))
+    inner.close(timeout=5.0)
+    if result is not None:
+        result.cpu_seconds = [float(text) for text in texts or []]
+    return result
+
+
+def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: CancelPath) -> None:
+    n_stages = len(scenario.stages)
+    spec = scenario.stages[rank - 1]
+    backend = PacedBackend(
+        SyntheticBackend(scenario.pair, layers=(rank - 1, rank), n_layers=n_stages,
+                         n_ctx=scenario.prompt + scenario.tokens + 8,
+                         n_seq_max=1 + scenario.limits.partitions),
+        lambda rows: scale * spec.seconds(rows), layers=spec.layers)
+    Stage(port, n_stages, backend, cancel_path=path, trace=True, timeout=_TIMEOUT).serve()
+
+
+def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
+          controller: Controller | None) -> WallResult:
+    limits = scenario.limits
+    draft = DraftModel(
+        SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, draft=True,
+                         n_ctx=scenario.prompt + scenario.tokens + 8,
+                         n_seq_max=scenario.draft_paths + max(limits.branches, 1)),
+        paths=scenario.draft_paths)
+    worker = DraftWorker(PacedDraft(draft, lambda rows: scale * scenario.draft(rows)), port.wake)
+    head = Head(port, len(scenario.stages), Scheduler(limits), worker, cancel_path=path,
+                timeout=_TIMEOUT, controller=controller)
+    started = time.monotonic()
+    head.submit(Request(0, prompt_of(scenario), scenario.tokens))
+    tokens: list[int] = []
+    times: list[float] = []
+    stats: LaneStats | None = None
+    while stats is None:
+        news = head.next_news(_TIMEOUT)
+        match news:
+            case Emit(_, choice, _):
+                tokens.append(choice.token)
+                times.append((time.monotonic() - started) / scale)
+            case Finish(_, _, stats):
+                pass
+            case _:
+                raise PipeinferError(f"the emulated request ended with {news}")
+    wall = time.monotonic() - started
+    worker.close(timeout=5.0)
+    head.drain(_TIMEOUT)
+    return WallResult(tokens, times, stats, head.shutdown(timeout=30.0), head.stats.busy, wall)
