@@ -87,6 +87,7 @@ class _Main(click.Group):
     elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
         "inflate": ("pipeinfer.models.inflate", "inflate_command"),
         "doctor": ("pipeinfer.doctor", "doctor_command"),
+        "plan": ("pipeinfer.plan", "plan_command"),
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from pipeinfer.policy import Policy
 
 ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
 SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
-WORTH = 1.1  #: how much faster a plan must be to differ from equal shares, or to leave a rank out
+WORTH = 1.1  #: how much faster the slowest stage must become for a plan to differ from equal shares
+LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be left out
 _SCRATCH = 32 << 20
 _DEFAULT_LINK = 100e-6
 
@@ -130,13 +131,13 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
 class Plan:
     """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
 
-    equal: the split that equal shares would have been; seconds are relative where nothing was
-    measured (`timed` False). left_out: rank -> why.
+    equal: what equal shares for every rank that may hold a stage would have been. Seconds are
+    relative where nothing was measured (`timed` False). left_out: rank -> why.
     """
 
     candidates: tuple[int, ...]
     split: Split
-    equal: Split | None
+    equal: Split
     left_out: Mapping[int, str]
     timed: bool
 
@@ -152,11 +153,11 @@ class Plan:
 
     def line(self) -> str:
         """One line for people; empty when the plan is the equal split over all ranks."""
-        if self.equal is not None and self.split.counts == self.equal.counts and not self.left_out:
+        if self.split.counts == self.equal.counts and not self.left_out:
             return ""
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)
         parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
-        if self.timed and self.equal is not None and self.split.counts != self.equal.counts:
+        if self.timed and self.split.counts != self.equal.counts:
             parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "
                          f"{1e3 * self.equal.slowest:.1f} ms with equal shares")
         parts += [f"rank {rank} left out ({why})" for rank, why in self.left_out.items()]
@@ -234,7 +235,8 @@ def gain(acceptance: float) -> float:
     return kept / (1 - kept)
 
 
-def estimate(split: Split, link: float, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+def estimate(split: Split, policy: Policy, link: float = _DEFAULT_LINK,
+             acceptance: float = ACCEPTANCE) -> float:
     """Tokens per second of a split, by the formula in the module docstring."""
     whole = split.total + link * (len(split.ranges()) + 1)
     guesses = 0.0 if policy is Policy.ITERATIVE else gain(acceptance)
@@ -242,33 +244,34 @@ def estimate(split: Split, link: float, policy: Policy, acceptance: float = ACCE
 
 
 def choose(
-    load: Load, members: Sequence[Member], policy: Policy, link: float = _DEFAULT_LINK,
-    acceptance: float = ACCEPTANCE,
+    load: Load, members: Sequence[Member], predict: Callable[[Split], float]
 ) -> tuple[Split, dict[int, str]]:
     """The best split, and which members are left out and why.
 
-    Members of equal speed are never left out; slower ones when that makes the estimate better by
-    WORTH or more. Raises PlanError when even all together can not hold the model.
+    predict: tokens per second of a split. Members of equal speed are never left out; slower ones
+    when that is faster by LEAVE or more. Raises PlanError when all together can not hold the model.
     """
     out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
     trial = list(members)
     spare = [i for i, m in enumerate(members) if m.layers is None]
     best = partition(load, trial)
-    speed = estimate(best, link, policy, acceptance)
+    speed = predict(best)
     left_out = dict(out)
     fastest = min((members[i].per_cost for i in spare), default=0.0)
     for index in sorted(spare, key=lambda i: -members[i].per_cost):
         if members[index].per_cost <= fastest * SAME_SPEED:
             break
         trial[index] = dataclasses.replace(members[index], layers=0)
-        out[index] = f"{members[index].per_cost / fastest:.1f} times slower than the fastest rank"
+        out[index] = (
+            f"takes {members[index].per_cost / fastest:.1f} times as long as the fastest rank; "
+            "faster without it")
         try:
             split = partition(load, trial)
         except PlanError:
             break
-        if estimate(split, link, policy, acceptance) > speed * WORTH:
-            best, speed = split, estimate(split, link, policy, acceptance)
-            left_out = dict(out)
+        faster = predict(split)
+        if faster > speed * LEAVE:
+            best, speed, left_out = split, faster, dict(out)
     return best, left_out
 
 
@@ -279,10 +282,13 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
     free = [i for i, m in enumerate(members) if m.layers is None]
     left = n_layers - sum(m.layers or 0 for m in members)
     counts = [m.layers or 0 for m in members]
-    if free:
+    if free and left >= len(free):
         for i, (start, stop) in zip(free, stage_layers(left, len(free)), strict=True):
             counts[i] = stop - start
-    if left < 0 or sum(counts) != n_layers:
+    elif free and left >= 0:
+        raise PlanError(f"{len(free)} ranks for {left} of {n_layers} layers: every rank needs at "
+                        "least one; start fewer ranks")
+    if sum(counts) != n_layers:
         raise PlanError(f"the counts of layers that are set add up to {sum(counts)}; the model "
                         f"has {n_layers}")
     return counts
@@ -290,25 +296,25 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
 
 def make_plan(
     config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
-    hosts: Sequence[Mapping[str, Any]], policy: Policy, *, timed: bool,
+    hosts: Sequence[Mapping[str, Any]], predict: Callable[[Split], float], *, timed: bool,
 ) -> Plan:
-    """The plan for `members` (one per candidate rank). Raises PlanError."""
+    """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
     n = len(load.costs)
-    left_out: dict[int, str] = {}
-    equal = None
-    if sum(m.layers is None for m in members) <= n:
-        equal = measure(load, members, equal_counts(n, members))
+    equal = measure(load, members, equal_counts(n, members))
+    plain = measure(load, members, equal_counts(n, [
+        member if member.layers == 0 else dataclasses.replace(member, layers=None)
+        for member in members]))
     if config.split == "equal" or all(m.layers is not None for m in members):
-        split = equal if equal is not None else measure(load, members, equal_counts(n, members))
+        split = equal
         check_fits(split, members)
         left_out = {i: "set to hold no layers" for i, c in enumerate(split.counts) if not c}
     else:
-        split, left_out = choose(load, members, policy)
-        if equal is not None and not set(left_out) - _unused(equal) and (
-                equal.slowest <= split.slowest * WORTH) and _fits(equal, members):
+        split, left_out = choose(load, members, predict)
+        if (set(left_out) <= _unused(equal) and equal.slowest <= split.slowest * WORTH
+                and _fits(equal, members)):
             split = equal
-    split = _within_hosts(config, load, members, candidates, hosts, split, policy)
-    return Plan(tuple(candidates), split, equal,
+    split = _within_hosts(config, load, members, candidates, hosts, split, predict)
+    return Plan(tuple(candidates), split, plain,
                 {candidates[i]: why for i, why in left_out.items()}, timed)
 
 
@@ -323,7 +329,7 @@ def _fits(split: Split, members: Sequence[Member]) -> bool:
 
 def _within_hosts(
     config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
-    hosts: Sequence[Mapping[str, Any]], split: Split, policy: Policy,
+    hosts: Sequence[Mapping[str, Any]], split: Split, predict: Callable[[Split], float],
 ) -> Split:
     """The split, or one that gives ranks of a host that is too full their share of its memory."""
     used: dict[str, float] = {}
@@ -344,7 +350,7 @@ def _within_hosts(
                 str(hosts[rank]["host"]), []))))
             for rank, m in zip(candidates, members, strict=True)]
         try:
-            return choose(load, shared, policy)[0]
+            return choose(load, shared, predict)[0]
         except PlanError:
             pass
     name = max(full, key=lambda host: used[host] - room[host])

@@ -11,30 +11,41 @@ a job. Knows no policies beyond what the planner asks, and no requests.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import Config
 from pipeinfer.errors import TransportTimeout
 from pipeinfer.host import Place
-from pipeinfer.measure import Figures, from_json, try_figures
+from pipeinfer.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.nodes import load as load_nodes
-from pipeinfer.partition import Member
-from pipeinfer.planner import Plan, asked_counts, level, load_of, make_plan
+from pipeinfer.partition import Load, Member
+from pipeinfer.planner import Plan, asked_counts, estimate, level, load_of, make_plan
 from pipeinfer.policy import Policy
 
 Hosts = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the head knows when it has planned: the plan, what it rests on, notes for the user."""
+
+    plan: Plan
+    load: Load
+    members: list[Member]
+    figures: Mapping[int, Figures]
+    notes: list[str]
+
+
 def agree(
     config: Config, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
     n_cells: int, n_batch: int, head_bytes: int,
-) -> tuple[Plan, list[str]]:
-    """Head: the plan that every rank has been told, and notes about what could not be measured.
+) -> Survey:
+    """Head: plan, and tell every rank.
 
     head_bytes: what the draft takes of rank 0's memory. Raises PlanError and UsageError.
     """
@@ -49,14 +60,15 @@ def agree(
     if place.comm is not None and config.split == "planned" and len(free) > 1:
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = members_of(candidates, counts, hosts, figures, head_bytes)
-    plan = make_plan(config, load, members, candidates, hosts, policy, timed=bool(figures))
+    plan = make_plan(config, load, members, candidates, hosts,
+                     lambda split: estimate(split, policy), timed=bool(figures))
     if place.comm is not None:
         from pipeinfer.transport import mpi
 
         text = json.dumps({"kind": "place", "rank_of": [0, *plan.ranks]})
         for rank in range(1, place.size):
             mpi.send_json(place.comm, rank, text)
-    return plan, notes
+    return Survey(plan, load, members, figures, notes)
 
 
 def members_of(
@@ -90,11 +102,12 @@ def _ask(
             settings[key] for key in ("threads", "device", "gpu_layers", "numa"))),
             []).append(rank)
     asked = [group[0] for group in kinds.values()]
+    hollow = Hollow.of(model).to_json() if config.distribute else None
     for rank in asked:
         if rank != 0:
             mpi.send_json(place.comm, rank, json.dumps({
                 "kind": "measure", "settings": hosts[rank]["settings"], "model": str(path),
-                "fingerprint": model.fingerprint}))
+                "fingerprint": model.fingerprint, "hollow": hollow}))
     answers = {}
     if 0 in asked:
         answers[0] = _answer(config, place, hosts[0]["settings"], path, model.fingerprint)
@@ -116,14 +129,15 @@ def _ask(
 
 
 def _answer(
-    config: Config, place: Place, settings: dict[str, Any], path: Path, fingerprint: str
+    config: Config, place: Place, settings: dict[str, Any], path: Path, fingerprint: str,
+    hollow: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     from pipeinfer.backends.llama_library import ensure_llama
     from pipeinfer.loading import settle, threads_of
 
     config = settle(config, place, settings)
     ensure_llama(config.numa)
-    return try_figures(config, path, fingerprint, threads_of(config.threads, place))
+    return try_figures(config, path, fingerprint, threads_of(config.threads, place), hollow)
 
 
 def await_place(config: Config, place: Place) -> tuple[int, ...]:
@@ -135,7 +149,7 @@ def await_place(config: Config, place: Place) -> tuple[int, ...]:
         if message["kind"] == "place":
             return tuple(map(int, message["rank_of"]))
         answer = _answer(config, place, message["settings"], Path(message["model"]),
-                         message["fingerprint"])
+                         message["fingerprint"], message["hollow"])
         mpi.send_json(place.comm, 0, json.dumps(answer))
 
 
@@ -155,9 +169,3 @@ def end_spares(place: Place, plan: Plan) -> None:
     for rank in sorted(set(range(1, place.size)) - set(plan.ranks)):
         with contextlib.suppress(TransportTimeout):
             mpi.send_json(place.comm, rank, json.dumps({"kind": "end"}), timeout=5.0)
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """The plan for reports."""
-    return {"candidates": list(plan.candidates), "split": dataclasses.asdict(plan.split),
-            "left_out": dict(plan.left_out), "timed": plan.timed}

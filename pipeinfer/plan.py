@@ -1,0 +1,522 @@
+"""`pipeinfer plan`: who would hold which layers, and how fast that would be, before weights move.
+
+    pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
+    mpirun -np 5 --hostfile H pipeinfer plan model.gguf -md draft.gguf
+
+A dry run takes machines from profiles and asks no host; under mpirun every rank measures itself
+and its link. Layers come from `planner`, speeds from the real scheduler in virtual time. Loads no
+model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer import host, nodes, planner
+from pipeinfer.config import Config
+from pipeinfer.emulation.profiles import ModelProfile, NodeProfile, Profiles, load_profiles
+from pipeinfer.emulation.synthetic import SyntheticPair
+from pipeinfer.emulation.virtual import Scenario, VirtualStage, Wire, simulate
+from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.nodes import NodeSettings
+from pipeinfer.partition import Load, Member, Split, size_text
+from pipeinfer.planner import Plan
+from pipeinfer.policy import Limits, Policy
+
+_SYSTEM = 1 << 30  #: memory that a machine of a profile keeps for itself, at least
+_SYSTEM_SHARE = 0.05
+_SCRATCH = 64 << 20
+_PROMPT, _TOKENS = 128, 256
+#: sizes of runs that are tried: drafted tokens of a tree, or of a micro-batch
+_SIZES = {Policy.ITERATIVE: (1,), Policy.SPECULATIVE: (2, 4, 7), Policy.PIPEINFER: (1, 2, 3)}
+#: llama.cpp's numbers of file types
+_FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: "Q4_K_M",
+               15: "Q4_K_M", 16: "Q5_K_M", 17: "Q5_K_M", 18: "Q6_K"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A target or draft, from a file or a profile. cells: tokens of context that `load` holds.
+
+    moved: for a number of rows, bytes that a run reads over those that one row uses.
+    """
+
+    title: str
+    quantisation: str
+    n_embd: int
+    load: Load
+    weight_bytes: float
+    cells: int
+    profile: str = ""
+    moved: Callable[[int], float] = field(default=lambda rows: 1.0 + 0 * rows)
+
+    @property
+    def n_layers(self) -> int:
+        """Layers."""
+        return len(self.load.costs)
+
+    @property
+    def cost(self) -> float:
+        """Weights that one row uses on its way through all layers."""
+        return self.load.stage_cost(0, self.n_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A rank. seconds: time of (model, weights that a row uses, rows)."""
+
+    rank: int
+    host: str
+    kind: str
+    memory: float
+    seconds: Callable[[View, float, int], float]
+    settings: NodeSettings = field(default_factory=NodeSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Seconds one way, bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that is printed. speeds: policy -> tokens/s; drafts: one dict per draft considered."""
+
+    target: View
+    draft: View | None
+    acceptance: float
+    machines: list[Machine]
+    plan: Plan
+    link: str
+    speeds: dict[str, float]
+    drafts: list[dict[str, Any]]
+    notes: list[str]
+
+
+@click.command()
+@click.argument("model", default="")
+@click.option("--dry-run", is_flag=True, help="Take machines from profiles; ask no host.")
+@click.option("--hostfile", default="", help="Hosts, one rank per slot (with --dry-run).")
+@click.option("--nodes", "nodes_file", default="",
+              help="Settings per host [default: the TOML file beside the hostfile].")
+@click.option("--cluster", default="", help="A cluster profile instead of a hostfile.")
+@click.option("--link", default="", help="Link profile between neighbours.")
+@click.option("-md", "--draft", default="", help="Draft: a GGUF file or a model profile.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
+              help="Share of first guesses that the target accepts [default: the pair's].")
+@click.option("--layers", default="", help="Layers of each stage, like 10,12,12,6.")
+@click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
+@click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens [default: 4096].")
+@click.option("--head-stage", is_flag=True, help="Rank 0 holds the first layers too.")
+@click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
+@click.option("--remeasure", is_flag=True, help="Measure the ranks anew (under mpirun).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
+    """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
+
+    \b
+    pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
+    mpirun -np 5 --hostfile H pipeinfer plan model.gguf
+    """
+    profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
+    report: Report | None
+    if dry_run or (given["cluster"] and host.launched_size() == 1):
+        report = dry(model, profiles, **given)
+    else:
+        report = measured(model, profiles, **given)
+    if report is not None:
+        click.echo(json.dumps(as_data(report)) if as_json else as_text(report))
+
+
+# --- where machines come from -----------------------------------------------------------------
+
+
+def dry(model: str, profiles: Profiles, **given: Any) -> Report:
+    """A report from profiles alone. Raises UsageError and PlanError."""
+    target = view(model, profiles, given["ctx"])
+    machines, link_name, whole = _machines(profiles, given)
+    notes = []
+    if not link_name:
+        link_name = "gigabit"
+        notes.append("no link is named (--link, or link in the nodes file): gigabit is assumed")
+    link = profiles.link(link_name)
+    return _report(target, machines, [Link(link.latency, link.bandwidth)], link.title, profiles,
+                   given, notes, whole=whole)
+
+
+def _machines(profiles: Profiles, given: Mapping[str, Any]
+              ) -> tuple[list[Machine], str, tuple[int, ...] | None]:
+    """Machines, the link's name, and the nodes file's list of layers."""
+    if bool(given["cluster"]) == bool(given["hostfile"]):
+        raise UsageError("give --dry-run either --hostfile FILE or --cluster NAME (there are "
+                         f"{', '.join(profiles.clusters)})")
+    if given["cluster"]:
+        cluster = profiles.cluster(given["cluster"])
+        found = [_machine(rank, f"{name}-{rank}", profiles.node(name), NodeSettings(), 1)
+                 for rank, name in enumerate(cluster.nodes)]
+        return found, given["link"] or cluster.link, None
+    path = given["hostfile"]
+    entries = nodes.read_hostfile(path)
+    beside = given["nodes_file"] or nodes.nodes_file_beside(path)
+    if not beside:
+        raise UsageError(f"{path} has no nodes file beside it: write {path}.toml with a profile "
+                         f"for each host, or give --nodes (profiles: {', '.join(profiles.nodes)})")
+    settings = nodes.read_nodes(beside)
+    machines: list[Machine] = []
+    hosts = nodes.ranks_of(entries, sum(entry.slots for entry in entries), path)
+    nodes.check_head(settings, hosts)
+    for rank, name in enumerate(hosts):
+        of = settings.of(name)
+        if not of.profile:
+            raise UsageError(f"{beside} names no profile for {name}: add profile = \"...\" to its "
+                             f"table (there are {', '.join(profiles.nodes)})")
+        machines.append(_machine(rank, name, profiles.node(of.profile), of, hosts.count(name)))
+    return machines, given["link"] or settings.link, settings.layers
+
+
+def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings, sharers: int
+             ) -> Machine:
+    """A rank on a machine shared by `sharers` ranks, with the nodes file's limits."""
+    part = 1 / sharers
+    if settings.threads and not settings.device.startswith("gpu"):
+        part = min(part, settings.threads / profile.cores)
+    node = dataclasses.replace(
+        profile, bandwidth=profile.bandwidth / sharers,
+        rates={k: v * part for k, v in profile.rates.items()},
+        first={k: v * part for k, v in profile.first.items()})
+    memory = profile.memory - max(_SYSTEM, _SYSTEM_SHARE * profile.memory)
+    if settings.memory is not None:
+        memory = float(min(settings.memory, profile.memory))
+
+    def seconds(model: View, cost: float, rows: int) -> float:
+        return node.seconds(cost, model.quantisation, rows, cost * model.moved(rows))
+
+    return Machine(rank, name, profile.name, memory, seconds, settings)
+
+
+def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
+    """A report from what the ranks of this job measure; None on ranks but 0."""
+    from pipeinfer import cluster, survey
+    from pipeinfer.loading import settle
+
+    if host.launched_size() == 1:
+        raise UsageError("one process has nothing to plan: start it with mpirun -np N, or use "
+                         "--dry-run with --hostfile or --cluster")
+    if model in profiles.models:
+        raise UsageError(f"{model} is a profile, and ranks measure themselves on a file: give a "
+                         "GGUF file, or use --dry-run")
+    config = Config(
+        model=model, draft_model=given["draft"], nodes=given["nodes_file"], ctx=given["ctx"],
+        layers=given["layers"], split=given["split"], head_stage=given["head_stage"],
+        remeasure=given["remeasure"])
+    place = cluster.find_place(config)
+    from pipeinfer.transport import mpi  # after find_place, which says what is wrong with MPI
+
+    if place.rank > 0:
+        mpi.gather_json(place.comm, json.dumps(cluster.hello(config, place)))
+        survey.await_place(config, place)
+        own = [dataclasses.asdict(link) for link in mpi.measure_links(place.comm)]
+        mpi.gather_json(place.comm, json.dumps(own))
+        return None
+    hosts = cluster.compare(config, place)
+    cluster.take_settings(config, hosts)
+    job = cluster.prepare(settle(config, place, hosts[0]["settings"]), place, hosts)
+    own = [dataclasses.asdict(link) for link in mpi.measure_links(place.comm)]
+    texts = mpi.gather_json(place.comm, json.dumps(own)) or []
+    links = [Link(one["latency"], one["bandwidth"]) for text in texts for one in json.loads(text)]
+    found = job.survey
+    middling = statistics.median(f.per_byte for f in found.figures.values()) if (
+        found.figures) else 0.0
+    machines = []
+    for rank, facts in enumerate(hosts):
+        figures = found.figures.get(rank)
+        per_byte = figures.per_byte if figures is not None else middling
+        row_cost = figures.row_cost if figures is not None else 0.5
+
+        def seconds(view: View, cost: float, rows: int, per_byte: float = per_byte,
+                    row_cost: float = row_cost) -> float:
+            del view
+            return per_byte * cost * (1 + row_cost * (rows - 1))
+
+        kind = "measured" if figures is not None else "not measured"
+        machines.append(Machine(rank, facts["host"], kind, facts["memory_available"], seconds,
+                                NodeSettings(**facts["settings"])))
+    target = _file_view(job.target, given["ctx"])
+    target = dataclasses.replace(target, load=found.load)
+    if not found.figures:
+        raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
+                        "predicted: leave out --layers and --split equal")
+    return _report(target, machines, links, "links as measured", profiles, given,
+                   list(found.notes), job.plan, str(job.draft or ""))
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def view(model: str, profiles: Profiles, ctx: int) -> View:
+    """A profile by name, or a GGUF file. Raises UsageError and ModelError."""
+    if model in profiles.models:
+        return _profile_view(profiles.models[model], ctx or 4096)
+    if not model:
+        return _file_view(planner.model_paths(Config())[0], ctx)
+    if Path(model).exists() or model.endswith(".gguf"):
+        return _file_view(Path(model), ctx)
+    profiles.model(model)
+    raise AssertionError(model)
+
+
+def _profile_view(profile: ModelProfile, cells: int) -> View:
+    n = profile.n_layers
+    cache = profile.kv_bytes_per_token / n * cells
+    load = Load(
+        (profile.active_layer_bytes,) * n, (profile.layer_bytes + cache,) * n,
+        first_bytes=profile.embedding_bytes, last_cost=profile.output_bytes,
+        last_bytes=profile.output_bytes, scratch=_SCRATCH)
+    return View(f"{profile.title} {profile.quantisation}", profile.quantisation, profile.n_embd,
+                load, profile.total_bytes, cells, profile.name,
+                lambda rows: profile.moved_layer_bytes(rows) / profile.active_layer_bytes)
+
+
+def _file_view(path: Path, ctx: int) -> View:
+    model = planner.open_model(path)
+    cells = planner.context_size(Config(ctx=ctx), model)
+    load = planner.load_of(model, cells, 64)
+    kind = _FILE_TYPES.get(int(model.get("general.file_type", -1) or -1), "Q8_0")
+    return View(path.name, kind, model.n_embd, load,
+                sum(load.costs) + load.first_bytes + load.last_bytes, cells)
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+def _report(
+    target: View, machines: list[Machine], links: Sequence[Link], link: str, profiles: Profiles,
+    given: Mapping[str, Any], notes: list[str], plan: Plan | None = None, draft_path: str = "",
+    whole: Sequence[int] | None = None,
+) -> Report:
+    """Choose a draft, plan unless `plan` is given, predict."""
+    options = _drafts(target, profiles, draft_path or given["draft"], given["acceptance"], notes)
+    mean = Link(statistics.fmean(one.latency for one in links),
+                statistics.fmean(one.bandwidth for one in links))
+    ranked: list[tuple[float, Plan, View | None, float, dict[str, Any]]] = []
+    for draft, acceptance in options:
+        scene = _Scene(target, draft, acceptance, machines, mean)
+        found = plan or _make_plan(scene, given, whole)
+        speed = scene.predict(found.split, found.candidates)
+        ranked.append((speed, found, draft, acceptance, scene.draft_facts(found, speed)))
+    speed, best, draft, acceptance, _ = max(ranked, key=lambda entry: entry[0])
+    scene = _Scene(target, draft, acceptance, machines, mean)
+    speeds = {policy.value: scene.speed(best.split, best.candidates, policy)
+              for policy in Policy if policy is Policy.ITERATIVE or draft is not None}
+    drafts = [facts for *_, facts in ranked if facts]
+    return Report(target, draft, acceptance, machines, best, link, speeds, drafts, notes)
+
+
+def _drafts(
+    target: View, profiles: Profiles, asked: str, acceptance: float | None, notes: list[str]
+) -> list[tuple[View | None, float]]:
+    """Drafts to weigh, each with its acceptance."""
+    pairs = {pair.draft: pair for pair in sorted(
+        profiles.pairs.values(), key=lambda pair: not pair.assumed)
+        if pair.target == target.profile}
+    names = [asked] if asked else list(pairs)
+    if not names:
+        notes.append("no draft is named (--draft) and no pair is known: only iterative")
+        return [(None, 0.0)]
+    found: list[tuple[View | None, float]] = []
+    for name in names:
+        share = acceptance
+        if share is None and name in pairs:
+            share = pairs[name].acceptance
+            if pairs[name].assumed:
+                notes.append(f"acceptance of {name}: {share:.0%} is assumed")
+        if share is None:
+            share = planner.ACCEPTANCE
+            notes.append(f"acceptance of {Path(name).name}: {share:.0%} is assumed (--acceptance)")
+        found.append((view(name, profiles, target.cells), share))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """A target and a draft on machines: predictions in virtual time."""
+
+    target: View
+    draft: View | None
+    acceptance: float
+    machines: list[Machine]
+    link: Link
+
+    def member(self, machine: Machine, count: int | None) -> Member:
+        """What the planner sees of a machine."""
+        fixed = machine.seconds(self.target, 0.0, 1)
+        size = self.target.cost
+        per_cost = (machine.seconds(self.target, size, 1) - fixed) / size
+        memory = machine.memory
+        if machine.host == self.machines[0].host and self.draft is not None:
+            memory -= self.draft.load.stage_bytes(0, self.draft.n_layers)
+        return Member(f"rank {machine.rank} on {machine.host}", per_cost, fixed, max(0.0, memory),
+                      count)
+
+    def draft_seconds(self, rows: int) -> float:
+        """A draft's decode at the head."""
+        if self.draft is None:
+            return 1.0
+        return self.machines[0].seconds(self.draft, self.draft.cost, rows)
+
+    def predict(self, split: Split, candidates: Sequence[int]) -> float:
+        """Tokens per second of the best policy that there is a draft for."""
+        policy = Policy.ITERATIVE if self.draft is None else Policy.PIPEINFER
+        return self.speed(split, candidates, policy)
+
+    def speed(self, split: Split, candidates: Sequence[int], policy: Policy) -> float:
+        """Tokens per second, with the best of a few sizes of runs."""
+        return max(self._simulate(split, candidates, policy, size) for size in _SIZES[policy])
+
+    def _simulate(self, split: Split, candidates: Sequence[int], policy: Policy, size: int
+                  ) -> float:
+        stages = []
+        for index, start, stop in split.ranges():
+            machine = self.machines[candidates[index]]
+            cost = self.target.load.stage_cost(start, stop)
+            stages.append(VirtualStage(
+                partial(machine.seconds, self.target, cost), layers=stop - start))
+        wire = Wire(self.link.latency, self.link.bandwidth)
+        limits = Limits(n_ctx=_PROMPT + _TOKENS + 64, policy=policy, exact_width=16,
+                        credit=len(stages) + 1, tree_max=size, draft_max=size)
+        return simulate(Scenario(
+            tuple(stages), (wire,) * (len(stages) + 1), self.draft_seconds, limits,
+            SyntheticPair(self.acceptance), 4 * self.target.n_embd, _PROMPT, _TOKENS,
+        )).tokens_per_second
+
+    def draft_facts(self, plan: Plan, speed: float) -> dict[str, Any]:
+        """How this draft suits the cluster; empty without one."""
+        if self.draft is None:
+            return {}
+        return {"draft": self.draft.profile or self.draft.title, "title": self.draft.title,
+                "acceptance": self.acceptance, "seconds": self.draft_seconds(1),
+                "slowest_stage": plan.split.slowest, "tokens_per_second": speed,
+                "fits": self.draft.weight_bytes <= self.machines[0].memory}
+
+
+def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | None) -> Plan:
+    machines = scene.machines
+    config = Config(split=given["split"], layers=given["layers"], head_stage=given["head_stage"])
+    candidates = list(range(0 if config.head_stage or len(machines) == 1 else 1, len(machines)))
+    facts = [{"host": machine.host, "settings": dataclasses.asdict(machine.settings)}
+             for machine in machines]
+    counts = planner.asked_counts(config, scene.target, candidates, facts, whole)
+    members = [scene.member(machines[rank], count)
+               for rank, count in zip(candidates, counts, strict=True)]
+    policy = Policy.ITERATIVE if scene.draft is None else Policy.PIPEINFER
+    return planner.make_plan(
+        config, scene.target.load, members, candidates, facts,
+        lambda split: planner.estimate(split, policy, scene.link.latency, scene.acceptance),
+        timed=True)
+
+
+# --- print ------------------------------------------------------------------------------------
+
+
+def as_text(report: Report) -> str:
+    """The report for people."""
+    target, plan = report.target, report.plan
+    lines = [
+        f"{target.title}: {target.n_layers} layers, {size_text(target.weight_bytes)} of weights, "
+        f"context {target.cells}; {report.link}",
+        "",
+        *_table(["rank", "host", "profile", "memory needed / there", "layers", "stage"],
+                _rows(report)),
+        "",
+    ]
+    base = report.speeds[Policy.ITERATIVE.value]
+    for name, speed in report.speeds.items():
+        against = f"  x{speed / base:.2f}" if name != Policy.ITERATIVE.value else ""
+        lines.append(f"{name:12}{speed:8.2f} tokens/s{against}")
+    if report.drafts:
+        lines += ["", *_draft_lines(report)]
+    for rank, why in plan.left_out.items():
+        lines.append(f"left out: rank {rank} on {report.machines[rank].host}, {why}")
+    if plan.split.counts != plan.equal.counts:
+        lines.append(f"equal shares would make the slowest stage {1e3 * plan.equal.slowest:.1f} ms "
+                     f"instead of {1e3 * plan.split.slowest:.1f} ms")
+    return "\n".join(lines + [f"note: {note}" for note in report.notes])
+
+
+def _rows(report: Report) -> list[list[str]]:
+    """The table's rows."""
+    split, rows = report.plan.split, []
+    ranges = {report.plan.candidates[i]: (start, stop) for i, start, stop in split.ranges()}
+    for machine in report.machines:
+        need, layers, stage = 0.0, "", ""
+        if machine.rank == 0:
+            layers = "head" if report.draft is None else "head and draft"
+            if report.draft is not None:
+                need = report.draft.load.stage_bytes(0, report.draft.n_layers)
+        if machine.rank in ranges:
+            start, stop = ranges[machine.rank]
+            index = report.plan.candidates.index(machine.rank)
+            need += split.sizes[index]
+            share = f"{stop - start} ({start}-{stop - 1})"
+            layers = f"{layers}, {share}" if layers else share
+            stage = f"{1e3 * split.seconds[index]:.1f} ms"
+        elif machine.rank in report.plan.left_out:
+            layers = "left out"
+        memory = f"{size_text(need)} / {size_text(machine.memory)}"
+        rows.append([str(machine.rank), machine.host, machine.kind, memory, layers, stage])
+    return rows
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]]
+
+
+def _draft_lines(report: Report) -> list[str]:
+    lines = []
+    for facts in sorted(report.drafts, key=lambda f: -f["tokens_per_second"]):
+        share = facts["seconds"] / facts["slowest_stage"]
+        verdict = ("free: hidden behind the slowest stage" if share <= 1 else
+                   f"takes {share:.1f} times the slowest stage, so stages wait for it")
+        room = "" if facts["fits"] else "; does not fit the head's memory"
+        lines.append(
+            f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token at the head, "
+            f"acceptance {facts['acceptance']:.0%}, {facts['tokens_per_second']:.2f} tokens/s; "
+            f"{verdict}{room}")
+    if report.draft is not None:
+        free = report.draft.cost * report.plan.split.slowest / min(
+            facts["seconds"] for facts in report.drafts
+            if facts["title"] == report.draft.title)
+        first = "the first is the fastest; " if len(lines) > 1 else ""
+        lines.append(f"{first}up to about {size_text(free)} of weights a draft costs nothing")
+    return lines
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """The report as plain data."""
+    plan, split = report.plan, report.plan.split
+    return {
+        "model": report.target.title, "n_layers": report.target.n_layers,
+        "weight_bytes": report.target.weight_bytes, "context": report.target.cells,
+        "link": report.link, "acceptance": report.acceptance,
+        "ranks": [{"rank": m.rank, "host": m.host, "profile": m.kind, "memory": m.memory}
+                  for m in report.machines],
+        "stages": [{"rank": plan.candidates[i], "layers": [start, stop],
+                    "seconds": split.seconds[i], "bytes": split.sizes[i]}
+                   for i, start, stop in split.ranges()],
+        "left_out": {str(rank): why for rank, why in plan.left_out.items()},
+        "tokens_per_second": report.speeds, "drafts": report.drafts, "notes": report.notes,
+    }

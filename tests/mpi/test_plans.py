@@ -1,0 +1,78 @@
+"""Plans over real ranks: unequal stages, ranks that are left out, measured plans."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.mpi import launch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
+    launch.mpirun_path() is None, reason="no mpirun")]
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+GENERATE = [*PIPEINFER, "generate", "-p", "Once upon a time", "-n", "24", "--seed", "5", "--json"]
+
+
+def generate(np, *args, **env):
+    done = launch.run(np, [*GENERATE, *args], timeout=120, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return generate(1)["tokens"]
+
+
+@pytest.mark.parametrize(("np", "layers", "ranks"), [
+    (4, "7,0,5", [1, 3]), (4, "1,10,1", [1, 2, 3]), (3, "0,12", [2]),
+])
+def test_a_split_from_the_command_line(np, layers, ranks, tokens):
+    found = generate(np, "--layers", layers)
+    assert found["tokens"] == tokens
+    stages = [found["stats"]["stages"][str(i + 1)] for i in range(len(ranks))]
+    assert [stage["rank"] for stage in stages] == ranks
+    counts = [stage["layers"][1] - stage["layers"][0] for stage in stages]
+    assert counts == [int(count) for count in layers.split(",") if count != "0"]
+    assert any(note.startswith("plan: layers") for note in found["stats"]["notes"])
+
+
+def test_a_rank_remembers_its_figures_and_plans_the_same_again(tmp_path, tokens):
+    env = {"PIPEINFER_CACHE": str(tmp_path)}
+    first = generate(4, **env)
+    remembered = list(tmp_path.glob("speed-*.json"))
+    assert len(remembered) == 1  # one host, ranks alike: one of them measures
+    text = remembered[0].read_text()
+    second = generate(4, **env)
+    assert remembered[0].read_text() == text
+    assert first["tokens"] == second["tokens"] == tokens
+    assert [stage["layers"] for stage in first["stats"]["stages"].values()] == [
+        stage["layers"] for stage in second["stats"]["stages"].values()]
+    assert not list(tmp_path.glob("layer-*"))
+    generate(4, "--remeasure", **env)
+    assert remembered[0].read_text() != text
+
+
+def test_a_split_that_does_not_add_up_is_one_line():
+    done = launch.run(3, [*GENERATE, "--layers", "6,5"], timeout=60)
+    assert done.returncode == 4
+    assert "pipeinfer: error: --layers adds up to 11; the model has 12 layers" in done.stderr
+
+
+def test_a_host_of_the_nodes_file_may_be_spare(tmp_path, tokens):
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text("layers = [8, 0, 4]\n")
+    found = generate(4, "--nodes", str(nodes))
+    assert found["tokens"] == tokens
+    assert [stage["rank"] for stage in found["stats"]["stages"].values()] == [1, 3]
+
+
+def test_the_plan_command_measures_ranks_and_links():
+    done = launch.run(3, [*PIPEINFER, "plan", "--json"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [stage["rank"] for stage in found["stages"]] == [1, 2]
+    assert set(found["tokens_per_second"]) == {"iterative", "speculative", "pipeinfer"}
+    assert all(speed > 0 for speed in found["tokens_per_second"].values())
