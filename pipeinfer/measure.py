@@ -8,6 +8,7 @@ can change a token: the planner alone reads the figures. Knows no ranks but this
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -31,7 +32,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.config import Config
 from pipeinfer.core import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
-from pipeinfer.models.shard import cache_directory
+from pipeinfer.models.shard import ShardSource, cache_directory
 
 FORMAT = 1  #: part of a remembered figure's name; raise it when what is measured changes
 ROWS = (1, 2, 4)
@@ -77,8 +78,49 @@ def from_json(data: Any) -> Figures:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Hollow:
+    """A model that this host has no file of, as far as measuring needs it.
+
+    header, total: of the shard with the middle layer alone. Its weights are taken as zeros: the
+    time of a product does not depend on them.
+    """
+
+    fingerprint: str
+    n_layers: int
+    layer_bytes: Mapping[int, int]
+    header: bytes
+    total: int
+
+    @classmethod
+    def of(cls, model: Any) -> Hollow:
+        """What has to be told about `model`, a ModelFile."""
+        middle = model.n_layers // 2
+        source = ShardSource(model, middle, middle + 1)
+        return cls(model.fingerprint, model.n_layers, {middle: model.layer_bytes[middle]},
+                   source.header, source.total)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire."""
+        return {**dataclasses.asdict(self), "header": base64.b64encode(self.header).decode()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hollow:
+        """The inverse of `to_json`."""
+        return cls(data["fingerprint"], data["n_layers"],
+                   {int(k): v for k, v in data["layer_bytes"].items()},
+                   base64.b64decode(data["header"]), data["total"])
+
+    def write(self, folder: str) -> Path:
+        """The middle layer's shard, full of zeros that take no room on the disk."""
+        path = Path(folder) / "layer.gguf"
+        path.write_bytes(self.header)
+        os.truncate(path, self.total)
+        return path
+
+
 def figures_here(config: Config, model: Any, threads: int, *, again: bool = False) -> Figures:
-    """This host's figures for `model` (a ModelFile), from the cache or measured now.
+    """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
 
     config: with the host's own settings in it. again: measure even if remembered. Raises
     ModelError or BackendError when the layer can not be cut out or loaded.
@@ -116,7 +158,8 @@ def _measure(config: Config, model: Any, threads: int) -> Figures:
     first, last = middle == 0, middle == model.n_layers - 1
     with tempfile.TemporaryDirectory(dir=cache_directory(), prefix="layer-",
                                      ignore_cleanup_errors=True) as folder:
-        shard = extract_shard(model, middle, middle + 1, cache_dir=folder)
+        shard = model.write(folder) if isinstance(model, Hollow) else extract_shard(
+            model, middle, middle + 1, cache_dir=folder)
         backend = LlamaCppBackend.load(
             shard, layers=(middle, middle + 1), n_layers_total=model.n_layers, first=first,
             last=last, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
@@ -174,12 +217,18 @@ def copy_bandwidth(threads: int, rounds: int = 4) -> float:
     return best
 
 
-def try_figures(config: Config, path: Path, fingerprint: str, threads: int) -> dict[str, Any]:
-    """What a rank answers the head: its figures, or why there are none."""
+def try_figures(
+    config: Config, path: Path, fingerprint: str, threads: int,
+    hollow: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a rank answers the head: its figures, or why there are none.
+
+    hollow: stands in for a model that is to be distributed and has no file here.
+    """
     from pipeinfer.planner import open_model
 
     try:
-        model = open_model(path)
+        model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
         if model.fingerprint != fingerprint:
             return {"error": f"{path} is another file than rank 0 has"}
         return {"figures": figures_here(config, model, threads, again=config.remeasure).to_json()}

@@ -76,6 +76,20 @@ def test_what_goes_wrong_is_an_answer(model, tmp_path):
     assert measure.from_json(answer["figures"]).layer_bytes == model.layer_bytes[1]
 
 
+@pytest.mark.parametrize("n_layer", [1, 3])
+def test_a_host_without_the_model_measures_a_hollow_layer(tmp_path, cache, n_layer):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=n_layer)))
+    hollow = json.loads(json.dumps(measure.Hollow.of(model).to_json()))
+    absent = tmp_path / "absent.gguf"
+    answer = measure.try_figures(Config(), absent, model.fingerprint, 1, hollow)
+    found = measure.from_json(answer["figures"])
+    assert found.layer_bytes == model.layer_bytes[n_layer // 2]
+    # remembered under the same name as the real model's, and no file of zeros stays
+    assert [path.name for path in cache.iterdir()] == [measure._name(Config(), model, 1)]
+    answer = measure.try_figures(Config(), model.paths[0], "other", 1, hollow)
+    assert "another file" in answer["error"]
+
+
 @pytest.mark.parametrize("start", [0, 1])
 def test_timing_leaves_the_cache_empty(start):
     backend = ToyBackend.load(None, start, start + 1, n_ctx=4, n_seq_max=1, n_batch=4, log=True)

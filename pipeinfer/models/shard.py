@@ -212,7 +212,8 @@ def _header(model: ModelFile, start: int, stop: int, pieces: list[_Piece]) -> by
 class ShardSource:
     """The bytes of a shard as `extract_shard` would write them, piece by piece, stored nowhere.
 
-    name: the file's name in a cache; total: its size in bytes. A shard of all layers has every
+    name: the file's name in a cache; total: its size in bytes; header: all that comes before the
+    weights. A shard of all layers has every
     tensor under its own name, whatever the architecture.
     """
 
@@ -225,13 +226,13 @@ class ShardSource:
             check_splittable(model)
             pieces = _pieces(model, start, stop)
         self._model, self._pieces = model, pieces
-        self._header = _header(model, start, stop, pieces)
-        self.total = len(self._header) + sum(_aligned(piece.nbytes) for piece in pieces)
+        self.header = _header(model, start, stop, pieces)
+        self.total = len(self.header) + sum(_aligned(piece.nbytes) for piece in pieces)
         self.name = shard_name(model.fingerprint, start, stop)
 
     def blocks(self) -> Iterator[bytes]:
         """The bytes in order. Raises ModelError when the model file can not be read."""
-        return _blocks(self._model, self._header, self._pieces)
+        return _blocks(self._model, self.header, self._pieces)
 
 
 def shard_name(fingerprint: str, start: int, stop: int) -> str:
