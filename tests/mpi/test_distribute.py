@@ -64,6 +64,7 @@ def test_stages_get_their_layers_once(head, tmp_path, tokens):
     code, out, err = job(head, tmp_path, command, mpi=tcp)
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens
+    assert "could not measure" not in str(json.loads(out)["stats"]["notes"])
     sizes = {p.name: p.stat().st_size for p in (tmp_path / "cache").glob("*.gguf")}
     assert sorted(received(out).values()) == sorted(sizes.values())
     assert len(sizes) == 2
