@@ -85,6 +85,10 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
             ranks = dict(Counter(ranks_of(entries, n_ranks, hostfile)))
         except UsageError as error:
             found.append(Finding("fail", "slots", str(error)))
+    if not is_here(entries[0].host):
+        found.append(Finding(
+            "warn", "hostfile", f"rank 0 will run on {entries[0].host}, not here: it reads -f, the "
+            "models and the nodes file there", "start from that host, or list this one first"))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(ask, [entry for entry in entries if entry.host in ranks]))
     mine = _own_facts()

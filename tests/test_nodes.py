@@ -266,5 +266,6 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
         os.sched_setaffinity(0, before)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     path.write_text('[defaults]\nmemory = "1 MiB"\n')
-    with pytest.raises(PlanError, match=r"has 0 MiB: it lacks"), open_session(Config(nodes=str(path))):
+    with (pytest.raises(PlanError, match=r"has 0 MiB: it lacks"),
+          open_session(Config(nodes=str(path)))):
         pass

@@ -110,6 +110,13 @@ def test_too_few_slots_and_other_names(tmp_path, fake_ssh):
     assert '[node."alpha"]' in finding.remedy
 
 
+def test_a_head_elsewhere(tmp_path, fake_ssh):
+    fake_ssh({"a": facts(host="a")})
+    finding = check_hosts(write(tmp_path, "a\nhead\n"), 2)[1]
+    assert finding.level == "warn"
+    assert "rank 0 will run on a, not here" in finding.detail
+
+
 def test_a_bad_hostfile(tmp_path):
     with pytest.raises(UsageError, match="listed twice"):
         check_hosts(write(tmp_path, "a\na\n"))

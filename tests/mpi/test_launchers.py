@@ -32,6 +32,23 @@ def test_syntax(script):
         assert done.returncode == 0, done.stdout
 
 
+def test_the_unit_is_what_systemd_understands(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze")
+    unit = (launch.ROOT / "launch" / "pipeinfer.service").read_text()
+    example = launch.ROOT / "launch" / "pipeinfer.env.example"
+    names = {line.partition("=")[0] for line in example.read_text().splitlines()
+             if line and not line.startswith("#")}
+    assert {"HOSTFILE", "RANKS", "ARGUMENTS"} <= names
+    path = tmp_path / "pipeinfer.service"
+    path.write_text(unit.replace("/opt/pipeinfer", str(launch.ROOT)).replace(
+        "/etc/pipeinfer.env", str(example)).replace("User=pipeinfer", "User=root"))
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True,
+                          text=True, check=False, timeout=60)
+    said = [line for line in done.stderr.splitlines() if "pipeinfer" in line]
+    assert not said
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ssh", "hydra"])
