@@ -12,13 +12,14 @@ import sys
 import time
 
 from pipeinfer import host, loading
+from pipeinfer.backends import exact
 from pipeinfer.backends.llamacpp import LlamaCppBackend
 from pipeinfer.cli import main
 from pipeinfer.errors import BackendError
 
 
 def break_backend(kind: str) -> None:
-    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, loading.known_widths
+    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, exact.known_widths
     calls = -1
 
     def known_widths(*args, **kwargs):
@@ -27,7 +28,7 @@ def break_backend(kind: str) -> None:
         calls = 0
         return found
 
-    loading.known_widths = known_widths
+    exact.known_widths = known_widths
 
     def broken(self, *args, **kwargs):
         nonlocal calls
