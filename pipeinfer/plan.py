@@ -23,6 +23,7 @@ import click
 
 from pipeinfer import host, nodes, planner
 from pipeinfer.config import Config
+from pipeinfer.controller import Controller, cutoff
 from pipeinfer.emulation.profiles import ModelProfile, NodeProfile, Profiles, load_profiles
 from pipeinfer.emulation.synthetic import SyntheticPair
 from pipeinfer.emulation.virtual import Scenario, VirtualStage, Wire, simulate
@@ -36,8 +37,7 @@ _SYSTEM = 1 << 30  #: memory that a machine of a profile keeps for itself, at le
 _SYSTEM_SHARE = 0.05
 _SCRATCH = 64 << 20
 _PROMPT, _TOKENS = 128, 256
-#: sizes of runs that are tried: drafted tokens of a tree, or of a micro-batch
-_SIZES = {Policy.ITERATIVE: (1,), Policy.SPECULATIVE: (2, 4, 7), Policy.PIPEINFER: (1, 2, 3)}
+_TREES = (2, 4, 7)  #: drafted tokens of a synchronous tree that are tried
 #: llama.cpp's numbers of file types
 _FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: "Q4_K_M",
                15: "Q4_K_M", 16: "Q5_K_M", 17: "Q5_K_M", 18: "Q6_K"}
@@ -382,24 +382,30 @@ class _Scene:
         return self.speed(split, candidates, policy)
 
     def speed(self, split: Split, candidates: Sequence[int], policy: Policy) -> float:
-        """Tokens per second, with the best of a few sizes of runs."""
-        return max(self._simulate(split, candidates, policy, size) for size in _SIZES[policy])
+        """Tokens per second: pipeinfer tunes itself, speculative takes the best of a few trees."""
+        trees = _TREES if policy is Policy.SPECULATIVE else (1,)
+        return max(self._simulate(split, candidates, policy, tree) for tree in trees)
 
-    def _simulate(self, split: Split, candidates: Sequence[int], policy: Policy, size: int
+    def _simulate(self, split: Split, candidates: Sequence[int], policy: Policy, tree: int
                   ) -> float:
-        stages = []
+        stages, row_cost = [], 0.0
         for index, start, stop in split.ranges():
             machine = self.machines[candidates[index]]
             cost = self.target.load.stage_cost(start, stop)
-            stages.append(VirtualStage(
-                partial(machine.seconds, self.target, cost), layers=stop - start))
+            seconds = partial(machine.seconds, self.target, cost)
+            row_cost = max(row_cost, (seconds(4) / seconds(1) - 1) / 3)
+            stages.append(VirtualStage(seconds, layers=stop - start))
         wire = Wire(self.link.latency, self.link.bandwidth)
-        limits = Limits(n_ctx=_PROMPT + _TOKENS + 64, policy=policy, exact_width=16,
-                        credit=len(stages) + 1, tree_max=size, draft_max=size)
+        credit = len(stages) + 1
+        limits = Limits(
+            n_ctx=_PROMPT + _TOKENS + 64, policy=policy, exact_width=16, credit=credit,
+            partitions=max(16, 2 * credit), tree_max=tree, draft_max=1 if row_cost > 0.3 else 3,
+            path_min=cutoff(credit), p_min=0.4 if policy is Policy.SPECULATIVE else 0.0)
+        controller = Controller(limits, (), row_cost) if policy is Policy.PIPEINFER else None
         return simulate(Scenario(
             tuple(stages), (wire,) * (len(stages) + 1), self.draft_seconds, limits,
             SyntheticPair(self.acceptance), 4 * self.target.n_embd, _PROMPT, _TOKENS,
-        )).tokens_per_second
+        ), controller).tokens_per_second
 
     def draft_facts(self, plan: Plan, speed: float) -> dict[str, Any]:
         """How this draft suits the cluster; empty without one."""
