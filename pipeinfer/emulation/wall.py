@@ -8,7 +8,6 @@ emulator itself costs shrinks against them. This module knows no profiles.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,8 +39,8 @@ _TIMEOUT = 600.0
 class WallResult:
     """Times in seconds of the emulated cluster (divided by the scale).
 
-    reports: what each stage said. cpu_seconds: processor time of each rank, emulator included,
-    in real seconds. head_busy: real seconds the head spent on events and instructions.
+    reports: what each stage said. processor_seconds: of each rank, emulator included, in real
+    seconds. head_busy: real seconds the head spent on events and instructions.
     """
 
     tokens: list[int]
@@ -50,7 +49,7 @@ class WallResult:
     reports: dict[int, dict[str, Any]]
     head_busy: float
     wall_seconds: float
-    cpu_seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -166,11 +165,13 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
         _stage(scenario, port, rank, scale, path)
     else:
         result = _head(scenario, port, scale, path, controller)
-    texts = mpi.gather_json(comm, json.dumps(sum(psutil.Process().cpu_times()[:2])))
     inner.close(timeout=5.0)
-    if result is not None:
-        result.cpu_seconds = [float(text) for text in texts or []]
     return result
+
+
+def _processor_seconds() -> float:
+    """User and system time of this process so far."""
+    return float(sum(psutil.Process().cpu_times()[:2]))
 
 
 def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: CancelPath) -> None:
@@ -181,7 +182,9 @@ def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: Cancel
                          n_ctx=scenario.prompt + scenario.tokens + 8,
                          n_seq_max=1 + scenario.limits.partitions),
         lambda rows: scale * spec.seconds(rows), layers=spec.layers)
-    Stage(port, n_stages, backend, cancel_path=path, trace=True, timeout=_TIMEOUT).serve()
+    before = _processor_seconds()
+    Stage(port, n_stages, backend, cancel_path=path, trace=True, timeout=_TIMEOUT,
+          extra_report=lambda: {"processor": _processor_seconds() - before}).serve()
 
 
 def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
@@ -195,7 +198,7 @@ def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
     worker = DraftWorker(PacedDraft(draft, lambda rows: scale * scenario.draft(rows)), port.wake)
     head = Head(port, len(scenario.stages), Scheduler(limits), worker, cancel_path=path,
                 timeout=_TIMEOUT, controller=controller)
-    started = time.monotonic()
+    started, before = time.monotonic(), _processor_seconds()
     head.submit(Request(0, prompt_of(scenario), scenario.tokens))
     tokens: list[int] = []
     times: list[float] = []
@@ -213,4 +216,7 @@ def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
     wall = time.monotonic() - started
     worker.close(timeout=5.0)
     head.drain(_TIMEOUT)
-    return WallResult(tokens, times, stats, head.shutdown(timeout=30.0), head.stats.busy, wall)
+    busy = _processor_seconds() - before
+    reports = head.shutdown(timeout=30.0)
+    processor = [busy, *(reports[node]["processor"] for node in sorted(reports))]
+    return WallResult(tokens, times, stats, reports, head.stats.busy, wall, processor)
