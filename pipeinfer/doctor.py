@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from pipeinfer import cluster, host, planner
+from pipeinfer import cluster, host, planner, survey
 from pipeinfer.config import Config
 from pipeinfer.errors import PipeinferError, PlanError
 
@@ -169,21 +169,20 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _check_plan(config: Config, everyone: list[dict[str, Any]]) -> list[Finding]:
+    """Whether the model fits, with all ranks taken as equally fast."""
     try:
         path, _ = planner.model_paths(config)
         model = planner.open_model(path)
-        n = len(everyone)
-        stages = n if config.head_stage or n == 1 else n - 1
-        from pipeinfer.models.shard import stage_layers
-
-        layers = stage_layers(model.n_layers, stages)
-        n_ctx = planner.context_size(config, model)
-        planner.check_memory(config, model, layers, n_ctx, everyone)
+        candidates = range(0 if config.head_stage or len(everyone) == 1 else 1, len(everyone))
+        load = planner.load_of(model, planner.context_size(config, model), config.chunk)
+        members = survey.members_of(candidates, [None] * len(candidates), everyone, {})
+        plan = planner.make_plan(config, load, members, candidates, everyone,
+                                 lambda split: -split.slowest, timed=False)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]
     except PipeinferError as error:
         return [Finding("fail", "model", str(error))]
-    cut = ", ".join(f"{stop - start}" for start, stop in layers)
+    cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
     return [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
 
 

@@ -87,33 +87,6 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
     return Policy.ITERATIVE if draft is None else Policy.PIPEINFER
 
 
-def check_memory(
-    config: Config, model: Any, layers: list[tuple[int, int]], n_cells: int,
-    hosts: list[dict[str, Any]],
-) -> None:
-    """Refuse a plan that a host can not hold. Raises PlanError naming the rank and the lack."""
-    from pipeinfer.models.shard import shard_bytes
-
-    offset = 0 if config.head_stage or len(hosts) == 1 else 1
-    need: dict[str, int] = {}
-    ranks: dict[str, list[int]] = {}
-    for index, (start, stop) in enumerate(layers):
-        rank = index + offset
-        where = hosts[rank]["host"]
-        need[where] = need.get(where, 0) + shard_bytes(model, start, stop)
-        need[where] += _cache_bytes(model, stop - start, n_cells)
-        ranks.setdefault(where, []).append(rank)
-    for where, wanted in need.items():
-        rank = ranks[where][0]
-        free = hosts[rank]["memory_available"]
-        if wanted > free:
-            raise PlanError(
-                f"rank {', '.join(map(str, ranks[where]))} on {where} needs "
-                f"{wanted / 2**30:.1f} GiB for weights and cache and has {free / 2**30:.1f} GiB: "
-                "use more hosts, a smaller quantisation or a smaller context (-c)"
-            )
-
-
 def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
     """A shard's cache with two bytes per element (quantised caches need less)."""
     heads = int(model.arch_get("attention.head_count", 1) or 1)
