@@ -68,8 +68,13 @@ def test_the_same_tokens_through_a_launcher(name):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_an_interrupt_through_ssh_ends_cleanly():
-    code, _, err = interrupt([str(launch.ROOT / "launch" / "ssh"), LOCALHOST, "3", *LONG], 80,
+@pytest.mark.parametrize("name", ["ssh", "hydra"])
+def test_an_interrupt_through_a_launcher_ends_cleanly(name, monkeypatch):
+    if name == "hydra":
+        if not MPICH:
+            pytest.skip("no MPICH: PIPEINFER_TEST_MPICH names its mpiexec")
+        monkeypatch.setenv("PIPEINFER_MPIRUN", MPICH)
+    code, _, err = interrupt([str(launch.ROOT / "launch" / name), LOCALHOST, "3", *LONG], 80,
                              signal.SIGINT)
     assert code == 130
     assert "ended by interrupted" in err
