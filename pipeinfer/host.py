@@ -19,6 +19,7 @@ import psutil
 from pipeinfer.errors import UsageError
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -176,14 +177,22 @@ def memory_parts() -> dict[str, int]:
 
 
 def _memory_left() -> int:
-    """Bytes that the control groups of this process still allow."""
+    """Bytes that the control groups of this process still allow.
+
+    Pages of files that were read long ago count as used there, and are given back when needed.
+    """
     left = 1 << 62
     for group in _groups("memory"):
-        for limit, usage in (("memory.max", "memory.current"),
-                             ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit, usage, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
             with contextlib.suppress(OSError, ValueError):
-                left = min(left, int((group / limit).read_text())
-                           - int((group / usage).read_text()))
+                used = int((group / usage).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text(
+                    ).splitlines())
+                used -= min(used, int(stat.get(cached, 0)))
+                left = min(left, int((group / limit).read_text()) - used)
     return max(0, left)
 
 
@@ -213,7 +222,7 @@ def _groups(controller: str) -> list[Path]:
     Slurm, systemd and containers set their limits at any of these levels.
     """
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     found = {_CGROUPS, _CGROUPS / controller}
