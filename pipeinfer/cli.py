@@ -88,6 +88,7 @@ class _Main(click.Group):
         "inflate": ("pipeinfer.models.inflate", "inflate_command"),
         "doctor": ("pipeinfer.doctor", "doctor_command"),
         "plan": ("pipeinfer.plan", "plan_command"),
+        "bench": ("pipeinfer.bench", "bench_command"),
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
