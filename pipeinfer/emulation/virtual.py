@@ -109,7 +109,8 @@ class Result:
     """Times in seconds, counted from the moment the prompt was processed (its token is free).
 
     busy, wasted: seconds each stage computed, and computed for runs that were dead by then or
-    died later. spans (only when tracing): (stage, run, start, end, fate).
+    died later. spans (only when tracing): (stage, run, start, end, fate), where fate is prompt,
+    token (an accepted one's run), guess, dead (computed, and of no use) or skipped.
     """
 
     tokens: list[int]
@@ -240,9 +241,11 @@ class _Simulation:
             action()
         if self.finished is None:
             raise PipeinferError("the simulated pipeline came to rest before the request ended")
+        spans = [(stage, run, start, end, "dead" if fate == "guess" and run in self.died else fate)
+                 for stage, run, start, end, fate in self.spans]
         return Result(self.tokens, self.times, self.times[0] if self.times else 0.0,
                       self.finished, [stage.busy for stage in self.stages], self.head_busy,
-                      self.draft_busy, self.sent, self.spans, self._wasted())
+                      self.draft_busy, self.sent, spans, self._wasted())
 
     def _wasted(self) -> list[float]:
         wasted = []
@@ -398,7 +401,8 @@ class _Simulation:
             stage.cancelled.discard(item.run_id)
             stage.run_seconds[item.run_id] = self.now - stage.started
             if self.spec.trace:
-                fate = "skipped" if packet.skipped else "computed"
+                fate = "skipped" if packet.skipped else "guess" if item.speculative else (
+                    "token" if item.rows.outputs.all() else "prompt")
                 self.spans.append((index, item.run_id, stage.started, self.now, fate))
             if packet.skipped:
                 stage.skipped.add(item.run_id)
