@@ -29,7 +29,7 @@ from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath, Stage
 from pipeinfer.strategies.draft_model import DraftModel
 from pipeinfer.strategies.worker import DraftWorker
-from pipeinfer.transport.base import Envelope, Port
+from pipeinfer.transport.base import Envelope, Mailbox, Port
 from pipeinfer.tree import Proposal
 
 _TIMEOUT = 600.0
@@ -64,12 +64,17 @@ class WallResult:
 
 
 class DelayedPort:
-    """A port whose messages arrive as late as over an emulated link; see `Port`."""
+    """A port whose messages arrive as late as over an emulated link; see `Port`.
 
-    def __init__(self, inner: Port, wire: Wire, row_bytes: int, scale: float) -> None:
+    collect: moves what has arrived into the mailbox, which nobody else reads.
+    """
+
+    def __init__(self, inner: Port, mailbox: Mailbox, collect: Callable[[], None], wire: Wire,
+                 row_bytes: int, scale: float) -> None:
         self.node, self.traffic = inner.node, inner.traffic
         self.send, self.wake, self.close = inner.send, inner.wake, inner.close
         self._inner, self._row_bytes = inner, row_bytes
+        self._mailbox, self._pump = mailbox, collect
         self._latency, self._per_byte = scale * wire.latency, scale / wire.bandwidth
         self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
         self._free = 0.0
@@ -91,8 +96,9 @@ class DelayedPort:
             self._inner.wait(left, live=live)
 
     def _collect(self) -> None:
-        for tag in Tag:
-            while (envelope := self._inner.take(tag)) is not None:
+        self._pump()
+        for tag in () if self._mailbox.empty else Tag:
+            while (envelope := self._mailbox.take(tag)) is not None:
                 now = time.monotonic()
                 if tag is Tag.TRANSACTION:  # the one kind that is long enough to fill a link
                     self._free = max(now, self._free) + self._per_byte * self._size(envelope)
@@ -158,7 +164,7 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
     rank = comm.Get_rank()
     wire = scenario.links[-1 if rank == 0 else rank - 1]
     inner = mpi.MpiPort(comm, mpi.Layout(tuple(range(n_stages + 1))))
-    port = DelayedPort(inner, wire, scenario.row_bytes, scale)
+    port = DelayedPort(inner, inner.mailbox, inner.pump, wire, scenario.row_bytes, scale)
     path = CancelPath.DIRECT if scenario.direct_cancel else CancelPath.BACKWARD
     result = None
     if rank:

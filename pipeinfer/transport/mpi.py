@@ -4,8 +4,8 @@ Facts behind the shape (docs/mpi.md): sends are non-blocking and their buffers a
 matched probe for any tag drains everything that has arrived, so a cancellation is never stuck
 behind activations and a large message is moved along by its receiver; waiting sleeps in
 proportion to the time already waited, which bounds both the latency added and the processor
-time burnt; before that it offers the processor to others for a moment. This module knows no runs
-and no models.
+time burnt; before that it offers the processor to others for a moment. Ranks of one host wake each
+other (`doorbell`) and need no polling. This module knows no runs and no models.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from mpi4py import MPI
 
 from pipeinfer import protocol
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.protocol import Message, Tag
 from pipeinfer.transport.base import Envelope, Mailbox, Traffic
+from pipeinfer.transport.doorbell import Doorbell
 from pipeinfer.transport.inproc import LocalPort
 
 _TAGS_PER_NODE = 8
@@ -34,6 +37,8 @@ _MIN_SLEEP = 30e-6
 _SHARE = 0.125
 _LIVE_CAP = 1e-3
 _IDLE_CAP = 10e-3
+_RING_SECONDS = 50e-3  #: how long a ring announces a message
+_BELL_CAP = 20e-3  #: between two looks of a rank that is rung for every message
 
 
 @dataclass(slots=True)
@@ -55,6 +60,17 @@ class _Pending:
     frame: bytes = field(repr=False)
 
 
+@dataclass(slots=True)
+class _House:
+    """The ranks of this host and this rank's bell; names[rank] is the bell of a neighbour."""
+
+    bell: Doorbell
+    names: dict[int, str]
+
+
+_house: list[_House] = []  #: at most one per process, made by `world`
+
+
 class MpiPort:
     """The port of a rank's first node; relays for further nodes of the same rank.
 
@@ -72,7 +88,19 @@ class MpiPort:
         self._pending: deque[_Pending] = deque()
         self._outbox: deque[tuple[int, Tag, bytes]] = deque()
         self._status = MPI.Status()
+        self._house = _house[0] if _house else None
+        self._all_near = self._house is not None and all(
+            rank in self._house.names for rank in layout.rank_of)
+        self._received = 0
+        crowded = self._house is not None and len(self._house.names) > (os.cpu_count() or 1)
+        self._spin = 0.0 if crowded else _SPIN_SECONDS
+        self._rung_at = 0.0
         _sharpen_timers()
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where `pump` puts what arrives for this node."""
+        return self._own
 
     def local_port(self, node: int) -> LocalPort:
         """A port for another node of this rank, to be used by a thread of its own."""
@@ -111,15 +139,42 @@ class MpiPort:
             waited = time.monotonic() - start
             if waited >= timeout:
                 return
-            if waited < _SPIN_SECONDS:
+            if waited < self._spin:
                 os.sched_yield()
+            elif self._house is not None:
+                if not self._heard():
+                    self._house.bell.sleep(min(self._pause(waited, cap), timeout - waited))
             else:
                 pause = min(max(waited * _SHARE, _MIN_SLEEP), cap, timeout - waited)
                 self._own.arrived.wait(pause)
 
+    def _heard(self) -> bool:
+        """Whether someone rang since the last look at the bell."""
+        assert self._house is not None
+        bell = self._house.bell
+        some = bell.drain()
+        bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message can not
+        if some:
+            self._rung_at = time.monotonic()
+        return some
+
+    def _pause(self, waited: float, cap: float) -> float:
+        """How long to sleep if nobody rings."""
+        assert self._house is not None
+        bell = self._house.bell
+        if bell.rung > self._received:  # rung for something that MPI still moves
+            waited = time.monotonic() - self._rung_at
+            if waited > _RING_SECONDS:  # no: its message had been received before the ring
+                bell.rung = self._received
+        if bell.rung == self._received and self._all_near and not self._pending:
+            return _BELL_CAP
+        return min(max(waited * _SHARE, _MIN_SLEEP), cap)
+
     def wake(self) -> None:
         """See `Port.wake`."""
         self._own.arrived.set()
+        if self._house is not None:
+            self._house.bell.wake()
 
     def close(self, timeout: float) -> None:
         """See `Port.close`."""
@@ -146,11 +201,14 @@ class MpiPort:
                     f"{status.Get_source()}"
                 )
             box.put(-1, Tag(tag), frame)
+            self._received += 1
 
     def _isend(self, dest: int, tag: Tag, frame: bytes) -> None:
         request = self.comm.Isend([frame, MPI.BYTE], dest=self._layout.rank_of[dest],
                                   tag=dest * _TAGS_PER_NODE + int(tag))
         self._pending.append(_Pending(request, frame))
+        if self._house is not None and (name := self._house.names.get(self._layout.rank_of[dest])):
+            self._house.bell.ring(name)
 
 
 def _sharpen_timers() -> None:
@@ -165,7 +223,34 @@ def world() -> MPI.Comm:
         raise ProtocolError(
             "this MPI was started without thread support; pipeinfer needs MPI_THREAD_FUNNELED"
         )
-    return MPI.COMM_WORLD.Dup()
+    comm = MPI.COMM_WORLD.Dup()
+    if not _house and os.environ.get("PIPEINFER_DOORBELL", "1") != "0":
+        _move_in(comm)
+    return comm
+
+
+def _move_in(comm: MPI.Comm) -> None:
+    """Find the ranks of this host and see that each can ring every other."""
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    numbers = np.zeros(near.Get_size() + 1, np.int64)
+    mine = np.array([comm.Get_rank()], np.int64)
+    near.Allgather(mine, numbers[:-1])
+    numbers[-1] = secrets.randbits(62)
+    near.Bcast(numbers[-1:], root=0)
+    names = {int(rank): f"pipeinfer-{numbers[-1]:x}-{rank}" for rank in numbers[:-1]}
+    bell = None
+    with contextlib.suppress(OSError, AttributeError):
+        bell = Doorbell(names[comm.Get_rank()])
+    near.Barrier()
+    reached = np.array([bell is not None and all(bell.ring(name) for name in names.values())])
+    near.Allreduce(MPI.IN_PLACE, reached, MPI.LAND)
+    near.Free()
+    if bell is not None and reached[0]:
+        bell.drain()
+        bell.rung = 0
+        _house.append(_House(bell, names))
+    elif bell is not None:
+        bell.close()
 
 
 def abort(code: int) -> None:
