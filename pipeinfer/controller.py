@@ -23,7 +23,8 @@ _MEMORY = 0.9  #: weight of the past in a running mean
 _SWITCH = 1.03  #: how much better another setting must look
 _HORIZON = 96  #: guesses that a cycle is followed for
 _EVERY = 4  #: results between two decisions
-_NEVER = 1.1  #: a least probability that no guess has
+_LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
+_NEVER = 1.1  #: a cutoff at which the draft is not even asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +205,12 @@ class Controller:
             return None
         setting = self._choose(timing, acceptance, second)
         size = max(setting.size, 1)
-        credit = max(2, min(in_flight(timing, size), self.max_rows // size))
+        credit = self._credit(timing, size)
         wanted: dict[str, Any] = {
             "credit": credit,
             "draft_max": size,
             "join_tip": setting.join,
-            "path_min": cutoff(credit) if setting.size else _NEVER,
+            "path_min": cutoff(credit) if setting.size else self._silence(timing),
             "alternatives": 1 if credit < 12 else 2,
             "eager": size * timing.draft > 1.5 * timing.slot(size),
         }
@@ -219,6 +220,19 @@ class Controller:
             return None
         self.limits = replace(self.limits, **changes)
         return self.limits
+
+    def _credit(self, timing: Timing, size: int) -> int:
+        """Runs in flight that go with a size."""
+        if "credit" in self.pinned:
+            return self.limits.credit
+        size = max(size, 1)
+        return max(2, min(in_flight(timing, size), self.max_rows // size))
+
+    def _silence(self, timing: Timing) -> float:
+        """The cutoff when nothing is issued: ask the draft only where a good one would pay."""
+        good = max(speed(timing, 0.9, Setting(size), self._credit(timing, size))
+                   for size in SIZES[:4])
+        return _LISTEN if good > _SWITCH * speed(timing, 0.9, Setting(0)) else _NEVER
 
     def _choose(self, timing: Timing, acceptance: float, second: float) -> Setting:
         """The best setting among those that are free, keeping the present one unless clearly
@@ -230,9 +244,11 @@ class Controller:
         options += [Setting(size, join) for size in sizes for join in joins
                     if size + join <= limits.exact_width]
         options = options or [Setting(1)]
-        value = {option: speed(timing, acceptance, option, limits.credit, limits.alternatives,
-                               second) for option in options}
+        value = {option: speed(timing, acceptance, option, self._credit(timing, option.size),
+                               limits.alternatives, second) for option in options}
         best = max(options, key=lambda option: value[option])
+        if Setting(0) in value and value[best] < _SWITCH * value[Setting(0)]:
+            best = Setting(0)  # a gain this small is lost to what guesses get in the way of
         if self._setting in value and value[best] < _SWITCH * value[self._setting]:
             return self._setting
         self._setting = best
