@@ -57,6 +57,22 @@ def test_proposals_do_not_depend_on_what_the_cache_held(paths):
         assert got is None or got == fresh(wanted)
 
 
+@pytest.mark.parametrize("lanes", [False, True])
+def test_paths_of_no_more_use_give_way_to_new_ones(lanes):
+    rng = random.Random(5)
+    draft = DraftModel(ToyBackend.load(SPEC, n_ctx=48), paths=4)
+    for number in range(6):
+        path = [rng.randrange(12) for _ in range(40)]
+        wanted = job(path, number, base=40 if lanes else 4, lane=number if lanes else 0)
+        assert draft.propose(wanted, never) == fresh(wanted)
+
+
+def test_a_path_that_can_not_fit_is_an_error():
+    draft = DraftModel(ToyBackend.load(SPEC, n_ctx=48), paths=4)
+    with pytest.raises(BackendError, match="no free cells"):
+        draft.propose(job([1] * 60), never)
+
+
 def test_work_of_an_interrupted_job_is_taken_up():
     draft = DraftModel(ToyBackend.load(SPEC))
     first = draft.propose(job([3, 1, 4]), never)

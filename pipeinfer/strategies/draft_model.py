@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.core import END, FloatArray, SamplingParams, make_rows
+from pipeinfer.core import END, FloatArray, Rows, SamplingParams, make_rows
+from pipeinfer.errors import BackendError
 from pipeinfer.events import StartDraft
 from pipeinfer.sampling import candidates
 from pipeinfer.tree import Proposal
@@ -145,7 +146,7 @@ class DraftModel:
             yield len(part)
             last = start + len(part) == len(todo)
             first = common + start
-            logits = self.backend.decode(make_rows(
+            logits = self._decode(make_rows(
                 [(t, first + i, (here.seq_id,), last and i == len(part) - 1)
                  for i, t in enumerate(part)]
             ))
@@ -208,6 +209,19 @@ class DraftModel:
             del here.tokens[length:]
         here.agreed = min(here.agreed, length)
 
+    def _decode(self, rows: Rows) -> FloatArray | None:
+        """Decode; where the cache is full of other paths, they give way."""
+        try:
+            return self.backend.decode(rows)
+        except BackendError:
+            others = [path for path in self._paths if path is not self._here and path.tokens]
+            if not others:
+                raise
+        for path in others:
+            self.backend.seq_rm(path.seq_id, 0, END)
+            path.tokens, path.rankings, path.agreed = [], {}, 0
+        return self.backend.decode(rows)
+
     def _side(self, k: int) -> int:
         """The sequence id of a job's k-th branch, k >= 1."""
         return len(self._paths) + k - 1
@@ -260,7 +274,7 @@ class DraftModel:
         if not branches:
             return
         yield len(branches)
-        logits = self.backend.decode(make_rows(
+        logits = self._decode(make_rows(
             [(b.pending, position, (b.seq_id,), True) for b in branches]
         ))
         assert logits is not None
