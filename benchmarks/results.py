@@ -108,6 +108,7 @@ class Store:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._file.close()
             raise UsageError(f"{path} is in use by another run: wait for it, or give --out "
                              "another folder") from None
         self._read()
