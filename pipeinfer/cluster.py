@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__, host, survey
+from pipeinfer.backends.exact import CURVE_ROWS
 from pipeinfer.config import Config
 from pipeinfer.distribute import Sender
 from pipeinfer.errors import (
@@ -356,6 +357,8 @@ def _start(
     exact = min(state.ready["exact_width"] for state in states.values())
     row_cost = max(state.ready["row_cost"] for state in states.values())
     sizes = sizes_for(row_cost)
+    curve = tuple((rows, max(float(state.ready["curve"][k]) for state in states.values()))
+                  for k, rows in enumerate(CURVE_ROWS))
     if config.exact == "off":
         exact = width
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
@@ -367,7 +370,7 @@ def _start(
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
                 timeout=config.timeout,
-                controller=controller_for(config, limits, pinned, row_cost, cells - n_ctx))
+                controller=controller_for(config, limits, pinned, curve, cells - n_ctx))
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.name,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeinfer.policy import Limits, Policy
 
@@ -27,28 +27,49 @@ _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be jud
 _NEVER = 1.1  #: a cutoff at which the draft is not even asked
 
 
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """What a pipeline takes, in seconds.
 
-    slowest, computed: of a run of one row, at the slowest stage and over all of them. row_cost: a
-    further row relative to the first. transit: the rest of the way (links, messages). draft: per
-    drafted token.
+    slowest, computed: of a run of one row, at the slowest stage and over all of them. curve: what
+    runs of more rows take, relative to one. transit: the rest of the way (links, messages).
+    draft: per drafted token.
     """
 
     slowest: float
     computed: float
-    row_cost: float
+    curve: Curve
     transit: float
     draft: float
 
     def slot(self, rows: int) -> float:
         """How long the slowest stage is taken by a run."""
-        return self.slowest * (1.0 + self.row_cost * (rows - 1))
+        return self.slowest * factor(self.curve, rows)
 
     def latency(self, rows: int) -> float:
         """From issue to result in an empty pipeline."""
-        return self.computed * (1.0 + self.row_cost * (rows - 1)) + self.transit
+        return self.computed * factor(self.curve, rows) + self.transit
+
+
+def linear(row_cost: float) -> Curve:
+    """The curve on which every further row costs the same share of the first."""
+    return ((2, 1.0 + row_cost),)
+
+
+def factor(curve: Curve, rows: int) -> float:
+    """Time of a run relative to one of a single row: the curve's points (rows > 1, ascending)
+    joined by straight lines, the last of which goes on."""
+    low, high = (1, 1.0), (1, 1.0)
+    for point in curve:
+        low, high = high, point
+        if rows <= point[0]:
+            break
+    if high[0] == low[0]:
+        return high[1]
+    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +166,20 @@ class _Mean:
 class Controller:
     """Hears of runs and drafts, says which limits to use from now on.
 
-    limits: the starting point. pinned: names of `Limits` fields that must stay. row_cost: what
-    the stages measured when they loaded, used until runs of several rows have come back.
+    limits: the starting point. pinned: names of `Limits` fields that must stay. curve: what the
+    stages measured when they loaded, used until runs of so many rows have come back.
     max_rows: most rows in flight; the stages' caches have room for so many.
     """
 
     limits: Limits
     pinned: Collection[str] = ()
-    row_cost: float = 0.5
+    curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
     _draft: _Mean = field(default_factory=_Mean)
-    _row_cost: _Mean = field(default_factory=_Mean)
+    _wide: dict[int, _Mean] = field(default_factory=dict)
     _setting: Setting | None = None
     _results: int = 0
 
@@ -176,8 +197,8 @@ class Controller:
             self._slowest.add(slowest)
             self._computed.add(computed)
         elif self._slowest.count:
-            further = (slowest / max(self._slowest.value, 1e-9) - 1.0) / (rows - 1)
-            self._row_cost.add(min(max(further, 0.0), 4.0))
+            relative = slowest / max(self._slowest.value, 1e-9)
+            self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
         self._transit.append(max(latency - computed, 0.0))
         del self._transit[:-32]
 
@@ -191,9 +212,10 @@ class Controller:
         """What was measured, None before the first run and draft came back."""
         if not self._slowest.count or not self._draft.count:
             return None
-        row_cost = self._row_cost.value if self._row_cost.count >= 4 else self.row_cost
-        return Timing(self._slowest.value, self._computed.value, row_cost, min(self._transit),
-                      self._draft.value)
+        points = dict(self.curve)
+        points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
+        return Timing(self._slowest.value, self._computed.value, tuple(sorted(points.items())),
+                      min(self._transit), self._draft.value)
 
     def advise(self, acceptance: float, second: float) -> Limits | None:
         """Limits for the next runs; None: nothing changes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeinfer.config import Config
-from pipeinfer.controller import Controller, cutoff
+from pipeinfer.controller import Controller, Curve, cutoff
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
 
@@ -56,13 +56,13 @@ def limits_for(
     return limits, frozenset(pinned)
 
 
-def controller_for(config: Config, limits: Limits, pinned: frozenset[str], row_cost: float,
+def controller_for(config: Config, limits: Limits, pinned: frozenset[str], curve: Curve,
                    cells: int) -> Controller | None:
     """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
 
     cells: beyond the context, half of which live guesses may take.
     """
-    controller = Controller(limits, pinned, row_cost, cells // 2)
+    controller = Controller(limits, pinned, curve, cells // 2)
     return controller if config.adapt and controller.active else None
 
 

@@ -81,6 +81,7 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
         "exact_width": widths.exact, "row_cost": widths.row_cost,
+        "curve": widths.curve,
         "weight_bytes": backend.info.weight_bytes,
         "cache_bytes": backend.info.cache_bytes, "threads": threads, "received_bytes": received,
     }))

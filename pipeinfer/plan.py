@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 import click
 
 from pipeinfer import host, nodes, planner
+from pipeinfer.backends.exact import CURVE_ROWS
 from pipeinfer.config import Config
 from pipeinfer.controller import Controller, cutoff
 from pipeinfer.emulation.profiles import ModelProfile, NodeProfile, Profiles, load_profiles
@@ -118,7 +120,8 @@ class Report:
               help="Share of first guesses that the target accepts [default: the pair's].")
 @click.option("--layers", default="", help="Layers of each stage, like 10,12,12,6.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
-@click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens [default: 4096].")
+@click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
+              help="Context in tokens [default: 4096, of a file its own up to 8192].")
 @click.option("--head-stage", is_flag=True, help="Rank 0 holds the first layers too.")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
 @click.option("--remeasure", is_flag=True, help="Measure the ranks anew (under mpirun).")
@@ -130,6 +133,8 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
     pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
     mpirun -np 5 --hostfile H pipeinfer plan model.gguf
     """
+    if given["acceptance"] is not None and math.isnan(given["acceptance"]):
+        raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
     report: Report | None
     if dry_run or (given["cluster"] and host.launched_size() == 1):
@@ -396,12 +401,14 @@ class _Scene:
             row_cost = max(row_cost, (seconds(4) / seconds(1) - 1) / 3)
             stages.append(VirtualStage(seconds, layers=stop - start))
         wire = Wire(self.link.latency, self.link.bandwidth)
+        slowest = {rows: max(stage.seconds(rows) for stage in stages) for rows in (1, *CURVE_ROWS)}
+        curve = tuple((rows, slowest[rows] / slowest[1]) for rows in CURVE_ROWS)
         credit = len(stages) + 1
         limits = Limits(
             n_ctx=_PROMPT + _TOKENS + 64, policy=policy, exact_width=16, credit=credit,
             partitions=max(16, 2 * credit), tree_max=tree, draft_max=1 if row_cost > 0.3 else 3,
             path_min=cutoff(credit), p_min=0.4 if policy is Policy.SPECULATIVE else 0.0)
-        controller = Controller(limits, (), row_cost) if policy is Policy.PIPEINFER else None
+        controller = Controller(limits, (), curve) if policy is Policy.PIPEINFER else None
         return simulate(Scenario(
             tuple(stages), (wire,) * (len(stages) + 1), self.draft_seconds, limits,
             SyntheticPair(self.acceptance), 4 * self.target.n_embd, _PROMPT, _TOKENS,

@@ -14,19 +14,21 @@ from pipeinfer.controller import (
     Setting,
     Timing,
     cutoff,
+    factor,
     in_flight,
+    linear,
     speed,
     synchronous_speed,
 )
 from pipeinfer.policy import Ablation, Limits, Policy
 
-EIGHT = Timing(slowest=0.1, computed=0.7, row_cost=0.4, transit=0.001, draft=0.02)
+EIGHT = Timing(slowest=0.1, computed=0.7, curve=linear(0.4), transit=0.001, draft=0.02)
 LIMITS = Limits(n_ctx=1000, exact_width=16)
 
 
 def told(limits=LIMITS, timing=EIGHT, pinned=frozenset(), runs=8, **values):
     """A controller that has seen an empty pipeline of that timing."""
-    controller = Controller(limits, pinned, timing.row_cost, **values)
+    controller = Controller(limits, pinned, timing.curve, **values)
     for _ in range(runs):
         controller.run_returned(1, timing.slowest, timing.computed, timing.latency(1))
         controller.drafted(1, timing.draft)
@@ -67,12 +69,12 @@ def test_speed_is_between_a_token_per_cycle_and_one_per_row(acceptance, size, jo
 def test_dear_rows_mean_single_guesses_and_cheap_rows_bigger_runs():
     dear = told().advise(0.79, 0.4)
     assert (dear.draft_max, dear.join_tip) == (1, False)
-    cheap = replace(EIGHT, row_cost=0.01, draft=0.002)
+    cheap = replace(EIGHT, curve=linear(0.01), draft=0.002)
     assert told(timing=cheap).advise(0.79, 0.4).draft_max >= 4
 
 
 def test_one_stage_with_dear_rows_does_not_speculate():
-    one = Timing(slowest=0.7, computed=0.7, row_cost=1.0, transit=0.0, draft=0.02)
+    one = Timing(slowest=0.7, computed=0.7, curve=linear(1.0), transit=0.0, draft=0.02)
     assert told(timing=one).advise(0.9, 0.4).path_min > 1
 
 
@@ -118,11 +120,19 @@ def test_baselines_and_ablations_are_left_alone(limits):
     assert controller.advise(0.7, 0.4) is None
 
 
-def test_row_cost_is_learnt_from_runs():
+def test_what_runs_of_several_rows_take_is_learnt():
     controller = told()
     for _ in range(6):
         controller.run_returned(3, 0.3, 2.1, 2.101)
-    assert controller.timing.row_cost == pytest.approx(1.0)
+    timing = controller.timing
+    assert [timing.slot(rows) for rows in (1, 2, 3, 4)] == pytest.approx([0.1, 0.14, 0.3, 0.46])
+
+
+def test_a_curve_between_and_beyond_its_points():
+    curve = ((2, 1.0), (4, 1.0), (8, 2.0))
+    assert [factor(curve, rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx(
+        [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0])
+    assert factor((), 5) == 1.0
 
 
 def test_cutoff_falls_with_depth():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ from pipeinfer.models.shard import cache_directory
 
 Indices = npt.NDArray[np.signedinteger]
 
+CURVE_ROWS = (2, 4, 8, 16)  #: widths whose time is measured
 _CONTEXT = 40  #: tokens before the rows that are compared
 
 
@@ -35,10 +37,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What rows decoded together are like: R, and the time of a further row relative to one."""
+    """What rows decoded together are like: R, and the time of CURVE_ROWS rows relative to one."""
 
     exact: int
-    row_cost: float
+    curve: tuple[float, ...]
+
+    @property
+    def row_cost(self) -> float:
+        """Time of a second, third, fourth row relative to the first, on average.
+
+        Near 0 where memory bounds a decode (GPUs), near 1 or above where arithmetic does.
+        """
+        return max(0.0, (self.curve[CURVE_ROWS.index(4)] - 1.0) / 3)
 
 
 def known_widths(
@@ -56,25 +66,25 @@ def known_widths(
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
     with contextlib.suppress(OSError, ValueError):
-        width, cost = path.read_text().split()
-        if 1 <= int(width) <= limit:
-            return Widths(int(width), float(cost))
-    found = Widths(exact_width(backend, limit, progress=progress), row_cost(backend))
+        width, *curve = path.read_text().split()
+        if 1 <= int(width) <= limit and len(curve) == len(CURVE_ROWS):
+            return Widths(int(width), tuple(map(float, curve)))
+    found = Widths(exact_width(backend, limit, progress=progress), curve_of(backend))
     with contextlib.suppress(OSError):  # a full disk costs the next start time, nothing else
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=name, delete=False) as file:
-            file.write(f"{found.exact} {found.row_cost:.3f}")
+            file.write(" ".join([str(found.exact), *(f"{time:.3f}" for time in found.curve)]))
         os.replace(file.name, path)
     return found
 
 
-def row_cost(backend: Backend, rounds: int = 5) -> float:
-    """Time of a second, third, fourth row in one decode relative to the first (medians).
+def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
+    """Time of a decode of CURVE_ROWS rows relative to one of a single row (medians).
 
-    Near 0 where memory bounds a decode (GPUs), near 1 or above where arithmetic does. The cache
-    must be empty, and is empty afterwards.
+    Where the backend can not decode so many, every row counts like the first. The cache must be
+    empty, and is empty afterwards.
     """
     info = backend.info
-    hidden = None if info.first else np.ones((4, info.n_embd), np.float32)
+    hidden = None if info.first else np.ones((CURVE_ROWS[-1], info.n_embd), np.float32)
 
     def seconds(width: int) -> float:
         rows = make_rows([(1, i, (0,), True) for i in range(width)])
@@ -86,9 +96,10 @@ def row_cost(backend: Backend, rounds: int = 5) -> float:
             backend.seq_rm(ALL_SEQS, 0, END)
         return statistics.median(times)
 
-    if info.n_batch < 4 or info.n_ctx < 4:
-        return 1.0
-    return max(0.0, (seconds(4) / seconds(1) - 1) / 3)
+    one = max(seconds(1), 1e-9)
+    most = min(info.n_batch, info.n_ctx)
+    times = [seconds(width) / one if width <= most else float(width) for width in CURVE_ROWS]
+    return tuple(itertools.accumulate(times, max))  # more rows never take less
 
 
 def exact_width(

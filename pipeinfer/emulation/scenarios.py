@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeinfer.controller import Controller, cutoff
+from pipeinfer.backends.exact import CURVE_ROWS
+from pipeinfer.controller import Controller, Curve, cutoff
 from pipeinfer.emulation.profiles import LinkProfile, ModelProfile, NodeProfile, Profiles
 from pipeinfer.emulation.synthetic import SyntheticPair
 from pipeinfer.emulation.virtual import Overheads, Result, Scenario, VirtualStage, Wire, simulate
@@ -68,6 +69,7 @@ class Built:
     head: NodeProfile
     pinned: frozenset[str]
     row_cost: float = 0.5
+    curve: Curve = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -122,7 +124,9 @@ def assemble(
     if draft is not None and policy is not Policy.ITERATIVE:
         memory[0] += draft.total_bytes + _cache(draft, experiment) * draft.n_layers
     return Built(scenario, split, tuple(memory), tuple(node for node, _, _ in used), head, pinned,
-                 row_cost)
+                 row_cost, tuple(
+                     (rows, max(stage.seconds(rows) for stage in virtual)
+                      / max(stage.seconds(1) for stage in virtual)) for rows in CURVE_ROWS))
 
 
 def run(profiles: Profiles, experiment: Experiment) -> tuple[Built, Result]:
@@ -135,7 +139,7 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     """What tunes this run, None when nothing does."""
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
-    return Controller(built.scenario.limits, built.pinned, built.row_cost)
+    return Controller(built.scenario.limits, built.pinned, built.curve)
 
 
 def stage_members(
