@@ -238,6 +238,8 @@ def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [
+    (("dolphin-70b", "--dry-run", "--cluster", "c", "--acceptance", "nan"), 2, "not a number"),
+    (("dolphin-70b", "--dry-run", "--cluster", "c", "-c", "-5"), 2, "-5 is not in the range"),
     (("dolphin-7b", "--dry-run", "--cluster", "a"), 2, "did you mean dolphin-70b?"),
     (("dolphin-70b", "--dry-run"), 2, "either --hostfile FILE or --cluster NAME"),
     (("dolphin-70b", *HETERO, "--cluster", "a"), 2, "either --hostfile FILE or --cluster NAME"),
