@@ -41,6 +41,25 @@ TABLE_III = ("dolphin-tinyllama-gpu", "dolphin-orca2-gpu", "senku-tinyllama", "s
              "dolphin29-8b", "qwen-7b", "mixtral-mistral", "yi-9b")
 CLUSTERS = (("a", 4), ("a", 8), ("b", 13))
 
+#: what the paper reports, in the picture itself
+PAPER = {
+    "speed": "iterative and synchronous essentially constant with nodes; PipeInfer fastest in "
+             "every case, Goliath at 8 nodes",
+    "gain": "1.5 to 2.15 times synchronous speculation (shaded), up to 1.7 well aligned, 2.15 "
+            "poorly",
+    "ttft": "PipeInfer near parity with iterative, synchronous far slower",
+    "itl": "follows the generation speed",
+    "memory": "PipeInfer as much memory as synchronous, iterative less; most speed per memory",
+    "constrained": "greatest gains here; B over A: Dolphin marginally slower, Falcon much, "
+                   "Goliath faster",
+    "constrained-ttft": "PipeInfer in some cases below iterative",
+    "ablations": "slower without cancellation, severely without continuous (Falcon moderately)",
+    "ablations-itl": "longer without cancellation",
+    "gpu": "faster than synchronous in all cases but one (Dolphin 2.9)",
+    "prompts": "PipeInfer consistent from prompt to prompt, synchronous erratic",
+    "cancellation": "cancellations travel backwards from stage to stage",
+}
+
 mpl.rcParams.update({
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": "#e3e6ea", "axes.axisbelow": True, "axes.titlesize": 10.5, "figure.dpi": 110,
@@ -196,6 +215,8 @@ def short(pair: str) -> str:
 
 def save(figure: Any, out: Path, name: str, caption: str, drawn: Drawn) -> None:
     path = out / f"{name}.png"
+    if name in PAPER:
+        figure.supxlabel(f"the paper: {PAPER[name]}", fontsize=8.5, color="#4a5a70")
     figure.savefig(path)
     plt.close(figure)
     drawn.pictures.append((path, caption))
@@ -211,7 +232,7 @@ def legend(figure: Any, policies: Sequence[str] = POLICIES, extra: Sequence[Any]
 def band(axis: Any, low: float, high: float, text: str = "") -> None:
     axis.axhspan(low, high, color="#2563c9", alpha=0.11, lw=0)
     if text:
-        axis.text(0.02, high, text, transform=axis.get_yaxis_transform(), va="top", ha="left",
+        axis.text(0.99, low, text, transform=axis.get_yaxis_transform(), va="bottom", ha="right",
                   fontsize=8, color="#2f4d80")
 
 
@@ -279,7 +300,8 @@ def speed(store: Store, size: Size, out: Path) -> Drawn:
         axis.set_xticks(range(len(_nodes(size))), [str(n) for n in _nodes(size)])
         axis.set(xlabel="nodes", ylabel="times as fast", ylim=(0.8, None),
                  title=f"PipeInfer over {NAME[policy]}")
-    axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, 0.93))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+                  fontsize=9)
     save(figure, out, "gain", "The gain over synchronous speculation. Left: trees of 4, cutoff "
          "0.1, as published; right: the best of trees of 1, 2, 4, 8 and cutoffs 0, 0.4 for each "
          "point.", drawn)
@@ -536,10 +558,11 @@ def ablation_needs(size: Size) -> list[Job]:
 def ablations(store: Store, size: Size, out: Path) -> Drawn:
     drawn = Drawn()
     pairs = size.thin(SMALL)
-    labels = ["all, tuned\nwhile running", "all,\nfixed", *(f"without\n{a}" for a in ABLATIONS)]
+    labels = ["tuned", "fixed", "no\ncancel", "no con-\ntinuous", "no multi-\nbuffer",
+              "no\nasync"]
     colours = ["#2563c9", "#5b8fe0", "#9aa7b8", "#9aa7b8", "#c98b3c", "#c98b3c"]
-    figure, axes = panels(len(pairs), width=4.6, height=3.3, most=2)
-    latency, latency_axes = panels(len(pairs), width=4.6, height=3.3, most=2)
+    figure, axes = panels(len(pairs), width=4.0, height=3.1)
+    latency, latency_axes = panels(len(pairs), width=4.0, height=3.1)
     for axis, other, pair in zip(axes, latency_axes, pairs, strict=True):
         stats = [stat(store, base("c", pair, size, nodes=8), size.seeds)]
         for off in ("", *ABLATIONS):
@@ -549,7 +572,7 @@ def ablations(store: Store, size: Size, out: Path) -> Drawn:
                                     (other, "itl_mean", "seconds between tokens")):
             which.bar(range(len(stats)), [s.mean(metric) for s in stats], 0.7, color=colours,
                       yerr=[s.spread(metric) for s in stats], error_kw={"lw": 1, "capsize": 3})
-            which.set_xticks(range(len(stats)), labels, fontsize=7.5)
+            which.set_xticks(range(len(stats)), labels, fontsize=8)
             which.grid(axis="x", visible=False)
             which.set(title=title_of(pair), ylabel=unit)
         full = stats[1]
@@ -570,9 +593,10 @@ def ablations(store: Store, size: Size, out: Path) -> Drawn:
         drawn.measured.append(f"{pair}: each component makes the whole faster by "
                               f"{', '.join(parts)}.")
     for grey, name in ((figure, "ablations"), (latency, "ablations-itl")):
-        grey.legend(handles=[Patch(color="#9aa7b8", label="in the paper too"),
+        grey.legend(handles=[Patch(color="#2563c9", label="everything on"),
+                             Patch(color="#9aa7b8", label="in the paper too"),
                              Patch(color="#c98b3c", label="not measurable in the paper")],
-                    loc="outside upper center", ncols=2)
+                    loc="outside upper center", ncols=3)
         save(grey, out, name, "Each component switched off, 8 nodes of cluster C; every bar is "
              "the best of a few fixed settings (micro-batches of 1, 2, 4; trees of 1, 2, 4, 8), "
              "nothing is tuned while running but in the first.", drawn)
@@ -596,6 +620,10 @@ def gpu(store: Store, size: Size, out: Path) -> Drawn:
          "tokens_per_second")
     axis.tick_params(axis="x", labelsize=7.5)
     axis.set_ylabel("tokens/s")
+    for x, group in enumerate(groups):
+        if "pipeinfer" not in group:
+            axis.text(x + 0.3, 1, "does not fit", rotation=90, ha="center", va="bottom",
+                      color=COLOUR["pipeinfer"], fontsize=8.5)
     bar_legend(figure)
     save(figure, out, "gpu", "Four GPUs over InfiniBand QDR (MI60, P40, Titan V, RTX 3090). The "
          "paper reports no acceptances here: they are assumed (the percentages).", drawn)
@@ -607,7 +635,6 @@ def gpu(store: Store, size: Size, out: Path) -> Drawn:
                 found[pair] = stats["pipeinfer"].mean() / stats[policy].mean()
         if "pipeinfer" not in stats:
             why = store.get(base("gpu", pair, size))["error"]
-            axis.text(pairs.index(pair) + 0.3, 1, "does not fit", rotation=90)
             drawn.measured.append(f"{pair} does not fit with the head on a GPU of its own: {why}.")
     for policy, found in gains.items():
         least = min(found, key=lambda p, f=found: f[p])
@@ -724,7 +751,7 @@ def acceptance(store: Store, size: Size, out: Path) -> Drawn:
     names = ("acceptance-c", "acceptance-goliath", "acceptance-gpu")
     figure, axes, found = _sweep(store, size, names, "acceptance", logarithmic=True)
     for axis in axes:
-        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
+        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
         axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
@@ -933,7 +960,7 @@ def scale(store: Store, size: Size, out: Path) -> Drawn:
             return record["runs"] / record["tokens"]
         return record["tokens_per_second"]
 
-    plots = (("speed", "tokens/s"), ("head", "us of scheduler per run (this machine)"),
+    plots = (("speed", "tokens/s"), ("head", "scheduler, us per run"),
              ("bytes", "KB per link and accepted token"), ("runs", "runs per accepted token"))
     for axis, (name, label) in zip(axes, plots, strict=True):
         for policy in ("iterative", "pipeinfer"):
@@ -1015,7 +1042,7 @@ def paths(store: Store, size: Size, out: Path) -> Drawn:
         axis.grid(axis="x", visible=False)
         axis.set_ylabel(label)
     axes[0].axhline(1.0, color="#555", lw=1)
-    axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
+    axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
     figure.legend(handles=[Patch(color=c, label=n) for n, c in (
         ("no cancellation", colours["none"]), ("backward, stage to stage", colours["backward"]),
         ("direct, to all stages", colours["direct"]))], loc="outside upper center", ncols=3)
@@ -1066,7 +1093,7 @@ def drafts(store: Store, size: Size, out: Path) -> Drawn:
                 axis.plot(*zip(*points, strict=True), marker=mark, color=colour,
                           label=f"{pair[6:].upper()}: {ratio:.2f} of a stage per token")
         axis.legend(fontsize=8)
-        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
+        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
         axis.set(title=f"cluster {place[0].upper()}, {place[1]} nodes", xlabel="acceptance",
                  ylabel="tokens/s", ylim=(0, None))
         small, needed = dict(lines.get((place, "draft-1b"), [])), []
@@ -1096,7 +1123,7 @@ def time_needs(size: Size) -> list[Job]:
 
 FATES = {"token": "#1d4f9e", "guess": "#3f9b63", "dead": "#d08a2e", "skipped": "#c0392b",
          "prompt": "#8b93a1"}
-FATE_NAMES = {"token": "accepted token", "guess": "guess that was of use",
+FATE_NAMES = {"token": "run of an accepted token", "guess": "guess of use",
               "dead": "computed, of no use", "skipped": "cut short or skipped", "prompt": "prompt"}
 
 
@@ -1129,7 +1156,7 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
                 drawn.measured.append(
                     f"{pair}: stages spend {useful:.0%} of the time on runs that were of use, "
                     f"{dead:.0%} on dead ones, {idle:.0%} waiting.")
-        at = [0, 1, *(2.4 + 0.8 * k for k in range(len(stacks) - 2))]
+        at = [0, 1.5, *(3.0 + 0.8 * k for k in range(len(stacks) - 2))]
         bottom = np.zeros(len(stacks))
         for fate in ("token", "guess", "dead", "skipped"):
             values = np.array([s[fate] for s in stacks])
@@ -1137,15 +1164,15 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
             bottom += values
         axis.bar(at, 1 - bottom, 0.7, bottom=bottom, color="#eef0f3")
         axis.set_xticks(at, labels, fontsize=8)
-        axis.set_xlabel("right: PipeInfer's stages")
+        axis.set_xlabel("means of all stages | PipeInfer's stages", fontsize=9)
         axis.grid(axis="x", visible=False)
-        axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
+        axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
         axis.set_title(title_of(pair))
     axes[0].set_ylabel("share of generation time")
     handles = [Patch(color=FATES[f], label=FATE_NAMES[f])
                for f in ("token", "guess", "dead", "skipped")]
     figure.legend(handles=[*handles, Patch(color="#eef0f3", label="waiting")],
-                  loc="outside upper center", ncols=5)
+                  loc="outside upper center", ncols=5, fontsize=9, columnspacing=1.2)
     save(figure, out, "time", "Where the stages' time goes, 8 nodes of cluster C, one text. In "
          "synchronous speculation rejected rows travel in the token's own run and count as of "
          "use.", drawn)
