@@ -135,8 +135,6 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
     """
     if given["acceptance"] is not None and math.isnan(given["acceptance"]):
         raise UsageError("--acceptance is not a number")
-    if given["acceptance"] is not None and math.isnan(given["acceptance"]):
-        raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
     report: Report | None
     if dry_run or (given["cluster"] and host.launched_size() == 1):
