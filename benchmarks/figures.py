@@ -354,8 +354,9 @@ def _lines(axis: Any, pair: str, grid: Any, size: Size,
     for policy in POLICIES:
         points = [value(grid[pair, n][policy]) for n in nodes]
         errors = np.array([p[1] for p in points]).T
-        axis.errorbar(range(len(nodes)), [p[0] for p in points], errors, color=COLOUR[policy],
-                      marker=MARK[policy], ms=5, capsize=2, lw=1.6)
+        aside = 0.05 * (POLICIES.index(policy) - 1.5)  # so that bars do not hide one another
+        axis.errorbar([x + aside for x in range(len(nodes))], [p[0] for p in points], errors,
+                      color=COLOUR[policy], marker=MARK[policy], ms=5, capsize=2, lw=1.6)
     axis.set_xticks(range(len(nodes)), [str(n) for n in nodes])
     axis.set_xlabel("nodes")
     axis.set_title(title_of(pair))

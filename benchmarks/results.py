@@ -7,10 +7,15 @@ computing. Knows no figure.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +34,7 @@ from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.scheduler import Scheduler
 
+_DIE_WITH_PARENT = 1  #: PR_SET_PDEATHSIG
 EXTRA = Path(__file__).with_name("paper.toml")
 _SOURCES = ("emulation/*.py", "emulation/*.toml", "strategies/*.py", "bench.py", "calibration.py",
             "controller.py", "core.py", "events.py", "partition.py", "policy.py", "sampling.py",
@@ -152,6 +158,10 @@ class Store:
         """What an experiment showed. Raises KeyError."""
         return self._found[Job(experiment, timed).key()]
 
+    def fileno(self) -> int:
+        """The file's descriptor, which holds the lock."""
+        return self._file.fileno()
+
     def close(self) -> None:
         """Let others use the file."""
         self._file.close()
@@ -177,7 +187,7 @@ def fill(store: Store, jobs: Iterable[Job], workers: int, *, show: bool = True) 
 def _in_pool(store: Store, missing: Sequence[Job], workers: int, progress: _Progress) -> None:
     queue = iter(missing)
     running: dict[Future[dict[str, Any]], Job] = {}
-    with ProcessPoolExecutor(workers, initializer=os.nice, initargs=(10,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_settle, initargs=(store.fileno(),)) as pool:
         try:
             while True:
                 while len(running) < 2 * workers and (job := next(queue, None)) is not None:
@@ -188,8 +198,20 @@ def _in_pool(store: Store, missing: Sequence[Job], workers: int, progress: _Prog
                     store.add(running.pop(future), future.result())
                     progress.step()
         except BaseException:
+            for child in multiprocessing.active_children():
+                child.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _settle(lock: int) -> None:
+    """A worker: of low priority, without the parent's lock, and gone when the parent is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(10)
+    with contextlib.suppress(OSError):
+        os.close(lock)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
 
 
 class _Progress:
@@ -230,8 +252,6 @@ def _clock(seconds: float) -> str:
 
 def traced(experiment: Experiment) -> tuple[scenarios.Built, virtual.Result]:
     """A run with its spans, which are too long to keep."""
-    import dataclasses
-
     built = scenarios.build(profiles(), experiment)
     scenario = dataclasses.replace(built.scenario, trace=True)
     return built, virtual.simulate(scenario, scenarios.controller_of(built, experiment))

@@ -5,6 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -91,6 +96,33 @@ def test_a_pool_gives_the_same_results(tmp_path):
     store.close()
     pool = (tmp_path / "pool.jsonl").read_bytes()
     assert sorted(here.splitlines()) == sorted(pool.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_keeps_what_it_finished_and_lets_go_of_the_file(tmp_path, how):
+    path = tmp_path / "results.jsonl"
+    root = Path(__file__).resolve().parents[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.paper", "--only", "drafts", "--out", str(tmp_path)],
+        cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    end = time.monotonic() + 60
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(how)
+    process.wait(timeout=30)
+    while True:
+        try:
+            store = results.Store(path)
+            break
+        except UsageError:  # its workers are on their way out
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert len(store) >= 3
+    store.close()
 
 
 def test_a_model_that_does_not_fit_is_a_result():
