@@ -22,7 +22,8 @@ from pathlib import Path
 import click
 
 from benchmarks import results
-from benchmarks.figures import FIGURES, Drawn, Figure, Row, Size
+from benchmarks.figures import FIGURES
+from benchmarks.plots import Drawn, Figure, Row, Size
 from benchmarks.report import page
 from pipeinfer.emulation.profiles import lookup
 from pipeinfer.errors import PipeinferError
@@ -106,7 +107,7 @@ def write(found: Sequence[tuple[Figure, Drawn]], jobs: Sequence[results.Job],
     lines = [
         "Emulated clusters: the real scheduler, draft logic and controller in virtual time, over "
         "machines described by data sheets and measured kernels (docs/emulation.md).",
-        f"{size.seeds} texts of {size.tokens} tokens after 128 for the main figures, "
+        f"Texts of {size.tokens} tokens after 128: {size.seeds} for the main figures, "
         f"{size.few} for sweeps; greedy. Nodes are counted as in the paper: the baselines spread "
         "the layers over all of them, PipeInfer keeps one for the head and the draft.",
         token_line(jobs, store) + ".",

@@ -7,7 +7,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.figures import Drawn, Figure, Row
+from benchmarks.plots import Drawn, Figure, Row
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5a6675; --page: #f6f7f9;
@@ -27,7 +27,7 @@ nav a { display: inline-block; margin: .15rem .9rem .15rem 0; }
 a { color: var(--accent); }
 figure { margin: 1rem 0 0; }
 .wide { overflow-x: auto; background: #fff; border-radius: 8px; border: 1px solid var(--line); }
-.wide img { display: block; width: 100%; min-width: 600px; height: auto; margin: 0 auto; }
+.wide img { display: block; max-width: 100%; min-width: 600px; height: auto; margin: 0 auto; }
 figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
 dl { display: grid; grid-template-columns: 6.5rem 1fr; gap: .3rem .8rem; margin: 0; }
 dt { color: var(--soft); } dd { margin: 0; }

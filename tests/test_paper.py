@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import paper, results
-from benchmarks.figures import FIGURES, Size
+from benchmarks.figures import FIGURES
+from benchmarks.plots import Size
 from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.errors import UsageError
 
