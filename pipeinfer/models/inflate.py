@@ -37,6 +37,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from pipeinfer.observe import check_writable
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -504,6 +506,7 @@ def inflate_command(
                 bar.length = total
                 bar.update(done - bar.pos)
 
+            check_writable(out)
             report = inflate(model, out, **shape, qtype=qtype, seed=seed, progress=progress)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
