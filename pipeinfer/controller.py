@@ -193,10 +193,12 @@ class Controller:
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float) -> None:
         """A run of generated tokens came back computed by every stage; seconds."""
         self._results += 1
-        if rows == 1:
-            self._slowest.add(slowest)
-            self._computed.add(computed)
-        elif self._slowest.count:
+        if rows == 1 or not self._slowest.count:
+            # Where every tip waits for guesses no run of one row may ever come back.
+            share = factor(self.curve, rows)
+            self._slowest.add(slowest / share)
+            self._computed.add(computed / share)
+        else:
             relative = slowest / max(self._slowest.value, 1e-9)
             self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
         self._transit.append(max(latency - computed, 0.0))

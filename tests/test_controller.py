@@ -120,6 +120,20 @@ def test_baselines_and_ablations_are_left_alone(limits):
     assert controller.advise(0.7, 0.4) is None
 
 
+def test_a_joined_tip_with_a_useless_draft_is_given_up():
+    """No run of a single row ever comes back there."""
+    controller = Controller(replace(LIMITS, join_tip=True), curve=linear(0.2))
+    for _ in range(8):
+        controller.run_returned(4, 0.16, 0.16, 0.161)
+        controller.drafted(3, 0.03)
+    timing = controller.timing
+    assert timing is not None
+    assert (timing.slot(1), timing.slot(4)) == pytest.approx((0.1, 0.16))
+    limits = controller.advise(0.02, 0.02)
+    assert limits is not None
+    assert not limits.join_tip
+
+
 def test_what_runs_of_several_rows_take_is_learnt():
     controller = told()
     for _ in range(6):
