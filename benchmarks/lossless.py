@@ -34,7 +34,8 @@ POLICIES = (
     *({"policy": "pipeinfer", "ablations": [a]}
       for a in ("async", "continuous", "multibuffer", "cancel")),
 )
-SHAPES = ({"branches": 1}, {"branches": 3, "p_split": 0.1})
+SHAPES = ({"branches": 1, "alternatives": 0}, {"branches": 3, "p_split": 0.1},
+          {"alternatives": 3, "p_split": 0.02, "path_min": 0.001}, {"adapt": True})
 SAMPLINGS = ({"temperature": 0.0}, *({"temperature": 0.8, "key": noise_key(s)} for s in (1, 2, 3)))
 
 
@@ -65,8 +66,8 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
             range(prompts), range(len(SAMPLINGS)), range(len(POLICIES)), range(len(SHAPES)))
             if rng.random() < share]
         cases = [{"prompt": texts[i], "params": SAMPLINGS[k], "count": tokens,
-                  "limits": {"draft_max": 3, "tree_max": 7, **POLICIES[p], **SHAPES[s],
-                             "p_min": p_min}} for i, k, p, s in keys]
+                  "limits": {"draft_max": 3, "tree_max": 7, "p_min": p_min, **POLICIES[p],
+                             **SHAPES[s]}} for i, k, p, s in keys]
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             task, out = Path(folder) / "task.json", Path(folder) / "out.json"

@@ -38,7 +38,7 @@ def main() -> None:
                     change["ablations"] = frozenset(map(Ablation, change["ablations"]))
                 session.head.drain(60)
                 limits = dataclasses.replace(base, **change)
-                session.head.reconfigure(limits, Controller(limits) if adapt else None)
+                session.head.reconfigure(limits, Controller(limits, max_rows=64) if adapt else None)
                 prompt = case["prompt"]
                 if isinstance(prompt, str):
                     prompt = session.tokenizer.encode(prompt)
