@@ -121,7 +121,8 @@ class Config:
     branches: int = _opt(1, "--branches", "-np", group="runtime", low=1, high=32,
                          help="Paths of a synchronous tree (1: a chain).")
     partitions: int = _opt(-1, "--partitions", group="runtime", low=-1, high=200,
-                           help="Sequence ids for side branches; -1: twice the credit.")
+                           help="Sequence ids for side branches; -1: twice the first credit, 8 to "
+                                "60.")
     credit: int = _opt(0, "--credit", group="runtime", low=0, high=1024,
                        help="Most useful runs in flight; 0: tuned, starting at stages + 1.")
     chunk: int = _opt(64, "--chunk", group="runtime", low=1, high=4096,

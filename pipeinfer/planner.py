@@ -9,6 +9,7 @@ average. Looks at headers and at what hosts told about themselves; loads nothing
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -286,7 +287,9 @@ def make_plan(
         if (set(left_out) <= _unused(equal) and equal.slowest <= split.slowest * WORTH
                 and _fits(equal, members)):
             split = equal
-    split = _within_hosts(config, load, members, candidates, hosts, split, predict)
+    names = [str(hosts[rank]["host"]) for rank in candidates]
+    split, left_out = _within_hosts(
+        config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,
                 {candidates[i]: why for i, why in left_out.items()}, timed)
 
@@ -302,33 +305,71 @@ def _fits(split: Split, members: Sequence[Member]) -> bool:
 
 def _within_hosts(
     config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
-    hosts: Sequence[Mapping[str, Any]], split: Split, predict: Callable[[Split], float],
-) -> Split:
-    """The split, or one that gives ranks of a host that is too full their share of its memory."""
-    used: dict[str, float] = {}
-    room: dict[str, float] = {}
-    ranks: dict[str, list[int]] = {}
-    for rank, member, size in zip(candidates, members, split.sizes, strict=True):
-        name = str(hosts[rank]["host"])
-        used[name] = used.get(name, 0.0) + size
-        room[name] = min(room.get(name, float("inf")), member.memory)
-        if size:
-            ranks.setdefault(name, []).append(rank)
-    full = [name for name, need in used.items() if need > room[name]]
-    if not full:
-        return split
-    if config.split != "equal" and any(m.layers is None for m in members):
-        shared = [
-            dataclasses.replace(m, memory=m.memory / max(1, len(ranks.get(
-                str(hosts[rank]["host"]), []))))
-            for rank, m in zip(candidates, members, strict=True)]
-        try:
-            return choose(load, shared, predict)[0]
-        except PlanError:
-            pass
-    name = max(full, key=lambda host: used[host] - room[host])
+    names: Sequence[str], chosen: tuple[Split, dict[int, str]],
+    predict: Callable[[Split], float],
+) -> tuple[Split, dict[int, str]]:
+    """The choice, or one in which the ranks of each host fit its memory together.
+
+    names: the host of each member. The memory of a host that is too full is shared out evenly
+    among as many of its ranks as can work with that. Raises PlanError naming host and ranks.
+    """
+    name = _fullest(chosen[0], members, names)
+    if name is None:
+        return chosen
+    if config.split != "equal":
+        for many in (True, False):  # few ranks on one host may be what others need
+            found = _share_out(load, members, names, chosen, predict, many=many)
+            if found is not None:
+                return found
+    need, room = _need(chosen[0], names, name), _room(members, names, name)
+    ranks = [str(rank) for i, rank in enumerate(candidates)
+             if names[i] == name and chosen[0].counts[i]]
     raise PlanError(
-        f"ranks {', '.join(map(str, ranks[name]))} on {name} need {size_text(used[name])} "
-        f"together for weights, cache and scratch and {name} has {size_text(room[name])}: it "
-        f"lacks {size_text(used[name] - room[name])}; use more hosts, a smaller quantisation "
-        "or a smaller context (-c)")
+        f"ranks {', '.join(ranks)} on {name} need {size_text(need)} together for weights, cache "
+        f"and scratch and {name} has {size_text(room)}: it lacks {size_text(need - room)}; use "
+        "more hosts, a smaller quantisation or a smaller context (-c)")
+
+
+def _share_out(
+    load: Load, members: Sequence[Member], names: Sequence[str],
+    chosen: tuple[Split, dict[int, str]], predict: Callable[[Split], float], *, many: bool,
+) -> tuple[Split, dict[int, str]] | None:
+    """See `_within_hosts`. many: keep as many ranks as possible rather than as few."""
+    trial = list(members)
+    shared_out: set[str] = set()
+    while (name := _fullest(chosen[0], members, names)) is not None:
+        here = [i for i, m in enumerate(members) if names[i] == name and m.layers is None]
+        room = _room(members, names, name) - sum(
+            size for i, size in enumerate(chosen[0].sizes) if names[i] == name and i not in here)
+        counts = range(1, len(here) + 1) if name not in shared_out else ()
+        for count in sorted(counts, reverse=many):
+            shared = list(trial)
+            for turn, i in enumerate(here):
+                shared[i] = dataclasses.replace(members[i], memory=room / count) \
+                    if turn < count else dataclasses.replace(members[i], layers=0)
+            with contextlib.suppress(PlanError):
+                chosen, trial = choose(load, shared, predict), shared
+                break
+        else:
+            return None
+        shared_out.add(name)
+    split, left_out = chosen
+    return split, left_out | {
+        i: "the memory of its host is enough for fewer ranks" for i in left_out
+        if members[i].layers is None and trial[i].layers == 0}
+
+
+def _room(members: Sequence[Member], names: Sequence[str], name: str) -> float:
+    return min(m.memory for i, m in enumerate(members) if names[i] == name)
+
+
+def _need(split: Split, names: Sequence[str], name: str) -> float:
+    return sum(size for i, size in enumerate(split.sizes) if names[i] == name)
+
+
+def _fullest(split: Split, members: Sequence[Member], names: Sequence[str]) -> str | None:
+    """The host that lacks the most memory, None if all have enough."""
+    lacks = {name: _need(split, names, name) - _room(members, names, name) * (1 + 1e-9)
+             for name in names}
+    worst = max(lacks, key=lambda name: lacks[name])
+    return worst if lacks[worst] > 0 else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ from pipeinfer import cli, planner
 from pipeinfer.config import Config
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.measure import Figures
-from pipeinfer.partition import Load, Member
+from pipeinfer.partition import Load, Member, measure
 from pipeinfer.policy import Policy
 from pipeinfer.survey import members_of
 
@@ -107,6 +109,45 @@ def test_ranks_of_one_host_share_its_memory():
             Config(split="equal"), load(12, GIB),
             [Member("a", 1.0, memory=7 * GIB)] * 2 + [Member("c", 1.0, memory=7 * GIB)],
             [1, 2, 3], where, iterative, timed=True)
+
+
+def random_cluster(rng):
+    """Members on up to three hosts with little memory each, the load, and each member's host."""
+    n = rng.randint(2, 4)
+    names = [rng.choice("abc") for _ in range(n)]
+    room = {name: rng.choice([3.0, 4.0, 6.0, 12.0]) for name in "abc"}
+    speed = {name: rng.choice([1.0, 3.0]) for name in "abc"}
+    count = rng.randint(n, 9)
+    weights = Load((1.0,) * count, (1.0,) * count, scratch=0.1, first_bytes=0.3, last_cost=0.5,
+                   last_bytes=0.5)
+    return weights, [Member(str(i), speed[name], memory=room[name])
+                     for i, name in enumerate(names, 1)], names, room
+
+
+def fits_hosts(split, names, room):
+    return all(sum(size for size, name in zip(split.sizes, names, strict=True) if name == host)
+               <= room[host] + 1e-9 for host in room)
+
+
+def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
+    rng = random.Random(3)
+    refused = 0
+    for _ in range(300):
+        weights, members, names, room = random_cluster(rng)
+        n = len(weights.costs)
+        candidates = list(range(1, len(members) + 1))
+        try:
+            plan = planner.make_plan(Config(), weights, members, candidates,
+                                     hosts("zero", *names), iterative, timed=True)
+        except PlanError:
+            refused += 1
+            splits = (measure(weights, members, counts) for counts in
+                      itertools.product(range(1, n + 1), repeat=len(members)) if sum(counts) == n)
+            assert not any(fits_hosts(split, names, room) for split in splits)
+            continue
+        assert fits_hosts(plan.split, names, room)
+        assert set(plan.left_out) == set(candidates) - set(plan.ranks)
+    assert 10 < refused < 250
 
 
 def test_split_equal_is_equal_and_still_checked():
