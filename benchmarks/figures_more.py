@@ -246,6 +246,7 @@ def controller(store: Store, size: Size, out: Path) -> Drawn:
     axis.axvline(1.0, color="#555", lw=1)
     axis.axvspan(0.95, max(1.0, *ratios) + 0.01, color="#2563c9", alpha=0.08, lw=0)
     axis.set(xlabel="speed over the best pinned setting (shaded: the aim)")
+    axis.margins(x=0.03)
     axis = axes[1]
     cases, bad = [], []
     for case, fast, slow_one in useless_runs(size):
@@ -447,6 +448,7 @@ def drafts(store: Store, size: Size, out: Path) -> Drawn:
                           label=f"{pair[6:].upper()}: {ratio:.2f} of a stage per token")
         axis.legend(fontsize=8)
         axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+        axis.set_xticks([share for _, pair, share, _ in draft_points(size) if pair == DRAFTS[0]])
         axis.set(title=f"cluster {place[0].upper()}, {place[1]} nodes", xlabel="acceptance",
                  ylabel="tokens/s", ylim=(0, None))
         small, needed = dict(lines.get((place, "draft-1b"), [])), []

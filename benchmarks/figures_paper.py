@@ -285,6 +285,7 @@ def constrained(store: Store, size: Size, out: Path) -> Drawn:
             groups = [grid[pair, c, n] for c, n in CLUSTERS]
             bars(axis, [f"{c.upper()}, {n} nodes" for c, n in CLUSTERS], groups, metric)
             axis.set(title=title_of(pair), ylabel=unit)
+            axis.set_ylim(bottom=0)
         bar_legend(figure)
         save(figure, out, name, f"{'Speed' if metric != 'ttft' else 'Time to first token'} over "
              "gigabit Ethernet (B: cluster A and five old desktops, layers as planned).", drawn)

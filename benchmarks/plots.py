@@ -74,7 +74,7 @@ class Size:
     @property
     def few(self) -> int:
         """Seeds of the sweeps."""
-        return max(1, self.seeds // 3)
+        return min(3, self.seeds)
 
     def thin(self, values: Sequence[Any]) -> list[Any]:
         """All of them, or the first and the last."""
