@@ -224,13 +224,16 @@ def world() -> MPI.Comm:
             "this MPI was started without thread support; pipeinfer needs MPI_THREAD_FUNNELED"
         )
     comm = MPI.COMM_WORLD.Dup()
-    if not _house and os.environ.get("PIPEINFER_DOORBELL", "1") != "0":
+    if not _house:
         _move_in(comm)
     return comm
 
 
 def _move_in(comm: MPI.Comm) -> None:
-    """Find the ranks of this host and see that each can ring every other."""
+    """Find the ranks of this host and see that each can ring every other.
+
+    Collective, so ranks that were told to go without bells take part and say no.
+    """
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
     numbers = np.zeros(near.Get_size() + 1, np.int64)
     mine = np.array([comm.Get_rank()], np.int64)
@@ -239,8 +242,9 @@ def _move_in(comm: MPI.Comm) -> None:
     near.Bcast(numbers[-1:], root=0)
     names = {int(rank): f"pipeinfer-{numbers[-1]:x}-{rank}" for rank in numbers[:-1]}
     bell = None
-    with contextlib.suppress(OSError, AttributeError):
-        bell = Doorbell(names[comm.Get_rank()])
+    if os.environ.get("PIPEINFER_DOORBELL", "1") != "0":
+        with contextlib.suppress(OSError, AttributeError):
+            bell = Doorbell(names[comm.Get_rank()])
     near.Barrier()
     reached = np.array([bell is not None and all(bell.ring(name) for name in names.values())])
     near.Allreduce(MPI.IN_PLACE, reached, MPI.LAND)

@@ -108,6 +108,15 @@ def test_the_command_line_over_ranks_gives_one_process_text():
     assert four["stats"]["n_output"] == 30
 
 
+def test_a_rank_without_a_doorbell_holds_nobody_up():
+    alone = 'case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_DOORBELL=0;; esac; '
+    job = ["sh", "-c", alone + 'exec "$@"', "sh", *PIPEINFER, "generate", "-p", "def f(", "-n", "4",
+           "--temp", "0", "--json", "--timeout", "20"]
+    done = launch.run(3, job)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["tokens"]) == 4
+
+
 def test_a_prompt_from_standard_input_and_a_trace(tmp_path):
     trace = tmp_path / "t.json"
     done = launch.run(1, [str(launch.ROOT / "launch" / "run"), "3", "generate", "-f", "-", "-n",
