@@ -412,6 +412,7 @@ class _Scene:
         return simulate(Scenario(
             tuple(stages), (wire,) * (len(stages) + 1), self.draft_seconds, limits,
             SyntheticPair(self.acceptance), 4 * self.target.n_embd, _PROMPT, _TOKENS,
+            direct_cancel=True,
         ), controller).tokens_per_second
 
     def draft_facts(self, plan: Plan, speed: float) -> dict[str, Any]:
