@@ -15,9 +15,11 @@ import dataclasses
 import datetime
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -29,6 +31,8 @@ from pipeinfer.emulation.profiles import lookup
 from pipeinfer.errors import PipeinferError
 from pipeinfer.observe import write_atomically
 
+MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "gpu", "acceptance", "controller",
+        "time", "timeline")
 OUT = Path(__file__).with_name("results") / "paper"
 
 
@@ -38,11 +42,16 @@ OUT = Path(__file__).with_name("results") / "paper"
 @click.option("--seeds", type=click.IntRange(1), default=10, help="Texts of the main figures.")
 @click.option("--jobs", type=click.IntRange(0), default=2, help="Processes; 0: this one.")
 @click.option("--quick", is_flag=True, help="Few points, one text, 96 tokens.")
-def main(only: tuple[str, ...], out: str, seeds: int, jobs: int, quick: bool) -> None:
+@click.option("--publish", default="", help="Folder for the table, its numbers and the main "
+              "plots (docs/paper).")
+def main(only: tuple[str, ...], out: str, seeds: int, jobs: int, quick: bool, publish: str
+         ) -> None:
     """Run what is missing, then draw."""
     try:
         size = Size(1, 96, quick=True) if quick else Size(seeds)
         run(chosen(only), size, Path(out), jobs)
+        if publish:
+            copy_main(Path(out), Path(publish))
     except PipeinferError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
@@ -131,9 +140,33 @@ def write(found: Sequence[tuple[Figure, Drawn]], jobs: Sequence[results.Job],
         for row in rows:
             writer.writerow([f"{v:.5g}" if isinstance(v, float) else v
                              for v in (getattr(row, name) for name in names)])
+    write_atomically(out / "summary.md", summary(data))
     report = out / "report.html"
     write_atomically(report, page(found, data))
     return report
+
+
+def summary(data: Mapping[str, Any]) -> str:
+    """What came out, as a table: the paper beside what was measured, and the aims."""
+    lines = [f"# Results of {data['date']}", "", *data["lines"], f"Sources {data['version']}.", "",
+             "| figure | the paper | measured |", "|---|---|---|"]
+    lines += [f"| {one['title']} | {one['paper']} | {'<br>'.join(one['measured'])} |"
+              for one in data["figures"].values()]
+    lines += ["", "| aim | measured | met |", "|---|---|---|"]
+    lines += [f"| {aim['aim']} | {aim['measured']} | {'yes' if aim['met'] else '**no**'} |"
+              for one in data["figures"].values() for aim in one["aims"]]
+    return "\n".join(lines) + "\n"
+
+
+def copy_main(out: Path, folder: Path) -> None:
+    """The table, the newest numbers and the main plots, in place of older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("paper-*.csv"):
+        old.unlink()
+    newest = max(out.glob("paper-*.csv"), key=lambda path: path.name)
+    pictures = [path for name in MAIN if (path := out / f"{name}.png").exists()]
+    for path in (newest, out / "summary.md", *pictures):
+        shutil.copy(path, folder / path.name)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,18 @@ def test_the_dated_files_agree(report):
 
 
 @pytest.mark.slow
+def test_the_main_part_can_be_published(report, tmp_path):
+    (tmp_path / "paper-2000-01-01.csv").write_text("old")
+    paper.copy_main(report.parent, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".csv")
+    assert names == ["gain.png", "speed.png", "summary.md", "time.png", "timeline.png", "ttft.png"]
+    assert [path.read_text() != "old" for path in tmp_path.glob("*.csv")] == [True]
+    text = (tmp_path / "summary.md").read_text()
+    assert "| Generation speed and nodes (Fig. 4) |" in text
+    assert "| aim | measured | met |" in text
+
+
+@pytest.mark.slow
 def test_drawing_again_computes_nothing(report, monkeypatch):
     monkeypatch.setattr(results, "compute", lambda job: pytest.fail("ran again"))
     assert paper.run(paper.chosen(["ttft"]), SMALL, report.parent, 0, show=False) == report
