@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 _BINS = 10
 _PRIOR = 4.0  #: trials that the claim itself is worth
 _MEMORY = 0.99  #: weight that a bin's past keeps at each new trial
+_LONG_MEMORY = 0.995  #: the same for the acceptance of all first guesses
+_RECENT = 32.0  #: trials over which claims are averaged
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class Calibration:
     _hits: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
     _first: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _claims: float = 0.7
     _second: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def learn(self, claimed: float, hit: bool, *, first: bool) -> None:
@@ -33,8 +36,9 @@ class Calibration:
         trials[slot] = trials[slot] * _MEMORY + 1.0
         hits[slot] = hits[slot] * _MEMORY + hit
         if first:
-            self._first[0] = self._first[0] * _MEMORY + 1.0
-            self._first[1] = self._first[1] * _MEMORY + hit
+            self._first[0] = self._first[0] * _LONG_MEMORY + 1.0
+            self._first[1] = self._first[1] * _LONG_MEMORY + hit
+            self._claims += (claimed - self._claims) / min(self._first[0], _RECENT)
 
     def learn_second(self, hit: bool) -> None:
         """A first guess was wrong; whether the next alternative was right."""
@@ -49,8 +53,9 @@ class Calibration:
 
     @property
     def acceptance(self) -> float:
-        """Share of first guesses that the target chose lately (0.7 before any trial)."""
-        return (0.7 * _PRIOR + self._first[1]) / (_PRIOR + self._first[0])
+        """Share of first guesses that the target chose lately; at first what the draft claims,
+        and 0.7 before any trial."""
+        return (self._claims * _PRIOR + self._first[1]) / (_PRIOR + self._first[0])
 
     @property
     def second(self) -> float:

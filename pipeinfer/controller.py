@@ -21,7 +21,9 @@ from pipeinfer.policy import Limits, Policy
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
 _MEMORY = 0.9  #: weight of the past in a running mean
 _SWITCH = 1.03  #: how much better another setting must look
-_HORIZON = 96  #: guesses that a cycle is followed for
+_HORIZON = 48  #: guesses that a cycle is followed for one by one
+_LONGEST = 512  #: guesses in a row that are right, at the most
+_SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
 _NEVER = 1.1  #: a cutoff at which the draft is not even asked
@@ -108,10 +110,15 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
             issues.append(issue)
             results.append(done)
             guesses += depth
-        share = reach * (1.0 - acceptance) if right < _HORIZON - 1 else reach
+        share = reach * (1.0 - acceptance)
         tokens += share * (1 + right + hits[right % depth])
         seconds += share * results[-1]
         reach *= acceptance
+    # Longer streaks go on at the pipeline's steady pace.
+    pace = max(timing.slot(rows), depth * timing.draft, timing.latency(rows) / credit) / depth
+    further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
+    tokens += reach * (1 + _HORIZON + further)
+    seconds += reach * (results[-1] + further * pace)
     return tokens / seconds
 
 
@@ -212,7 +219,7 @@ class Controller:
     @property
     def timing(self) -> Timing | None:
         """What was measured, None before the first run and draft came back."""
-        if not self._slowest.count or not self._draft.count:
+        if not self._slowest.count or not self._draft.count or len(self._transit) < _SAMPLES:
             return None
         points = dict(self.curve)
         points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
