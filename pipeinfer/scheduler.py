@@ -280,8 +280,8 @@ class Scheduler:
         guesses = node.guesses
         for guess in guesses:
             self.calibration.learn(guess.confidence, guess.token == token, first=not guess.spare)
-        if len(guesses) > 1 and guesses[0].token != token:
-            self.calibration.learn_second(guesses[1].token == token)
+        if guesses and guesses[0].token != token:  # an alternative that is not named does not help
+            self.calibration.learn_second(len(guesses) > 1 and guesses[1].token == token)
 
     def _miss(self, lane: Lane, token: int) -> None:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
@@ -289,7 +289,9 @@ class Scheduler:
         lane.reserve.clear()
         lane.empty.clear()
         self._drop_job(lane)
-        if self.limits.joins and self._may_guess(lane) and self._depth_left(lane, node) > 0:
+        hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
+        if self.limits.joins and hopeful and self._may_guess(lane) \
+                and self._depth_left(lane, node) > 0:
             lane.waiting_tip = node
         else:
             self._send(lane, [node], NO_RUN, speculative=False)

@@ -304,6 +304,23 @@ def test_a_joined_tip_travels_with_its_first_guesses():
     assert any(isinstance(i, StartDraft) for i in out)
 
 
+def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[7]]
+
+
+def test_alternatives_that_are_not_named_count_as_wrong():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4))
+    out = scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    before = scheduler.calibration.second
+    job = next(i for i in reversed(out) if isinstance(i, StartDraft))
+    scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8),)))
+    scheduler.handle(RunDone(0, (Choice(7),)))
+    assert scheduler.calibration.second < before
+
+
 def test_unknown_events_are_refused():
     with pytest.raises(ProtocolError):
         Scheduler(Limits(n_ctx=10)).handle("hello")
