@@ -39,6 +39,8 @@ _SYSTEM = 1 << 30  #: memory that a machine of a profile keeps for itself, at le
 _SYSTEM_SHARE = 0.05
 _SCRATCH = 64 << 20
 _PROMPT, _TOKENS = 128, 256
+_HEADS = 4  #: kinds of machines that are tried as rank 0
+_BETTER = 1.02  #: what another rank 0 must bring to be named
 _TREES = (2, 4, 7)  #: drafted tokens of a synchronous tree that are tried
 #: llama.cpp's numbers of file types
 _FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: "Q4_K_M",
@@ -326,7 +328,32 @@ def _report(
     speeds = {policy.value: scene.speed(best.split, best.candidates, policy)
               for policy in Policy if policy is Policy.ITERATIVE or draft is not None}
     drafts = [facts for *_, facts in ranked if facts]
+    if plan is None and draft is not None and not (given["layers"] or whole):
+        notes += _other_heads(scene, given, speed)
     return Report(target, draft, acceptance, machines, best, link, speeds, drafts, notes)
+
+
+def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[str]:
+    """Which other machine would better be rank 0: a draft may be slow, a stage may not."""
+    machines, found = scene.machines, []
+    kinds = {machines[0].kind}
+    for index, machine in enumerate(machines):
+        if machine.kind in kinds or given["head_stage"] or len(kinds) > _HEADS:
+            continue
+        kinds.add(machine.kind)
+        order = [machine, *machines[:index], *machines[index + 1 :]]
+        other = dataclasses.replace(scene, machines=order)
+        try:
+            plan = _make_plan(other, given, None)
+            found.append((other.predict(plan.split, plan.candidates), machine,
+                          other.draft_seconds(1)))
+        except PlanError:
+            continue
+    best = max(found, key=lambda entry: entry[0], default=None)
+    if best is None or best[0] < _BETTER * speed:
+        return []
+    return [f"{best[0]:.2f} tokens/s with {best[1].host} as rank 0 (list it first): a draft token "
+            f"takes {1e3 * best[2]:.0f} ms there, and {machines[0].host} would hold layers"]
 
 
 def _drafts(
