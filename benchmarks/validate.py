@@ -55,6 +55,8 @@ CASES = {
     "c8-speculative": _case(9, "c", "dolphin-tinyllama", 8, "speculative", 1, 128),
     "33": _case(33, "c", "dolphin-tinyllama", 33, "pipeinfer", 1, 256, "--split", "equal",
                 usual=False),
+    "33-falcon": _case(33, "c", "falcon-7b", 33, "pipeinfer", 1, 96, "--split", "equal",
+                       usual=False),
     "33-slow": _case(33, "c", "dolphin-tinyllama", 33, "pipeinfer", 4, 128, "--split", "equal",
                      usual=False),
 }
