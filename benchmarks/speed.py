@@ -25,8 +25,8 @@ from tests.plain_loop import PlainLoop
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 POLICIES = {
     "iterative": {"policy": "iterative"},
-    "speculative": {"policy": "speculative"},
-    "pipeinfer": {"policy": "pipeinfer"},
+    "speculative": {"policy": "speculative", "p_min": 0.4, "p_split": 0.2},
+    "pipeinfer": {"policy": "pipeinfer", "adapt": True},
 }
 
 
