@@ -146,12 +146,6 @@ def _batch(acceptance: float, size: int, alternatives: int, second: float
     )
 
 
-def synchronous_speed(timing: Timing, acceptance: float, size: int) -> float:
-    """Expected tokens per second of synchronous speculation with chains of `size` guesses."""
-    tokens = sum(acceptance**k for k in range(size + 1))
-    return tokens / (size * timing.draft + timing.latency(size + 1))
-
-
 def in_flight(timing: Timing, size: int) -> int:
     """Runs that fill the pipeline without queueing before its slowest stage, and one more."""
     return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)

@@ -18,7 +18,6 @@ from pipeinfer.controller import (
     in_flight,
     linear,
     speed,
-    synchronous_speed,
 )
 from pipeinfer.policy import Ablation, Limits, Policy
 
@@ -45,10 +44,6 @@ def test_speed_by_hand():
     # 79 %, chain: (1 + g) tokens per latency + g slots, the first guess a slot later
     g = 0.79 / 0.21
     assert speed(EIGHT, 0.79, Setting(1)) == pytest.approx((1 + g) / (0.701 + g * 0.1), rel=0.02)
-
-
-def test_synchronous_speed_by_hand():
-    assert synchronous_speed(EIGHT, 0.5, 1) == pytest.approx(1.5 / (0.02 + EIGHT.latency(2)))
 
 
 @given(st.floats(0, 1), st.booleans(), st.integers(2, 64))
