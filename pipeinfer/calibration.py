@@ -62,11 +62,6 @@ class Calibration:
         """Share of wrong first guesses whose next alternative was right (0.4 before any)."""
         return (0.4 * _PRIOR + self._second[1]) / (_PRIOR + self._second[0])
 
-    @property
-    def trials(self) -> float:
-        """How much `acceptance` rests on."""
-        return self._first[0]
-
 
 def _slot(claimed: float) -> int:
     return min(int(claimed * _BINS), _BINS - 1)

@@ -188,8 +188,7 @@ class Controller:
     def active(self) -> bool:
         """Whether there is anything to tune."""
         limits = self.limits
-        return (limits.policy is Policy.PIPEINFER and not limits.ablations
-                and limits.exact_width >= 1)
+        return limits.policy is Policy.PIPEINFER and not limits.ablations
 
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float) -> None:
         """A run of generated tokens came back computed by every stage; seconds."""
@@ -236,7 +235,7 @@ class Controller:
             "draft_max": size,
             "join_tip": setting.join,
             "path_min": cutoff(credit) if setting.size else self._silence(timing),
-            "alternatives": 1 if credit < 12 else 2,
+            "alternatives": alternatives_for(credit),
             "eager": size * timing.draft > 1.5 * timing.slot(size),
         }
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
@@ -278,6 +277,11 @@ class Controller:
             return self._setting
         self._setting = best
         return best
+
+
+def alternatives_for(credit: int) -> int:
+    """Second, third, ... choices that pay in a pipeline of that depth (docs/options.md)."""
+    return 1 if credit < 12 else 2
 
 
 def cutoff(credit: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeinfer.config import Config
-from pipeinfer.controller import Controller, Curve, cutoff
+from pipeinfer.controller import Controller, Curve, alternatives_for, cutoff
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
 
@@ -43,7 +43,7 @@ def limits_for(
     values: dict[str, Any] = {
         "credit": credit, "draft_max": sizes.draft_max,
         "join_tip": sizes.join and n_stages <= JOIN_UP_TO,
-        "alternatives": 1 if credit < 12 else 2, "path_min": cutoff(credit), **pinned,
+        "alternatives": alternatives_for(credit), "path_min": cutoff(credit), **pinned,
     }
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -113,8 +113,7 @@ def _unranked(node: Node) -> bool:
     return not node.ranked and node.open
 
 
-def _top(heap: _Heap, keep: object) -> Node | None:
-    assert callable(keep)
+def _top(heap: _Heap, keep: Callable[[Node], bool]) -> Node | None:
     while heap:
         node = heap[0][2]
         if keep(node):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.backends.base import Backend
+from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core import (
     Choice,
     FloatArray,
@@ -252,15 +252,8 @@ class Stage:
         return self._run_at_hand in self._cancelled
 
     def _apply(self, ops: tuple[SeqOp, ...]) -> None:
-        backend = self._backend
         for op in ops:
-            match op:
-                case SeqRemove(seq_id, p0, p1):
-                    backend.seq_rm(seq_id, p0, p1)
-                case SeqCopy(src, dst, p0, p1):
-                    backend.seq_cp(src, dst, p0, p1)
-                case SeqKeep(seq_id):
-                    backend.seq_keep(seq_id)
+            apply(self._backend, op)
             if self._history is not None:
                 self._history.apply(op)
 

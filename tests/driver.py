@@ -6,7 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from pipeinfer.core import Choice, Request, SamplingParams, SeqCopy, SeqKeep, SeqRemove
+from pipeinfer.backends.base import apply
+from pipeinfer.core import Choice, Request, SamplingParams
 from pipeinfer.events import (
     CancelRuns,
     Drafted,
@@ -62,13 +63,7 @@ class Driver:
 
     def _evaluate(self, item, cancelled, params):
         for op in item.ops:
-            match op:
-                case SeqRemove(seq_id, p0, p1):
-                    self.backend.seq_rm(seq_id, p0, p1)
-                case SeqCopy(src, dst, p0, p1):
-                    self.backend.seq_cp(src, dst, p0, p1)
-                case SeqKeep(seq_id):
-                    self.backend.seq_keep(seq_id)
+            apply(self.backend, op)
         if not isinstance(item, IssueRun):
             return None
         if item.run_id in cancelled:

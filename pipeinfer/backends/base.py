@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeinfer.core import FloatArray, Rows
+from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqKeep, SeqOp, SeqRemove
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +97,14 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the model and its cache. May be called twice."""
+
+
+def apply(backend: Backend, op: SeqOp) -> None:
+    """Execute a sequence operation."""
+    match op:
+        case SeqRemove(seq_id, p0, p1):
+            backend.seq_rm(seq_id, p0, p1)
+        case SeqCopy(src, dst, p0, p1):
+            backend.seq_cp(src, dst, p0, p1)
+        case SeqKeep(seq_id):
+            backend.seq_keep(seq_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeinfer.backends.exact import CURVE_ROWS
-from pipeinfer.controller import Controller, Curve, cutoff
+from pipeinfer.controller import Controller, Curve, alternatives_for, cutoff
 from pipeinfer.emulation.profiles import LinkProfile, ModelProfile, NodeProfile, Profiles
 from pipeinfer.emulation.synthetic import SyntheticPair
 from pipeinfer.emulation.virtual import Overheads, Result, Scenario, VirtualStage, Wire, simulate
@@ -202,7 +202,7 @@ def _limits(policy: Policy, n_stages: int, row_cost: float, experiment: Experime
         ablations=frozenset(Ablation(name) for name in experiment.ablate), chunk=CHUNK,
         exact_width=EXACT, credit=credit, partitions=max(16, 2 * credit),
         draft_max=1 if row_cost > 0.3 else 3, tree_max=2 if row_cost > 0.6 else 4,
-        alternatives=1 if credit < 12 else 2, path_min=cutoff(credit),
+        alternatives=alternatives_for(credit), path_min=cutoff(credit),
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )
     unknown = [name for name in chosen if not hasattr(base, name)]

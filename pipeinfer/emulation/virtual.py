@@ -18,8 +18,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeinfer.backends.base import apply
 from pipeinfer.controller import Controller
-from pipeinfer.core import Choice, Request, SeqCopy, SeqKeep, SeqOp, SeqRemove
+from pipeinfer.core import Choice, Request
 from pipeinfer.emulation.synthetic import SyntheticBackend, SyntheticPair
 from pipeinfer.errors import PipeinferError
 from pipeinfer.events import (
@@ -432,7 +433,7 @@ class _Simulation:
     def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:
         """Runs come back in the order of issue, so one cache stands for those of all stages."""
         for op in item.ops:
-            self._apply(op)
+            apply(self.target, op)
         if skipped:
             return None
         self.target.decode(item.rows)
@@ -442,15 +443,6 @@ class _Simulation:
             for pos, ids, wanted in zip(rows.positions.tolist(), rows.seq_ids,
                                         rows.outputs.tolist(), strict=True) if wanted
         )
-
-    def _apply(self, op: SeqOp) -> None:
-        match op:
-            case SeqRemove(seq_id, p0, p1):
-                self.target.seq_rm(seq_id, p0, p1)
-            case SeqCopy(src, dst, p0, p1):
-                self.target.seq_cp(src, dst, p0, p1)
-            case SeqKeep(seq_id):
-                self.target.seq_keep(seq_id)
 
     # --- the draft ----------------------------------------------------------------------------
 
