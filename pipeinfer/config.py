@@ -147,6 +147,19 @@ class Config:
                        help="Layers of each stage, like 10,12,12,6; 0 leaves a rank out.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag", group="runtime",
                            help="Measure the ranks anew instead of taking remembered figures.")
+    parallel: int = _opt(1, "--parallel", group="runtime", low=1, high=128,
+                         help="Requests decoded at the same time; further ones wait (serve: 16).")
+    cache_tokens: int = _opt(0, "--cache-tokens", group="runtime", low=0, high=2**26,
+                             help="Tokens that the cache holds for all requests and remembered "
+                                  "prompts together; 0: the context, with --parallel twice that.")
+    prefix_cache: bool = _opt(True, "--prefix-cache", kind="flag", group="runtime",
+                              off_flag="--no-prefix-cache",
+                              help="Keep prompts of ended requests: one that starts alike does "
+                                   "not compute that part again.")
+    speculation: str = _opt("auto", "--speculation", kind="str", group="runtime",
+                            choices=("auto", "on", "off"),
+                            help="With several requests: guess as far as their own tokens leave "
+                                 "room (auto), as if each were alone (on), or not at all (off).")
     timeout: float = _opt(300.0, "--timeout", kind="float", group="runtime", low=0.1, high=1e6,
                           help="Seconds without an answer after which the job gives up.")
     trace: str = _opt("", "--trace", kind="str", group="runtime",
