@@ -93,6 +93,12 @@ class Head:
         self._controller = controller
         self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
         self._last_result = time.monotonic()
+        self._woken = False
+
+    def wake(self) -> None:
+        """Make a `next_news` that waits return None soon; any thread may call it."""
+        self._woken = True
+        self._port.wake()
 
     def reconfigure(self, limits: Limits, controller: Controller | None = None) -> None:
         """Use other knobs, and another controller or none, while nothing runs."""
@@ -108,7 +114,7 @@ class Head:
         self._feed(Abort(request_id, reason))
 
     def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
-        """The next token or terminal event, waiting up to `timeout` seconds for it.
+        """The next token or terminal event, waiting up to `timeout` seconds or a `wake` for it.
 
         Raises WorkerFailed when a node reports failure, TransportTimeout when runs are in flight
         and nothing has come back for the deadline.
@@ -116,9 +122,10 @@ class Head:
         deadline = time.monotonic() + timeout
         while not self._news:
             left = deadline - time.monotonic()
-            if not self._receive() and left <= 0:
+            if not self._receive() and (left <= 0 or self._woken):
+                self._woken = False
                 return None
-            if not self._news and not self._has_mail():
+            if not self._news and not self._has_mail() and not self._woken:
                 self._port.wait(max(min(left, 1.0), 0.0), live=not self.scheduler.idle)
                 self._check_deadline()
         return self._news.popleft()
