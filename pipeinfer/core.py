@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
+NO_TOKEN = -1  #: `Choice.token` where the sampling rule admits no token at all
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
