@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pipeinfer.core import Choice, Request, Rows, SamplingParams, SeqOp
-from pipeinfer.errors import ContextOverflow
+from pipeinfer.errors import RequestError
 from pipeinfer.tree import Proposal
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request."""
+    """A new request. output: tokens that it has brought before and that are not emitted again;
+    they are replayed, as after the loss of a cluster that had computed them."""
 
     request: Request
+    output: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class LaneStats:
     """Counters of one lane; every issued node and run is counted once.
 
     guesses_tested: accepted positions at which a speculated child was there to be compared.
+    reused: prompt tokens that were not computed again. preempted: how often its lane was given up
+    for lack of cells and replayed.
     """
 
     accepted: int = 0
@@ -72,15 +76,17 @@ class LaneStats:
     accepted_speculative: int = 0
     guesses_tested: int = 0
     empty_drafts: int = 0
+    reused: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class IssueRun:
-    """Send a run into the pipeline."""
+    """Send a run into the pipeline. lanes: that of each row."""
 
     run_id: int
     parent_id: int
-    lane: int
+    lanes: tuple[int, ...]
     rows: Rows
     ops: tuple[SeqOp, ...]
     speculative: bool
@@ -168,10 +174,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The terminal event of a request that never started."""
+    """The terminal event of a request that failed."""
 
     request_id: int
-    error: ContextOverflow
+    error: RequestError
 
 
 Instruction: TypeAlias = (

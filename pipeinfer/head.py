@@ -164,7 +164,7 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case RunFinished(run_id, choices, _, slowest, computed):
+                case RunFinished(run_id, choices, slowest=slowest, computed=computed):
                     self._result(run_id)
                     self._tune(run_id, slowest, computed)
                     self._feed(RunDone(run_id, choices))
@@ -238,8 +238,8 @@ class Head:
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
-            case IssueRun(run_id, parent_id, lane, rows, ops, speculative):
-                lanes = np.full(len(rows), lane, np.int32)
+            case IssueRun(run_id, parent_id, row_lanes, rows, ops, speculative):
+                lanes = np.array(row_lanes, np.int32)
                 if self._controller is not None and rows.outputs.all():
                     self._issued[run_id] = (time.perf_counter(), len(rows))
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))

@@ -41,6 +41,11 @@ class Limits:
     path_min: least estimated probability of acceptance for which a guess is issued. eager: issue
     the best guess at hand rather than wait for a better one that is being drafted (pays where
     the draft is slower than a stage).
+    parallel: requests decoded at a time. cells: tokens of all requests and remembered prompts
+    together (0: no bound but each one's context). kept: prompts remembered; 0 shares nothing.
+    alone: guess in every lane as if it were the only one. guess_rows: most guesses in flight, 0
+    no bound. share: how many accepted tokens of different lanes go into one run when so many wait
+    (index: number - 1; beyond its end as many as may).
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
     (one pass over the weights instead of two; pays where the draft is fast and stages are few).
     """
@@ -63,6 +68,12 @@ class Limits:
     path_min: float = 0.03
     eager: bool = False
     join_tip: bool = False
+    parallel: int = 1
+    cells: int = 0
+    kept: int = 0
+    alone: bool = False
+    guess_rows: int = 0
+    share: tuple[int, ...] = ()
 
     @property
     def synchronous(self) -> bool:
@@ -82,6 +93,21 @@ class Limits:
     def speculates(self) -> bool:
         """Whether a draft is asked at all."""
         return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
+
+    @property
+    def fill(self) -> int:
+        """Runs of accepted tokens that fill the pipeline: more lanes than that share runs."""
+        return max(1, self.credit - 1)
+
+    @property
+    def n_ids(self) -> int:
+        """Sequence ids in all."""
+        return self.parallel + self.kept + self.partitions
+
+    def group(self, waiting: int) -> int:
+        """How many of so many waiting tokens travel in one run."""
+        most = min(waiting, self.exact_width)
+        return min(most, self.share[most - 1]) if most <= len(self.share) else most
 
     @property
     def max_branches(self) -> int:

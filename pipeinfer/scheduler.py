@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
+from pipeinfer.admission import Admission
 from pipeinfer.calibration import Calibration
-from pipeinfer.core import Choice, Request, Rows, make_rows
-from pipeinfer.errors import ContextOverflow, ProtocolError
+from pipeinfer.core import NO_TOKEN, Choice, Request, Rows, make_rows
+from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
 from pipeinfer.events import (
     Abort,
     CancelRuns,
@@ -31,7 +32,6 @@ from pipeinfer.events import (
     Finish,
     Instruction,
     IssueRun,
-    LaneStats,
     OpenLane,
     Refuse,
     RunDone,
@@ -40,55 +40,15 @@ from pipeinfer.events import (
     StopDraft,
     Submit,
 )
+from pipeinfer.lanes import Lane, Run, Ticket
 from pipeinfer.policy import Ablation, Limits
+from pipeinfer.prefixes import Block
 from pipeinfer.protocol import NO_RUN
-from pipeinfer.reserve import Reserve, probability
+from pipeinfer.reserve import probability
 from pipeinfer.sequences import SequencePool
-from pipeinfer.tree import Node, Proposal, Tree
+from pipeinfer.tree import Node, Proposal
 
-# --- state ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Run:
-    """A run in flight. nodes: its output rows, in row order."""
-
-    run_id: int
-    lane: Lane
-    nodes: list[Node]
-    speculative: bool
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class Lane:
-    """One causal thread of one request. `accepted` holds prompt and output.
-
-    waiting_tip: an accepted token that waits for guesses to travel with. job_node: the node that
-    the draft works below. empty: nodes below which the draft named nothing, until a result.
-    """
-
-    lane: int
-    request: Request
-    tree: Tree
-    accepted: list[int]
-    next_chunk: int = 0
-    last_chunk_run: int = NO_RUN
-    root_issued: bool = False
-    reserve: Reserve = field(default_factory=Reserve)
-    waiting_tip: Node | None = None
-    job: StartDraft | None = None
-    job_node: Node | None = None
-    empty: list[Node] = field(default_factory=list)
-    runs_since_accept: int = 0
-    empty_since_accept: int = 0
-    done: bool = False
-    stats: LaneStats = field(default_factory=LaneStats)
-
-    @property
-    def n_output(self) -> int:
-        """Accepted output tokens."""
-        return len(self.accepted) - len(self.request.prompt)
+_MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
 
 
 class Scheduler:
@@ -96,15 +56,27 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pool = SequencePool(1 + limits.partitions)
+        self.admission = Admission(limits)
         self.calibration = Calibration()
-        self.waiting: deque[Request] = deque()
         self.lanes: dict[int, Lane] = {}
         self.runs: dict[int, Run] = {}
+        self._tips: deque[tuple[Lane, Node]] = deque()  # accepted tokens not issued yet
+        self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
+        self._useful = self._plain = self._chunks = self._guess_rows = 0
         self._next_run = 0
         self._next_job = 0
-        self._next_lane = 0
+        self._next_order = 0
         self._out: list[Instruction] = []
+
+    @property
+    def pool(self) -> SequencePool:
+        """The sequence ids."""
+        return self.admission.pool
+
+    @property
+    def waiting(self) -> deque[Ticket]:
+        """Requests without a lane."""
+        return self.admission.waiting
 
     @property
     def idle(self) -> bool:
@@ -116,7 +88,10 @@ class Scheduler:
         if not self.idle:
             raise ProtocolError("the scheduler can be reconfigured only while it is idle")
         self.limits = limits
-        self.pool = SequencePool(1 + limits.partitions)
+        self.admission.forget_all()
+        ops = self.pool.take_ops()
+        self.admission = Admission(limits)
+        self.pool.ops.extend(ops)
 
     def tune(self, limits: Limits) -> None:
         """Use other sizes, credits and cutoffs from now on, at any time.
@@ -124,16 +99,17 @@ class Scheduler:
         Raises ProtocolError when something would change that runs in flight rely on.
         """
         old = self.limits
-        fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions")
+        fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
+                 "cells", "kept")
         if any(getattr(limits, name) != getattr(old, name) for name in fixed):
             raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
-        self.limits = limits
+        self.limits = self.admission.limits = limits
 
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; returns the instructions to execute, in order."""
         match event:
-            case Submit(request):
-                self._submit(request)
+            case Submit(request, output):
+                self._submit(request, output)
             case RunDone(run_id, choices):
                 self._run_done(run_id, choices)
             case Drafted(job_id, proposals):
@@ -142,61 +118,96 @@ class Scheduler:
                 self._abort(request_id, reason)
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
+        self._make_room()
         self._admit()
-        for lane in list(self.lanes.values()):
-            self._issue(lane)
+        self._issue_tips()
+        self._prefill()
+        self._speculate()
+        self._ask_draft()
         out, self._out = self._out, []
         return out
 
+    def snapshot(self) -> dict[str, Any]:
+        """What is going on, for people: counts, and one entry per lane."""
+        limits, admission = self.limits, self.admission
+        return {
+            "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self._useful,
+            "cells_used": admission.used(self.lanes.values()), "cells": limits.cells or
+            limits.n_ctx * limits.parallel, "kept_prefixes": len(admission.prefixes.kept),
+            "credit": limits.credit, "draft_max": limits.draft_max,
+            "acceptance": self.calibration.acceptance,
+            "speculating": limits.speculates and self._room_to_guess(),
+            "lanes": [{
+                "lane": lane.lane, "request": lane.request.request_id,
+                "prompt": len(lane.request.prompt), "prefilled": lane.next_row,
+                "reused": lane.reused, "output": lane.n_output, "in_flight": lane.useful,
+                "guesses_tested": lane.stats.guesses_tested,
+                "accepted_speculative": lane.stats.accepted_speculative,
+            } for lane in self.lanes.values()],
+        }
+
     # --- events -------------------------------------------------------------------------------
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, output: tuple[int, ...]) -> None:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
             self._out.append(Refuse(request.request_id, ContextOverflow(
                 f"the prompt has {n} tokens and the context holds {self.limits.n_ctx}: shorten "
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
-        else:
-            self.waiting.append(request)
+            return
+        self._next_order += 1
+        self.waiting.append(Ticket(self._next_order, request, list(output)))
 
     def _admit(self) -> None:
-        while self.waiting and not self.lanes:
-            request = self.waiting.popleft()
-            lane_id, self._next_lane = self._next_lane, self._next_lane + 1
-            seq_id = self.pool.acquire(lane_id)
-            root = Node(request.prompt[-1], len(request.prompt) - 1, None, (seq_id,), NO_RUN,
-                        speculative=False)
-            lane = Lane(lane_id, request, Tree(lane_id, self.pool, root), list(request.prompt))
-            self.lanes[lane_id] = lane
-            self._out.append(OpenLane(lane_id, request.params))
-            if self.limits.speculates:
-                self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
-            if request.max_tokens <= 0:
+        while (lane := self.admission.next_lane(self.lanes.values())) is not None:
+            self.lanes[lane.lane] = lane
+            request = lane.request
+            self._out.append(OpenLane(lane.lane, request.params))
+            if lane.n_output >= request.max_tokens:
                 self._finish(lane, "length")
+                continue
+            self._filling.append(lane)
+            if self.limits.speculates and self._room_to_guess():
+                self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
+
+    def _make_room(self) -> None:
+        """The youngest lanes give way while the cache is too full; the oldest always fits."""
+        while len(self.lanes) > 1 and self.admission.over(self.lanes.values()):
+            lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
+            self._close(lane)
+            lane.ticket.output = lane.accepted[len(lane.request.prompt):]
+            lane.stats.preempted += 1
+            self.waiting.appendleft(lane.ticket)
 
     def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None) -> None:
         run = self.runs.pop(run_id, None)
         if run is None:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
-        lane = run.lane
+        was_useful = run.useful
+        self._retire(run)
+        self._guess_rows -= run.n_rows if run.speculative else 0
         if choices is None:
-            if not run.cancelled:
+            if was_useful:
                 raise ProtocolError(f"run {run_id} was skipped although it has live rows")
-            lane.stats.skipped_runs += 1
+            for lane in run.lanes:
+                lane.stats.skipped_runs += 1
             return
         if len(choices) != len(run.nodes):
             raise ProtocolError(
                 f"run {run_id} has {len(run.nodes)} output rows and brought {len(choices)} choices"
             )
+        if run.block is not None and was_useful:
+            run.block.computed = True
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
-        if not lane.done:
-            for node in lane.empty:
-                node.ranked = False
-                lane.reserve.add_leaf(node)
-            lane.empty.clear()
-            self._walk(lane)
+        for lane in run.lanes:
+            if not lane.done:
+                for node in lane.empty:
+                    node.ranked = False
+                    lane.reserve.add_leaf(node)
+                lane.empty.clear()
+                self._walk(lane)
 
     def _drafted(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
         lane = next((la for la in self.lanes.values() if la.job and la.job.job_id == job_id), None)
@@ -237,10 +248,10 @@ class Scheduler:
             lane.empty.append(node)
 
     def _abort(self, request_id: int, reason: str) -> None:
-        for request in self.waiting:
-            if request.request_id == request_id:
-                self.waiting.remove(request)
-                self._out.append(Finish(request_id, reason, LaneStats()))
+        for ticket in self.waiting:
+            if ticket.request.request_id == request_id:
+                self.waiting.remove(ticket)
+                self._out.append(Finish(request_id, reason, ticket.stats))
                 return
         for lane in list(self.lanes.values()):
             if lane.request.request_id == request_id:
@@ -253,6 +264,12 @@ class Scheduler:
         while not lane.done and (choice := lane.tree.frontier.choice) is not None:
             if choice.token in lane.request.stop_ids:
                 self._finish(lane, "stop")
+                break
+            if choice.token == NO_TOKEN:
+                self._close(lane)
+                self._out.append(Refuse(lane.request.request_id, RequestError(
+                    f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
+                    "token of the vocabulary, or became too complex")))
                 break
             frontier = lane.tree.frontier
             had_guess = any(c.speculative for c in frontier.children)
@@ -294,19 +311,31 @@ class Scheduler:
                 and self._depth_left(lane, node) > 0:
             lane.waiting_tip = node
         else:
-            self._send(lane, [node], NO_RUN, speculative=False)
+            lane.unsent = True
+            self._tips.append((lane, node))
             lane.reserve.add_leaf(node)
 
     def _cancel(self, runs: Iterable[Run]) -> None:
         """Signal those of `runs` that have no live row left and were not signalled before."""
         run_ids = []
         for run in runs:
-            if not run.cancelled and not any(node.alive for node in run.nodes):
-                run.cancelled = True
-                run.lane.stats.cancelled_runs += 1
+            if run.useful and not run.alive:
+                self._retire(run)
+                for lane in run.lanes:
+                    lane.stats.cancelled_runs += 1
                 run_ids.append(run.run_id)
         if run_ids and Ablation.CANCEL not in self.limits.ablations:
             self._out.append(CancelRuns(tuple(sorted(run_ids))))
+
+    def _retire(self, run: Run) -> None:
+        """The run takes no room any more: it is back, or nobody needs it."""
+        if run.useful:
+            run.useful = False
+            self._useful -= 1
+            self._chunks -= run.chunk
+            self._plain -= not (run.speculative or run.chunk)
+            for lane in run.lanes:
+                lane.useful -= 1
 
     def _drop_job(self, lane: Lane) -> None:
         if lane.job is not None:
@@ -314,57 +343,126 @@ class Scheduler:
             lane.job = lane.job_node = None
 
     def _finish(self, lane: Lane, reason: str) -> None:
+        self._close(lane)
+        self._out.append(Finish(lane.request.request_id, reason, lane.stats))
+
+    def _close(self, lane: Lane) -> None:
+        """Take a lane out of the pipeline, with all it has in flight."""
         lane.done = True
         self._drop_job(lane)
         lane.tree.kill()
-        self._cancel(run for run in self.runs.values() if run.lane is lane)
+        self._cancel(run for run in self.runs.values() if lane in run.owners)
         del self.lanes[lane.lane]
-        self.pool.release_lane(lane.lane)
+        if lane in self._filling:
+            self._filling.remove(lane)
+        if lane.unsent:
+            self._tips = deque(tip for tip in self._tips if tip[0] is not lane)
+        self.admission.leave(lane)
         self._out.append(SendOps(self.pool.take_ops()))
         self._out.append(CloseLane(lane.lane))
-        self._out.append(Finish(lane.request.request_id, reason, lane.stats))
 
     # --- what to issue next -------------------------------------------------------------------
 
-    def _issue(self, lane: Lane) -> None:
-        if lane.done:
-            return
-        if not lane.root_issued:
-            self._prefill(lane)
-        if not self._may_guess(lane):
-            return
-        if lane.waiting_tip is not None:
-            self._start_draft(lane, lane.waiting_tip)
-        elif not self.limits.synchronous:
-            self._speculate(lane)
-            if lane.job is None and (leaf := self._wanted_leaf(lane)) is not None:
-                self._start_draft(lane, leaf)
+    def _issue_tips(self) -> None:
+        """Accepted tokens: at once while the pipeline is not full of such; else they wait, and
+        share the runs that find room."""
+        while self._tips and self._plain < self.limits.fill:
+            count = self.limits.group(len(self._tips))
+            tips = [self._tips.popleft() for _ in range(count)]
+            for lane, _ in tips:
+                lane.unsent = False
+            self._send(tips, NO_RUN, speculative=False)
+
+    def _prefill(self) -> None:
+        """Chunks of prompts, lane after lane, where accepted tokens leave room."""
+        limits, turns = self.limits, len(self._filling)
+        while turns and (self._useful < limits.credit or not self._chunks):
+            lane = self._filling.popleft()
+            if self.admission.catch_up(lane):
+                turns -= 1
+                self._filling.append(lane)
+                continue
+            self._issue_piece(lane)
+            if not lane.root_issued:
+                self._filling.append(lane)
+            turns = len(self._filling)
+
+    def _issue_piece(self, lane: Lane) -> None:
+        limits, tokens, root = self.limits, lane.accepted, lane.tree.frontier
+        start, stop = lane.next_piece(limits.chunk, limits.exact_width)
+        last = stop == len(tokens)
+        seq = root.seq_ids[:1]
+        rows = make_rows([(tokens[i], i, seq, i == len(tokens) - 1) for i in range(start, stop)])
+        run_id = self._launch([lane], rows, [root] if last else [], lane.last_chunk_run,
+                              speculative=False, chunk=True,
+                              block=self.admission.shareable(lane, start, stop))
+        lane.last_chunk_run = run_id
+        lane.next_row = stop
+        if last:
+            root.run_id = run_id
+            lane.root_issued = True
+            lane.reserve.add_leaf(root)
+
+    def _room_to_guess(self) -> bool:
+        """Whether requests' own tokens leave room for guesses."""
+        lanes = len(self.lanes)
+        return self.limits.alone or lanes <= 1 or \
+            max(lanes, self._plain + self._chunks + len(self._tips)) < self.limits.credit
 
     def _may_guess(self, lane: Lane) -> bool:
         """Whether the policy speculates at all in this lane now."""
-        return self.limits.speculates and not lane.done and lane.root_issued
+        return self.limits.speculates and not lane.done and lane.root_issued \
+            and self._room_to_guess()
 
-    def _speculate(self, lane: Lane) -> None:
-        """Issue the best planned guesses while there is room for them (ALGORITHMS 1.6)."""
-        limits, reserve, frontier = self.limits, lane.reserve, lane.tree.frontier
+    def _speculate(self) -> None:
+        """Issue the best guesses of all lanes while there is room for them (ALGORITHMS 1.6)."""
+        limits = self.limits
+        if limits.synchronous or not limits.speculates:
+            return
         alone = Ablation.CONTINUOUS in limits.ablations
         most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
-        floor = frontier.score + math.log(max(limits.path_min, 1e-12))
-        while self._in_flight() < limits.credit:
-            if alone and any(r.speculative and not r.cancelled for r in self.runs.values()):
+        open_lanes = {lane.lane: lane for lane in self.lanes.values()}
+        while open_lanes:
+            if limits.guess_rows and self._guess_rows + most > limits.guess_rows \
+                    and self._guess_rows:
                 return
-            best = reserve.best()
-            if best is None or best.priority < floor:
+            chances = {k: self._chance(lane) for k, lane in open_lanes.items()}
+            best = max(chances, key=lambda k: chances[k])
+            lane = open_lanes[best]
+            if chances[best] <= 0.0:
                 return
-            if lane.job_node is not None and not limits.eager and \
-                    self._promise(lane.job_node, frontier) > probability(best.priority, frontier):
-                return
-            nodes = lane.tree.issue(reserve.take(most, self.pool.available, floor), self._next_run)
+            nodes = lane.tree.issue(
+                lane.reserve.take(most, self.pool.available, self._floor(lane)), self._next_run)
             if not nodes:
-                return
+                del open_lanes[best]
+                continue
             assert nodes[0].parent is not None
-            self._send(lane, nodes, nodes[0].parent.run_id, speculative=True)
+            self._send([(lane, node) for node in nodes], nodes[0].parent.run_id, speculative=True)
             lane.runs_since_accept += 1
+
+    def _floor(self, lane: Lane) -> float:
+        """The least priority of a guess that is issued."""
+        return lane.tree.frontier.score + math.log(max(self.limits.path_min, 1e-12))
+
+    def _chance(self, lane: Lane) -> float:
+        """Probability of the guess that this lane would issue now, 0 when it should not."""
+        limits, frontier = self.limits, lane.tree.frontier
+        if lane.unsent or not self._may_guess(lane):
+            return 0.0
+        if (lane.useful if limits.alone else self._useful) >= limits.credit:
+            return 0.0
+        if Ablation.CONTINUOUS in limits.ablations and any(
+                run.speculative and run.useful and lane in run.owners
+                for run in self.runs.values()):
+            return 0.0
+        best = lane.reserve.best()
+        if best is None or best.priority < self._floor(lane):
+            return 0.0
+        chance = probability(best.priority, frontier)
+        if lane.job_node is not None and not limits.eager and \
+                self._promise(lane.job_node, frontier) > chance:
+            return 0.0
+        return chance
 
     def _spare_weight(self) -> float:
         """What an accepted alternative is worth beside an accepted first guess.
@@ -395,24 +493,24 @@ class Scheduler:
             return None  # what is at hand comes first, and then a leaf may be better
         return leaf
 
-    def _prefill(self, lane: Lane) -> None:
-        prompt, chunk = lane.request.prompt, self.limits.chunk
-        root = lane.tree.frontier
-        while lane.next_chunk < len(prompt) and self._in_flight() < self.limits.credit:
-            start = lane.next_chunk
-            stop = min(start + chunk, len(prompt))
-            last = stop == len(prompt)
-            seq = root.seq_ids[:1]
-            rows = make_rows([(prompt[i], i, seq, i == len(prompt) - 1)
-                              for i in range(start, stop)])
-            run_id = self._launch(lane, rows, [root] if last else [], lane.last_chunk_run,
-                                  speculative=False)
-            lane.last_chunk_run = run_id
-            lane.next_chunk = stop
-            if last:
-                root.run_id = run_id
-                lane.root_issued = True
-                lane.reserve.add_leaf(root)
+    def _ask_draft(self) -> None:
+        """Give the draft work: below tokens that wait for it, then where it promises most."""
+        if not self.limits.speculates:
+            return
+        for lane in self.lanes.values():
+            if lane.waiting_tip is not None:
+                self._start_draft(lane, lane.waiting_tip)
+        if self.limits.synchronous:
+            return
+        jobs = sum(lane.job is not None for lane in self.lanes.values())
+        wanted = []
+        for lane in self.lanes.values():
+            if lane.job is None and self._may_guess(lane) and \
+                    (leaf := self._wanted_leaf(lane)) is not None:
+                wanted.append((-self._promise(leaf, lane.tree.frontier), lane.lane, lane, leaf))
+        for _, _, lane, leaf in sorted(wanted, key=lambda entry: entry[:2])[
+                :max(_MOST_JOBS - jobs, 0)]:
+            self._start_draft(lane, leaf)
 
     def _start_draft(self, lane: Lane, node: Node) -> None:
         if lane.job is not None:
@@ -445,33 +543,39 @@ class Scheduler:
         first = sorted(planned, key=lambda node: -node.score)[:min(size, limits.exact_width - 1)]
         nodes = lane.tree.issue(first, self._next_run)
         lane.tree.widen(tip, nodes)
-        self._send(lane, [tip, *nodes], NO_RUN, speculative=False)
+        self._send([(lane, node) for node in (tip, *nodes)], NO_RUN, speculative=False)
         if not limits.synchronous:
             lane.reserve.add_leaf(tip)
             lane.reserve.add(planned)
 
-    def _send(self, lane: Lane, nodes: list[Node], parent_id: int, *, speculative: bool) -> None:
-        rows = make_rows([(n.token, n.pos, n.seq_ids, True) for n in nodes])
-        run_id = self._launch(lane, rows, nodes, parent_id, speculative=speculative)
-        for node in nodes:
+    def _send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool) -> None:
+        rows = make_rows([(n.token, n.pos, n.seq_ids, True) for _, n in parts])
+        run_id = self._launch([lane for lane, _ in parts], rows, [node for _, node in parts],
+                              parent_id, speculative=speculative)
+        for lane, node in parts:
             node.run_id = run_id
-        lane.stats.issued_speculative += sum(n.speculative for n in nodes)
+            lane.stats.issued_speculative += node.speculative
 
-    def _launch(self, lane: Lane, rows: Rows, nodes: list[Node], parent_id: int, *,
-                speculative: bool) -> int:
+    def _launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
+                speculative: bool, chunk: bool = False, block: Block | None = None) -> int:
         run_id, self._next_run = self._next_run, self._next_run + 1
-        self.runs[run_id] = Run(run_id, lane, nodes, speculative)
-        lane.stats.runs += 1
-        lane.stats.speculative_runs += speculative
-        self._out.append(IssueRun(run_id, parent_id, lane.lane, rows, self.pool.take_ops(),
+        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block)
+        self.runs[run_id] = run
+        self._useful += 1
+        self._chunks += chunk
+        self._plain += not (speculative or chunk)
+        self._guess_rows += run.n_rows if speculative else 0
+        for lane in run.lanes:
+            lane.useful += 1
+            lane.stats.runs += 1
+            lane.stats.speculative_runs += speculative
+        lanes = tuple(lane.lane for lane in owners) if nodes and not chunk \
+            else (owners[0].lane,) * len(rows)
+        self._out.append(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
                                   speculative))
         return run_id
 
     # --- small questions ----------------------------------------------------------------------
-
-    def _in_flight(self) -> int:
-        """Runs in flight that are still of use."""
-        return sum(not run.cancelled for run in self.runs.values())
 
     def _cutoff(self, lane: Lane) -> float:
         """Confidence a drafted token needs now (ALGORITHMS 1.6)."""

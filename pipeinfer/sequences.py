@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 from pipeinfer.core import END, SeqCopy, SeqOp, SeqRemove
 
 
+NO_LANE = -1  #: owner of an id that is kept for its prompt
+
+
 @dataclass(slots=True)
 class SequencePool:
     """Ids `0..size-1`. `ops` are the operations not yet sent; whoever issues a run takes them.
 
+    reserved: free ids that branches must leave to lanes that may still start.
     Invariants: an id is in `free` or in `owner`, never in both; a free id's cells are exactly
     the first `warm[id]` accepted positions of lane `warm_lane[id]` once `ops` have run.
     """
 
     size: int
+    reserved: int = 0
     free: deque[int] = field(init=False)
     owner: dict[int, int] = field(init=False, default_factory=dict)
     warm: dict[int, int] = field(init=False, default_factory=dict)
@@ -34,8 +39,8 @@ class SequencePool:
 
     @property
     def available(self) -> int:
-        """How many ids are free."""
-        return len(self.free)
+        """How many ids branches may take."""
+        return max(len(self.free) - self.reserved, 0)
 
     def acquire(self, lane: int) -> int:
         """An empty id for the start of a lane; the caller has made sure that one is free."""
@@ -44,6 +49,18 @@ class SequencePool:
             self.ops.append(SeqRemove(seq_id, 0, END))
         self.owner[seq_id] = lane
         return seq_id
+
+    def share(self, src: int, dst: int, start: int, stop: int) -> None:
+        """`dst`, which holds nothing there yet, gets what `src` holds in `[start, stop)`."""
+        self.ops.append(SeqCopy(src, dst, start, stop))
+
+    def keep(self, seq_id: int, length: int) -> None:
+        """Take a live id away from its lane, with its first `length` positions.
+
+        It stays live, without a lane, until `release`.
+        """
+        self.truncate(seq_id, length)
+        self.owner[seq_id] = NO_LANE
 
     def branch(self, lane: int, parent_id: int, length: int) -> int:
         """An id that holds the first `length` positions of `parent_id`, of the same lane."""

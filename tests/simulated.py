@@ -36,7 +36,7 @@ TAINTED = object()
 def next_token(path: tuple[int, ...], n_vocab: int, salt: int = 0) -> int:
     """The 'model': a token after a path."""
     value = salt
-    for token in path[-6:]:
+    for token in path:
         value = (value * 1000003 + token + 1) & 0xFFFFFFFF
         value ^= value >> 13
     return (value * 2654435761 >> 7) % n_vocab
@@ -59,7 +59,7 @@ class Cell:
     pos: int
     ids: set[int]
     token: int
-    poison: bool = False
+    made: tuple[int, int] = (0, 1)  # first position and rows of the run that computed it
 
 
 @dataclass
@@ -220,17 +220,33 @@ class Pipeline:
             for seq_id in ids:
                 held = [c.pos for c in stage.kv.cells if seq_id in c.ids]
                 assert not held or max(held) in (pos - 1, pos), (item, seq_id, held)
-            stage.kv.cells.append(Cell(pos, set(ids), token))
+            made = (int(rows.positions[0]), len(rows))
+            stage.kv.cells.append(Cell(pos, set(ids), token, made))
         out = []
         for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
             seen = stage.kv.view(ids[0], pos)
             good = [c.pos for c in seen] == list(range(pos + 1))
             if self.strict:
                 assert good, (item, [(c.pos, c.ids) for c in seen])
+                self._check_widths(item.lanes[i], seen)
             if rows.outputs[i]:
                 path = tuple(c.token for c in seen)
                 out.append(Choice(next_token(path, self.n_vocab) if good else -1))
         return out
+
+    def _check_widths(self, lane, cells):
+        """Cells of a prompt come from runs cut as if the request were alone, the others from runs
+        that are at most R wide: else the bits of a real backend would differ."""
+        lane = self.scheduler.lanes.get(lane)
+        if lane is None:
+            return
+        chunk, n = self.scheduler.limits.chunk, len(lane.request.prompt)
+        for cell in cells:
+            start = cell.pos - cell.pos % chunk
+            if cell.pos < n:
+                assert cell.made == (start, min(chunk, n - start)), (cell, n)
+            else:
+                assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
 
     def _draft(self, job: StartDraft):
         path = [*job.accepted[:job.base], *job.suffix]

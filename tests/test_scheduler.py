@@ -137,7 +137,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
     """
     def cancel_anything(self, runs):
         for run in list(self.runs.values())[:1]:
-            run.cancelled = True
+            self._retire(run)
             self._out.append(CancelRuns((run.run_id,)))
 
     monkeypatch.setattr(Scheduler, "_cancel", cancel_anything)

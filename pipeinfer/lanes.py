@@ -1,0 +1,124 @@
+"""State of the scheduler: requests that wait, lanes that run, runs in flight. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeinfer.core import Request
+from pipeinfer.events import LaneStats, StartDraft
+from pipeinfer.prefixes import Block
+from pipeinfer.protocol import NO_RUN
+from pipeinfer.reserve import Reserve
+from pipeinfer.tree import Node, Tree
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way to a lane. order: of submission. output: what it has brought already
+    (it had a lane before and gave it up, or another cluster's was lost)."""
+
+    order: int
+    request: Request
+    output: list[int] = field(default_factory=list)
+    stats: LaneStats = field(default_factory=LaneStats)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
+    chunk without outputs: its lane). block: the chunk that becomes known when it is back.
+    useful: neither back nor cancelled."""
+
+    run_id: int
+    owners: list[Lane]
+    nodes: list[Node]
+    n_rows: int
+    speculative: bool
+    chunk: bool = False
+    block: Block | None = None
+    useful: bool = True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was found to be of no use while it was in flight."""
+        return not self.useful
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its rows can still matter."""
+        if not self.nodes:
+            return not self.owners[0].done
+        return any(node.alive for node in self.nodes)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its lanes, each once."""
+        return list(dict.fromkeys(self.owners))
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One causal thread of one request. `accepted` holds prompt and output.
+
+    block: the last chunk of the prompt whose cells are shared with others. next_row: position of
+    the first row that is not issued and not copied. waiting_tip: an accepted token that waits for
+    guesses to travel with. unsent: the accepted token waits for room in the pipeline. job_node:
+    the node that the draft works below. empty: nodes below which the draft named nothing, until a
+    result. useful: its useful runs in flight.
+    """
+
+    lane: int
+    ticket: Ticket
+    tree: Tree
+    accepted: list[int]
+    block: Block
+    next_row: int = 0
+    reused: int = 0
+    last_chunk_run: int = NO_RUN
+    root_issued: bool = False
+    reserve: Reserve = field(default_factory=Reserve)
+    waiting_tip: Node | None = None
+    unsent: bool = False
+    job: StartDraft | None = None
+    job_node: Node | None = None
+    empty: list[Node] = field(default_factory=list)
+    runs_since_accept: int = 0
+    empty_since_accept: int = 0
+    useful: int = 0
+    done: bool = False
+
+    @property
+    def request(self) -> Request:
+        """What it works for."""
+        return self.ticket.request
+
+    @property
+    def stats(self) -> LaneStats:
+        """Its counters."""
+        return self.ticket.stats
+
+    @property
+    def main_id(self) -> int:
+        """The sequence id that holds all accepted tokens; which one that is changes."""
+        return self.tree.frontier.seq_ids[0]
+
+    @property
+    def n_output(self) -> int:
+        """Accepted output tokens."""
+        return len(self.accepted) - len(self.request.prompt)
+
+    @property
+    def private_cells(self) -> int:
+        """Cells that it needs for itself alone, prompt still to be computed included."""
+        return len(self.accepted) - self.block.stop
+
+    def next_piece(self, chunk: int, width: int) -> tuple[int, int]:
+        """Positions `[start, stop)` of the next run that brings its cache up to date.
+
+        Chunks of the prompt are cut at multiples of `chunk`; output that is replayed goes in runs
+        of at most `width` rows, as it was made.
+        """
+        start, n_prompt = self.next_row, len(self.request.prompt)
+        if start < n_prompt:
+            return start, min(start - start % chunk + chunk, n_prompt)
+        return start, min(start + width, len(self.accepted))
