@@ -26,6 +26,7 @@ _LONGEST = 512  #: guesses in a row that are right, at the most
 _SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
+_SHARE = 0.98  #: cost per row of a larger group, relative to a smaller one's, that is worth it
 _NEVER = 1.1  #: a cutoff at which the draft is not even asked
 
 
@@ -146,6 +147,19 @@ def _batch(acceptance: float, size: int, alternatives: int, second: float
     )
 
 
+def groups(curve: Curve, width: int) -> tuple[int, ...]:
+    """How many of 1, 2, ... `width` waiting rows are best computed in one run.
+
+    Index: number of rows - 1. A larger group only where it is clearly cheaper per row.
+    """
+    best, sizes = 1, []
+    for rows in range(1, width + 1):
+        if factor(curve, rows) / rows <= _SHARE * factor(curve, best) / best:
+            best = rows
+        sizes.append(best)
+    return tuple(sizes)
+
+
 def in_flight(timing: Timing, size: int) -> int:
     """Runs that fill the pipeline without queueing before its slowest stage, and one more."""
     return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
@@ -188,10 +202,16 @@ class Controller:
     def active(self) -> bool:
         """Whether there is anything to tune."""
         limits = self.limits
+        if limits.policy is Policy.ITERATIVE:
+            return limits.parallel > 1
         return limits.policy is Policy.PIPEINFER and not limits.ablations
 
-    def run_returned(self, rows: int, slowest: float, computed: float, latency: float) -> None:
-        """A run of generated tokens came back computed by every stage; seconds."""
+    def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
+                     alone: bool = True) -> None:
+        """A run of generated tokens came back computed by every stage; seconds.
+
+        alone: no other request was about, so it did not queue behind theirs.
+        """
         self._results += 1
         if rows == 1 or not self._slowest.count:
             # Where every tip waits for guesses no run of one row may ever come back.
@@ -201,8 +221,10 @@ class Controller:
         else:
             relative = slowest / max(self._slowest.value, 1e-9)
             self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
-        self._transit.append(max(latency - computed, 0.0))
-        del self._transit[:-32]
+        transit = max(latency - computed, 0.0)
+        if alone or len(self._transit) < _SAMPLES or transit < min(self._transit):
+            self._transit.append(transit)
+            del self._transit[:-32]
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """A draft job named so many tokens in so many seconds."""
@@ -212,7 +234,9 @@ class Controller:
     @property
     def timing(self) -> Timing | None:
         """What was measured, None before the first run and draft came back."""
-        if not self._slowest.count or not self._draft.count or len(self._transit) < _SAMPLES:
+        asks = self.limits.policy is not Policy.ITERATIVE
+        if not self._slowest.count or len(self._transit) < _SAMPLES or (
+                asks and not self._draft.count):
             return None
         points = dict(self.curve)
         points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
@@ -227,17 +251,24 @@ class Controller:
         timing = self.timing
         if not self.active or timing is None or self._results % _EVERY:
             return None
+        if self.limits.policy is Policy.ITERATIVE:
+            return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
         size = max(setting.size, 1)
         credit = self._credit(timing, size)
-        wanted: dict[str, Any] = {
+        return self._change({
             "credit": credit,
             "draft_max": size,
             "join_tip": setting.join,
             "path_min": cutoff(credit) if setting.size else self._silence(timing),
             "alternatives": alternatives_for(credit),
             "eager": size * timing.draft > 1.5 * timing.slot(size),
-        }
+        }, timing)
+
+    def _change(self, wanted: dict[str, Any], timing: Timing) -> Limits | None:
+        """The limits with these values, as far as the user left them free; None: they have."""
+        if self.limits.parallel > 1:
+            wanted["share"] = groups(timing.curve, self.limits.exact_width)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
                    and getattr(self.limits, name) != value}
         if not changes:

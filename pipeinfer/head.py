@@ -36,6 +36,7 @@ from pipeinfer.events import (
     StopDraft,
     Submit,
 )
+from pipeinfer.lanes import Run
 from pipeinfer.policy import Limits
 from pipeinfer.protocol import (
     CacheOps,
@@ -51,10 +52,11 @@ from pipeinfer.protocol import (
     Tag,
 )
 from pipeinfer.protocol import WorkerFailed as WorkerFailedMessage
-from pipeinfer.scheduler import Run, Scheduler
+from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.transport.base import Port
+from pipeinfer.watch import RunWatch, fate
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class HeadStats:
 
     def fates(self) -> dict[int, str]:
         """What became of each traced run's tokens, by run id."""
-        return {run.run_id: _fate(run) for run in self.traced}
+        return {run.run_id: fate(run) for run in self.traced}
 
 
 class Head:
@@ -94,6 +96,7 @@ class Head:
         self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
         self._last_result = time.monotonic()
         self._woken = False
+        self._watch: RunWatch | None = None
 
     def wake(self) -> None:
         """Make a `next_news` that waits return None soon; any thread may call it."""
@@ -130,6 +133,21 @@ class Head:
                 self._check_deadline()
         return self._news.popleft()
 
+    def observe(self, on: bool) -> None:
+        """Collect what runs do for `take_runs`, or stop that."""
+        if on != (self._watch is not None):
+            self._watch = RunWatch() if on else None
+
+    def take_runs(self) -> list[dict[str, Any]]:
+        """What runs did since the last time, see `watch.RunWatch`; empty unless observed."""
+        return [] if self._watch is None else self._watch.take()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is going on, see `Scheduler.snapshot`; and seconds of work so far."""
+        return self.scheduler.snapshot() | {
+            "head_busy": self.stats.busy,
+            "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds}
+
     def drain(self, timeout: float) -> None:
         """Wait for the runs that are still in flight after their request has ended."""
         deadline = time.monotonic() + timeout
@@ -165,11 +183,11 @@ class Head:
             some = True
             match message:
                 case RunFinished(run_id, choices, slowest=slowest, computed=computed):
-                    self._result(run_id)
+                    self._result(message)
                     self._tune(run_id, slowest, computed)
                     self._feed(RunDone(run_id, choices))
                 case RunCancelled(run_id):
-                    self._result(run_id)
+                    self._result(message)
                     self._issued.pop(run_id, None)
                     self._feed(RunDone(run_id, None))
                 case Notice():
@@ -192,10 +210,13 @@ class Head:
         envelope = self._port.take(Tag.RESULT)
         return None if envelope is None else envelope.message
 
-    def _result(self, run_id: int) -> None:
+    def _result(self, message: RunFinished | RunCancelled) -> None:
         self._last_result = time.monotonic()
         if self._trace:
-            self.stats.results.append((run_id, time.time()))
+            self.stats.results.append((message.run_id, time.time()))
+        if self._watch is not None:
+            self._watch.back(message.run_id, time.time(), message.spans,
+                             skipped=isinstance(message, RunCancelled))
 
     def _tune(self, run_id: int, slowest: float, computed: float) -> None:
         """Tell the controller what a run took, and follow its advice."""
@@ -203,7 +224,8 @@ class Head:
         if self._controller is None or issued is None:
             return
         when, rows = issued
-        self._controller.run_returned(rows, slowest, computed, time.perf_counter() - when)
+        self._controller.run_returned(rows, slowest, computed, time.perf_counter() - when,
+                                      alone=len(self.scheduler.lanes) <= 1)
         calibration = self.scheduler.calibration
         limits = self._controller.advise(calibration.acceptance, calibration.second)
         if limits is not None:
@@ -243,6 +265,8 @@ class Head:
                 if self._controller is not None and rows.outputs.all():
                     self._issued[run_id] = (time.perf_counter(), len(rows))
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
+                if self._watch is not None:
+                    self._watch.issued(self.scheduler.runs[run_id], time.time())
                 if self._trace:
                     self.stats.issues.append((run_id, time.time(), speculative, len(rows)))
                     self.stats.traced.append(self.scheduler.runs[run_id])
@@ -276,14 +300,6 @@ class Head:
             else (self._n_stages,)
         for node in targets:
             self._port.send(node, Tag.CANCEL, Cancel(run_ids))
-
-
-def _fate(run: Run) -> str:
-    guesses = [node for node in run.nodes if node.speculative]
-    if not guesses:
-        return "non-speculative" if run.nodes else "prompt"
-    right = sum(node.accepted for node in guesses)
-    return "accepted" if right == len(guesses) else "partly accepted" if right else "rejected"
 
 
 def raise_worker_failed(message: WorkerFailedMessage) -> None:

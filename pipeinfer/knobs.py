@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from pipeinfer.config import Config
-from pipeinfer.controller import Controller, Curve, alternatives_for, cutoff
+from pipeinfer.controller import Controller, Curve, alternatives_for, cutoff, groups
+from pipeinfer.errors import UsageError
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
+_MOST_KEPT = 32  #: remembered prompts, each with an id
+_ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
 
 
 def partitions_for(config: Config, credit: int) -> int:
@@ -21,11 +24,37 @@ def partitions_for(config: Config, credit: int) -> int:
     return config.partitions if config.partitions >= 0 else min(max(8, 2 * credit), _MOST_IDS)
 
 
+def kept_for(config: Config) -> int:
+    """Prompts of ended requests that are remembered."""
+    return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
+
+
+def ids_for(config: Config, credit: int) -> int:
+    """Sequence ids in all. Raises UsageError beyond what llama.cpp can tell apart."""
+    count = config.parallel + kept_for(config) + partitions_for(config, credit)
+    if count > _ALL_IDS:
+        raise UsageError(
+            f"--parallel {config.parallel} and --partitions {partitions_for(config, credit)} need "
+            f"{count} sequence ids, and a cache has {_ALL_IDS}: lower one of them")
+    return count
+
+
+def cells_for(config: Config, n_ctx: int) -> int:
+    """Tokens that requests and remembered prompts hold together. Raises UsageError."""
+    if config.cache_tokens and config.cache_tokens < n_ctx:
+        raise UsageError(f"--cache-tokens {config.cache_tokens} is less than one request's context "
+                         f"of {n_ctx}: raise it, or lower -c")
+    return config.cache_tokens or (n_ctx if config.parallel == 1 else 2 * n_ctx)
+
+
 def limits_for(
     config: Config, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
-    n_stages: int,
+    n_stages: int, curve: Curve, spare: int,
 ) -> tuple[Limits, frozenset[str]]:
-    """The limits to start with, and the names of those that the user set."""
+    """The limits to start with, and the names of those that the user set.
+
+    curve: what runs of several rows cost. spare: cells beyond those of `cells_for`, for guesses.
+    """
     pinned: dict[str, Any] = {}
     if config.credit:
         pinned["credit"] = config.credit
@@ -51,7 +80,10 @@ def limits_for(
         branches=config.branches,
         p_min=_given(config.draft_p_min, 0.4 if synchronous else 0.0),
         p_split=_given(config.p_split, 0.2 if synchronous else 0.02),
-        p_recovery=config.p_recovery, p_decay=config.p_decay, **values,
+        p_recovery=config.p_recovery, p_decay=config.p_decay,
+        parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
+        alone=config.speculation == "on", guess_rows=spare // 2,
+        share=groups(curve, exact), **values,
     )
     return limits, frozenset(pinned)
 

@@ -27,7 +27,7 @@ class Ticket:
 class Run:
     """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
     chunk without outputs: its lane). block: the chunk that becomes known when it is back.
-    useful: neither back nor cancelled."""
+    useful: neither back nor cancelled. in_flight: not back."""
 
     run_id: int
     owners: list[Lane]
@@ -37,6 +37,7 @@ class Run:
     chunk: bool = False
     block: Block | None = None
     useful: bool = True
+    in_flight: bool = True
 
     @property
     def cancelled(self) -> bool:

@@ -184,7 +184,7 @@ class Scheduler:
         run = self.runs.pop(run_id, None)
         if run is None:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
-        was_useful = run.useful
+        was_useful, run.in_flight = run.useful, False
         self._retire(run)
         self._guess_rows -= run.n_rows if run.speculative else 0
         if choices is None:
