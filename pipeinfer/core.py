@@ -115,6 +115,8 @@ class SamplingParams:
     frequency penalties switch a step off. repeat_last_n: penalty window in tokens, 0 off, -1 the
     whole history. logit_bias: (token id, added logit) pairs. key: 64-bit key of the noise.
     n_logprobs: how many top log-probabilities to report per token (-1: none at all).
+    grammar: a compiled grammar that the output must follow (`grammar.compile_grammar`), empty for
+    none; its first token is the one at position grammar_start.
     """
 
     temperature: float = 0.0
@@ -128,6 +130,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     key: int = 0
     n_logprobs: int = -1
+    grammar: str = ""
+    grammar_start: int = 0
 
     @property
     def uses_history(self) -> bool:
@@ -141,7 +145,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The target's choice after one row: the token, and its raw log-probability if asked for."""
+    """The target's choice after one row: the token, and its raw log-probability if asked for.
+
+    The token is NO_TOKEN when a grammar allows none, or when the row's path is not in it.
+    """
 
     token: int
     logprob: float | None = None

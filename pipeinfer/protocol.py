@@ -6,8 +6,8 @@ marker. This module knows no transport, rank, clock or model; it checks every co
 of a frame before it uses it and raises ProtocolError otherwise.
 
     header  magic "PIPE", version, op, flags, epoch, run id, parent run id,
-            rows, sequence ids, operations, hidden size, payload bytes      (64 bytes)
-    DECODE  tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
+            rows, sequence ids, operations, hidden size, payload bytes, spans   (64 bytes)
+    DECODE  spans f64[s,2] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) hidden f32[n,d]
 """
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.core import (
     Choice,
@@ -37,21 +38,26 @@ from pipeinfer.core import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 2
+VERSION = 3
 NO_RUN = -1
 
-_HEADER = struct.Struct("<4sBBHIIqqIIIIIff")
+_HEADER = struct.Struct("<4sBBHIIqqIIIIIII")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
-_PARAMS = struct.Struct("<didddddiqQi")
+_PARAMS = struct.Struct("<didddddiqQiii")
+_BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
 # Header flags of a DECODE frame (plain integers: an enum costs a microsecond each time)
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
-_MAX_SECONDS = 1e9
+_MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
+
+Spans: TypeAlias = npt.NDArray[np.float64]
+NO_SPANS: Spans = np.zeros((0, 2))
+NO_SPANS.setflags(write=False)
 
 
 class Tag(enum.IntEnum):
@@ -87,8 +93,9 @@ class Decode:
 
     lanes: int32[n], the lane whose sampling parameters a row uses. parent_id: the run whose
     cells this one continues (NO_RUN: none); a stage that skipped the parent skips this one too.
-    hidden: float32[n, d] or None (to the first stage, or when skipped). slowest, computed: the
-    longest and the total time that stages so far took for it, in seconds (float32 on the wire).
+    hidden: float32[n, d] or None (to the first stage, or when skipped). spans: float64[s, 2], for
+    each stage passed when it began with the run (seconds since the epoch, its own clock) and how
+    many seconds it worked on it (0: skipped there).
     """
 
     run_id: int
@@ -100,8 +107,7 @@ class Decode:
     skipped: bool = False
     hidden: FloatArray | None = None
     epoch: int = 0
-    slowest: float = 0.0
-    computed: float = 0.0
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decode):
@@ -111,8 +117,7 @@ class Decode:
             (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
             == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
                 other.skipped)
-            and (self.epoch, self.slowest, self.computed)
-            == (other.epoch, other.slowest, other.computed)
+            and (self.epoch, self.spans.tolist()) == (other.epoch, other.spans.tolist())
             and np.array_equal(self.lanes, other.lanes)
             and (mine is None) == (theirs is None)
             and (mine is None or theirs is None or np.array_equal(mine, theirs))
@@ -153,23 +158,45 @@ class Shutdown:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunFinished:
-    """The choices after the output rows of a run, in row order; times as in `Decode`."""
+    """The choices after the output rows of a run, in row order; spans as in `Decode`."""
 
     run_id: int
     choices: tuple[Choice, ...]
     epoch: int = 0
-    slowest: float = 0.0
-    computed: float = 0.0
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
+
+    @property
+    def slowest(self) -> float:
+        """The longest time that a stage took for it, in seconds."""
+        return max(self.spans[:, 1].tolist(), default=0.0)
+
+    @property
+    def computed(self) -> float:
+        """The time that all stages together took for it, in seconds."""
+        return float(sum(self.spans[:, 1].tolist()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RunFinished):
+            return NotImplemented
+        return (self.run_id, self.choices, self.epoch, self.spans.tolist()) == (
+            other.run_id, other.choices, other.epoch, other.spans.tolist())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunCancelled:
     """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
 
     run_id: int
     epoch: int = 0
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RunCancelled):
+            return NotImplemented
+        return (self.run_id, self.epoch, self.spans.tolist()) == (
+            other.run_id, other.epoch, other.spans.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +276,12 @@ def encode(message: Message) -> bytes:
             return _frame(Op.LANE_CLOSE, epoch, run_id=lane)
         case Shutdown(epoch):
             return _frame(Op.SHUTDOWN, epoch)
-        case RunFinished(run_id, choices, epoch, slowest, computed):
-            return _frame(Op.RUN_FINISHED, epoch, _encode_choices(choices), run_id=run_id,
-                          n_rows=len(choices), times=(slowest, computed))
-        case RunCancelled(run_id, epoch):
-            return _frame(Op.RUN_CANCELLED, epoch, run_id=run_id)
+        case RunFinished(run_id, choices, epoch, spans):
+            return _frame(Op.RUN_FINISHED, epoch, _encode_spans(spans), _encode_choices(choices),
+                          run_id=run_id, n_rows=len(choices), n_spans=len(spans))
+        case RunCancelled(run_id, epoch, spans):
+            return _frame(Op.RUN_CANCELLED, epoch, _encode_spans(spans), run_id=run_id,
+                          n_spans=len(spans))
         case Cancel(run_ids, epoch):
             body = np.asarray(run_ids, "<i8").tobytes()
             return _frame(Op.CANCEL, epoch, body, n_rows=len(run_ids))
@@ -280,7 +308,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
     (magic, version, op, flags, epoch, reserved, run_id, parent_id, n_rows, n_ids, n_ops, d, size,
-     slowest, computed) = _HEADER.unpack_from(view)
+     n_spans, padding) = _HEADER.unpack_from(view)
     if magic != MAGIC or reserved:
         raise ProtocolError("a frame that does not start with pipeinfer's header")
     if version != VERSION:
@@ -288,16 +316,15 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             f"protocol version {version} met {VERSION}: install the same pipeinfer on every host"
         )
     body = view[HEADER_BYTES:]
-    if len(body) != size or max(n_rows, n_ids, n_ops, d) > _MAX_COUNT:
+    if padding or len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
         raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
-    _check_times(run_id, slowest, computed)
     reader = _Reader(body)
+    spans = _read_spans(reader, run_id, n_spans) if n_spans else NO_SPANS
     message: Message
     match op:
         case Op.DECODE:
             message = _decode_decode(
-                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d),
-                (slowest, computed),
+                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
         case Op.CACHE_OPS:
             message = CacheOps(_read_ops(reader, n_ops), epoch)
@@ -308,10 +335,9 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         case Op.SHUTDOWN:
             message = Shutdown(epoch)
         case Op.RUN_FINISHED:
-            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch, slowest,
-                                  computed)
+            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch, spans)
         case Op.RUN_CANCELLED:
-            message = RunCancelled(run_id, epoch)
+            message = RunCancelled(run_id, epoch, spans)
         case Op.CANCEL:
             message = Cancel(tuple(reader.array("<i8", n_rows).tolist()), epoch)
         case Op.WORKER_FAILED:
@@ -330,10 +356,18 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-def _check_times(run_id: int, *times: float) -> None:
-    for seconds in times:
-        if not 0.0 <= seconds < _MAX_SECONDS:
-            raise ProtocolError(f"run {run_id} claims to have taken {seconds} seconds")
+def _encode_spans(spans: Spans) -> bytes:
+    if spans.ndim != 2 or spans.shape[1] != 2:
+        raise ProtocolError(f"spans of shape {spans.shape}")
+    return np.asarray(spans, "<f8").tobytes()
+
+
+def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
+    spans: Spans = reader.array("<f8", 2 * count).reshape(count, 2)
+    for value in spans.ravel().tolist():
+        if not 0.0 <= value < _MAX_SECONDS:
+            raise ProtocolError(f"run {run_id} claims to have taken {value} seconds")
+    return spans
 
 
 class _Reader:
@@ -373,13 +407,13 @@ class _Reader:
 def _frame(
     op: Op, epoch: int, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
     parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
-    times: tuple[float, float] = (0.0, 0.0),
+    n_spans: int = 0,
 ) -> bytes:
     size = sum(len(part) for part in body)
     if size > _MAX_PAYLOAD:
         raise ProtocolError(f"a message of {size} bytes is over the limit of {_MAX_PAYLOAD}")
     header = _HEADER.pack(MAGIC, VERSION, op, flags, epoch, 0, run_id, parent_id, n_rows, n_ids,
-                          n_ops, d, size, *times)
+                          n_ops, d, size, n_spans, 0)
     return b"".join((header, *body))
 
 
@@ -389,6 +423,7 @@ def _encode_decode(m: Decode) -> bytes:
     offsets = [0, *itertools.accumulate(map(len, rows.seq_ids))]
     flags = (_SKIPPED if m.skipped else 0) | (_SPECULATIVE if m.speculative else 0)
     parts: list[bytes | memoryview] = [
+        _encode_spans(m.spans) if len(m.spans) else b"",
         np.asarray(rows.tokens, "<i4").tobytes(), np.asarray(rows.positions, "<i4").tobytes(),
         np.asarray(m.lanes, "<i4").tobytes(), np.array(offsets + ids, "<i4").tobytes(),
         _ops_array(m.ops).tobytes() if m.ops else b"",
@@ -404,12 +439,12 @@ def _encode_decode(m: Decode) -> bytes:
         parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
     return _frame(Op.DECODE, m.epoch, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
-                  times=(m.slowest, m.computed))
+                  n_spans=len(m.spans))
 
 
 def _decode_decode(
     reader: _Reader, flags: int, epoch: int, run_id: int, parent_id: int,
-    counts: tuple[int, int, int, int], times: tuple[float, float],
+    counts: tuple[int, int, int, int], spans: Spans,
 ) -> Decode:
     n, n_ids, n_ops, d = counts
     tokens, positions, lanes = reader.array("<i4", 3 * n).reshape(3, n)
@@ -428,7 +463,7 @@ def _decode_decode(
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
-        hidden=hidden, epoch=epoch, slowest=times[0], computed=times[1],
+        hidden=hidden, epoch=epoch, spans=spans,
     )
 
 
@@ -478,22 +513,26 @@ def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
 
 
 def _encode_params(p: SamplingParams) -> bytes:
+    grammar = p.grammar.encode()
     head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
                         p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
-                        p.key, len(p.logit_bias))
-    bias = np.array(list(p.logit_bias), np.dtype([("token", "<i4"), ("bias", "<f8")]))
-    return head + bias.tobytes()
+                        p.key, len(p.logit_bias), p.grammar_start, len(grammar))
+    return head + np.array(list(p.logit_bias), _BIAS).tobytes() + grammar
 
 
 def _decode_params(reader: _Reader) -> SamplingParams:
-    t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias = (
-        _PARAMS.unpack(reader.take(_PARAMS.size))
-    )
-    if n_bias < 0:
-        raise ProtocolError("a negative number of logit biases")
-    bias = reader.array(np.dtype([("token", "<i4"), ("bias", "<f8")]), n_bias)
+    (t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias, start,
+     n_grammar) = _PARAMS.unpack(reader.take(_PARAMS.size))
+    if min(n_bias, start, n_grammar) < 0:
+        raise ProtocolError("a negative number of logit biases, or a negative grammar")
+    bias = reader.array(_BIAS, n_bias)
+    try:
+        grammar = str(reader.take(n_grammar), "utf-8")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a grammar that is no text: {error}") from error
     return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
-                          tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs)
+                          tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs,
+                          grammar, start)
 
 
 def _encode_choices(choices: tuple[Choice, ...]) -> bytes:

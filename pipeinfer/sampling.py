@@ -5,9 +5,9 @@ else, so it does not matter who computes it, when, or beside which rows. A propo
 accepted when it equals the choice; the text is then the same for every proposer, policy, number
 of ranks and timing. The draft applies the same rule, with the same noise, to its own logits.
 
-Steps, in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature; then the
-arg-max of `logit / T + Gumbel noise` in float64, ties to the lowest id (the Gumbel-max trick: the
-law is exactly the softmax). The noise is a hash of (key, position, token id).
+Steps, in llama.cpp's order: logit bias, penalties, grammar, top-k, top-p, min-p, temperature; then
+the arg-max of `logit / T + Gumbel noise` in float64, ties to the lowest id (the Gumbel-max trick:
+the law is exactly the softmax). The noise is a hash of (key, position, token id).
 
 This module keeps no state and knows no model, tree or draft.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core import Choice, IntArray, SamplingParams
+from pipeinfer.core import NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
 
 _U64 = np.uint64
 _MIX_A, _MIX_B = _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
@@ -58,7 +58,9 @@ class Candidates:
     scores: npt.NDArray[np.float64]
 
     def best(self) -> int:
-        """The id of the highest score, ties to the lowest id."""
+        """The id of the highest score, ties to the lowest id; NO_TOKEN of none."""
+        if not self.ids.size:
+            return NO_TOKEN
         return int(self.ids[self.scores == self.scores.max()].min())
 
     def ranked(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -68,12 +70,14 @@ class Candidates:
 
 
 def candidates(
-    logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int
+    logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
+    allowed: BoolArray | None = None,
 ) -> Candidates:
     """Perturbed scores of the tokens that may follow the row at `position`.
 
     logits: float[V], raw. history: int32[position + 1], the path's tokens up to and with that
-    row (read only when a penalty is on).
+    row (read only when a penalty is on). allowed: bool[n], the tokens that a grammar allows; ids
+    from n on are not (None: no grammar). None may be left.
     """
     x = logits.astype(np.float64)
     for token, bias in params.logit_bias:
@@ -81,25 +85,31 @@ def candidates(
             x[token] += bias
     if params.uses_history:
         _penalise(x, params, history)
+    within = None if allowed is None else np.flatnonzero(allowed[: len(x)])
+    if within is not None and not within.size:
+        return Candidates(within, x[within])
     if params.temperature <= 0:
-        return Candidates(np.arange(len(x)), x)
-    ids = _truncate(x, params)
+        return Candidates(np.arange(len(x)), x) if within is None else Candidates(within, x[within])
+    ids = _truncate(x, params) if within is None else within[_truncate(x[within], params)]
     scores = x[ids] / params.temperature + gumbel(params.key, position, ids)
     return Candidates(ids, scores)
 
 
 def choose(
-    logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int
+    logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
+    allowed: BoolArray | None = None,
 ) -> Choice:
     """The target's choice after the row at `position`; arguments as for `candidates`.
 
-    The log-probabilities reported are the log-softmax of the raw logits.
+    The log-probabilities reported are the log-softmax of the raw logits. The token is NO_TOKEN,
+    without any, when no token is allowed.
     """
-    if params.temperature <= 0 and not params.logit_bias and not params.uses_history:
+    if (params.temperature <= 0 and not params.logit_bias and not params.uses_history
+            and allowed is None):
         token = int(np.argmax(logits))
     else:
-        token = candidates(logits, params, history, position).best()
-    if params.n_logprobs < 0:
+        token = candidates(logits, params, history, position, allowed).best()
+    if params.n_logprobs < 0 or token == NO_TOKEN:
         return Choice(token)
     x = logits.astype(np.float64)
     x -= x.max()

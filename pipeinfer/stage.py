@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core import (
+    NO_TOKEN,
     Choice,
     FloatArray,
     IntArray,
@@ -28,6 +29,7 @@ from pipeinfer.core import (
     SeqRemove,
 )
 from pipeinfer.errors import ProtocolError, TransportTimeout
+from pipeinfer.grammar import Constraints, Vocabulary
 from pipeinfer.protocol import (
     CacheOps,
     Cancel,
@@ -39,6 +41,7 @@ from pipeinfer.protocol import (
     RunCancelled,
     RunFinished,
     Shutdown,
+    Spans,
     Tag,
 )
 from pipeinfer.sampling import choose
@@ -106,12 +109,16 @@ class History:
 
 
 class Stage:
-    """The message loop of one stage; `serve` returns after a Shutdown."""
+    """The message loop of one stage; `serve` returns after a Shutdown.
+
+    vocabulary: what the last stage needs for lanes with a grammar.
+    """
 
     def __init__(
         self, port: Port, n_stages: int, backend: Backend, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._n_stages, self._backend = port, n_stages, backend
@@ -122,6 +129,7 @@ class Stage:
         self._skipped: set[int] = set()
         self._last_run = -1
         self._lanes: dict[int, SamplingParams] = {}
+        self._constraints = Constraints(vocabulary)
         info = backend.info
         self._history = History(info.n_seq_max, info.n_ctx) if self._last else None
         self._next_probe = 0.0
@@ -175,10 +183,13 @@ class Stage:
                 self._apply(ops)
             case LaneOpen(lane, params):
                 self._forward(message)
+                if params.grammar and self._last:
+                    self._constraints.of(lane, params.grammar)
                 self._lanes[lane] = params
             case LaneClose(lane):
                 self._forward(message)
                 self._lanes.pop(lane, None)
+                self._constraints.forget(lane)
             case Shutdown():
                 self._forward(message)
                 self._port.send(0, Tag.RESULT, self._report())
@@ -211,32 +222,29 @@ class Stage:
         computed = time.time()
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
-            self._skip(run)
+            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start))
         elif self._last:
             choices = self._choose(run, result)
-            seconds = time.time() - start
-            self._port.send(0, Tag.RESULT, RunFinished(
-                run.run_id, choices, run.epoch, max(run.slowest, seconds),
-                run.computed + seconds))
+            spans = _extended(run.spans, start, time.time() - start)
+            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, run.epoch, spans))
         else:
-            seconds = computed - start
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result, epoch=run.epoch,
-                                 slowest=max(run.slowest, seconds),
-                                 computed=run.computed + seconds))
+                                 spans=_extended(run.spans, start, computed - start)))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, computed)
 
-    def _skip(self, run: Decode) -> None:
+    def _skip(self, run: Decode, spans: Spans) -> None:
         self._skipped.add(run.run_id)
         if len(self._skipped) > _REMEMBER:
             self._skipped = {i for i in self._skipped if i > run.run_id - _REMEMBER}
         if self._last:
-            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, run.epoch))
+            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, run.epoch, spans))
         else:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, skipped=True, epoch=run.epoch))
+                                 speculative=run.speculative, skipped=True, epoch=run.epoch,
+                                 spans=spans))
 
     def _look(self) -> bool:
         """Pass cancellations on; a run that is not speculative is computed to its end."""
@@ -264,8 +272,15 @@ class Stage:
         choices = []
         for row, values in zip(wanted, logits, strict=True):
             pos, seq_id = int(run.rows.positions[row]), run.rows.seq_ids[row][0]
-            params = self._lanes[int(run.lanes[row])]
-            choices.append(choose(values, params, self._history.of(seq_id, pos), pos))
+            lane = int(run.lanes[row])
+            params, path, allowed = self._lanes[lane], self._history.of(seq_id, pos), None
+            if params.grammar:
+                allowed = self._constraints.of(lane, params.grammar).allowed(
+                    path[params.grammar_start :])
+                if allowed is None:  # a guess that the grammar forbids: nothing comes of it
+                    choices.append(Choice(NO_TOKEN))
+                    continue
+            choices.append(choose(values, params, path, pos, allowed))
         return tuple(choices)
 
     # --- figures ------------------------------------------------------------------------------
@@ -297,3 +312,11 @@ class Stage:
         if self._extra_report is not None:
             data.update(self._extra_report())
         return Notice("report", self._port.node, data)
+
+
+def _extended(spans: Spans, start: float, seconds: float) -> Spans:
+    """`spans` and one more; a clock that was put back does not make it negative."""
+    longer = np.empty((len(spans) + 1, 2))
+    longer[:-1] = spans
+    longer[-1] = start, max(seconds, 0.0)
+    return longer

@@ -79,6 +79,16 @@ class Tokenizer:
         """Whether the token is a control token, which is no text."""
         return bool(llama_cpp.llama_vocab_is_control(self._vocab, token))
 
+    def is_markup(self, token: int) -> bool:
+        """Whether the token is a control token, or one that was added like `<tool>`."""
+        if self.is_control(token):
+            return True
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        if not attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            return False
+        text = self.piece(token, special=True)
+        return text.startswith(b"<") and text.endswith(b">")
+
     def encode(self, text: str, add_bos: bool | None = None, special: bool = False) -> list[int]:
         """Token ids of `text`.
 

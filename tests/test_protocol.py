@@ -34,7 +34,8 @@ i32 = st.integers(-(2**31), 2**31 - 1)
 run_ids = st.integers(-(2**63), 2**63 - 1)
 epochs = st.integers(0, 2**32 - 1)
 floats = st.floats(-1e9, 1e9)
-seconds = st.floats(0, 1e6, width=32)
+spans = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e6)), max_size=5).map(
+    lambda pairs: np.array(pairs, np.float64).reshape(len(pairs), 2))
 ops = st.lists(st.one_of(
     st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
     st.builds(SeqKeep, i32),
@@ -45,6 +46,7 @@ choice = st.builds(Choice, i32, st.none() | floats, st.lists(st.tuples(i32, floa
 params = st.builds(
     SamplingParams, floats, i32, floats, floats, floats, floats, floats, i32,
     st.lists(st.tuples(i32, floats), max_size=4).map(tuple), st.integers(0, 2**64 - 1), i32,
+    st.text(max_size=30), st.integers(0, 2**31 - 1),
 )
 
 
@@ -58,7 +60,7 @@ def decodes(draw):
         hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
     lanes = np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32)
     return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
-                  draw(st.booleans()), hidden, draw(epochs), draw(seconds), draw(seconds))
+                  draw(st.booleans()), hidden, draw(epochs), draw(spans))
 
 
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
@@ -66,9 +68,8 @@ json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
 messages = st.one_of(
     decodes(), st.builds(CacheOps, ops, epochs), st.builds(LaneOpen, run_ids, params, epochs),
     st.builds(LaneClose, run_ids, epochs), st.builds(Shutdown, epochs),
-    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs, seconds,
-              seconds),
-    st.builds(RunCancelled, run_ids, epochs),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs, spans),
+    st.builds(RunCancelled, run_ids, epochs, spans),
     st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple), epochs),
     st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32, epochs),
     st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4), epochs),
@@ -121,12 +122,58 @@ def test_other_versions_and_strangers_are_named():
         encode("hello")
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_times_that_can_not_be_are_refused(value):
-    frame = bytearray(encode(RunFinished(3, (), slowest=1.0, computed=2.0)))
-    assert decode(frame) == RunFinished(3, (), slowest=1.0, computed=2.0)
-    struct.pack_into("<f", frame, HEADER_BYTES - 4, value)
+SPANS = np.array([[1.7e9, 0.25], [1.7e9 + 1, 0.0], [1.7e9 + 2, 0.5]])
+ROWS = make_rows([(1, 2, (0,), True)])
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e12])
+@pytest.mark.parametrize("message", [
+    RunFinished(3, (), spans=SPANS), RunCancelled(3, spans=SPANS),
+    Decode(3, 0, ROWS, np.zeros(1, np.int32), spans=SPANS),
+], ids=lambda m: type(m).__name__)
+def test_times_that_can_not_be_are_refused(message, value):
+    frame = bytearray(encode(message))
+    assert decode(frame) == message
+    assert np.array_equal(decode(frame).spans, SPANS)
+    struct.pack_into("<d", frame, HEADER_BYTES + 8 * 3, value)
     with pytest.raises(ProtocolError, match="run 3 claims"):
+        decode(frame)
+
+
+def test_what_stages_took():
+    assert (RunFinished(3, (), spans=SPANS).slowest, RunFinished(3, (), spans=SPANS).computed) == (
+        0.5, 0.75)
+    assert (RunFinished(3, ()).slowest, RunFinished(3, ()).computed) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("count", [4, 2, 2**32 - 1])
+def test_a_wrong_count_of_spans_is_refused(count):
+    frame = bytearray(encode(RunCancelled(3, spans=SPANS)))
+    struct.pack_into("<I", frame, HEADER_BYTES - 8, count)
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_spans_have_two_columns():
+    with pytest.raises(ProtocolError, match="shape"):
+        encode(RunCancelled(3, spans=np.zeros(4)))
+
+
+@pytest.mark.parametrize(("offset", "value"), [(-8, -1), (-4, -1), (-4, 8), (-4, 2**31 - 1)])
+def test_a_lane_with_a_damaged_grammar_is_refused(offset, value):
+    lane = LaneOpen(1, SamplingParams(grammar="start: /ä/", grammar_start=7))
+    frame = bytearray(encode(lane))
+    assert decode(frame) == lane
+    text_at = len(frame) - len("start: /ä/".encode())
+    struct.pack_into("<i", frame, text_at + offset, value)
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_a_grammar_that_is_no_text_is_refused():
+    frame = bytearray(encode(LaneOpen(1, SamplingParams(grammar="ab"))))
+    frame[-1] = 0xFF
+    with pytest.raises(ProtocolError, match="no text"):
         decode(frame)
 
 

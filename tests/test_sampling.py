@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import SamplingParams
+from pipeinfer.core import NO_TOKEN, SamplingParams
 from pipeinfer.sampling import candidates, choose, gumbel, noise_key
 
 NO_HISTORY = np.zeros(1, np.int32)
@@ -130,3 +130,45 @@ def test_log_probabilities_are_those_of_the_raw_logits():
     assert choice.logprob == pytest.approx(raw[7])
     assert [i for i, _ in choice.top] == [0, 1, 2]
     assert choice.top[0][1] == pytest.approx(raw[0])
+
+
+@given(st.lists(st.floats(-30, 30), min_size=2, max_size=40), st.data(),
+       st.sampled_from([0.0, 0.7]), st.integers(0, 5), st.floats(0.3, 1), st.floats(0, 0.5))
+def test_a_mask_is_a_vocabulary_without_the_other_tokens(values, data, temperature, top_k, top_p,
+                                                         min_p):
+    """The tokens that are allowed are chosen among as if no others were there."""
+    logits = np.array(values)
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=1, max_size=len(values) + 3)))
+    params = SamplingParams(temperature, top_k, top_p, min_p, key=5, logit_bias=((0, 3.0), (1, -2)))
+    ids = np.flatnonzero(allowed[: len(values)])
+    token = choose(logits, params, NO_HISTORY, 3, allowed).token
+    biased = logits.copy()
+    biased[0] += 3.0
+    biased[1] -= 2.0
+    # banning by a bias of minus infinity is another way to the same choice
+    others = tuple((i, -np.inf) for i in range(len(values)) if i not in set(ids.tolist()))
+    if not ids.size:
+        assert token == NO_TOKEN
+    elif top_k <= len(ids):
+        banned = SamplingParams(temperature, top_k, top_p, min_p, key=5,
+                                logit_bias=(*params.logit_bias, *others))
+        assert token == choose(logits, banned, NO_HISTORY, 3).token
+    if temperature == 0 and ids.size:
+        assert token == ids[np.argmax(biased[ids])]
+    left = candidates(logits, params, NO_HISTORY, 3, allowed)
+    assert set(left.ids.tolist()) <= set(ids.tolist())
+
+
+def test_no_token_has_no_log_probability():
+    choice = choose(LOGITS, SamplingParams(n_logprobs=3), NO_HISTORY, 0, np.zeros(8, bool))
+    assert (choice.token, choice.logprob, choice.top) == (NO_TOKEN, None, ())
+    few = choose(LOGITS, SamplingParams(n_logprobs=1), NO_HISTORY, 0, np.array([False, True]))
+    assert few.token == 1
+    assert few.top[0][0] == 0
+
+
+def test_a_mask_comes_after_penalties_and_before_truncation():
+    allowed = np.array([False, True, True, True, False, False, False, False])
+    params = SamplingParams(1.0, top_k=2, presence_penalty=5.0)
+    left = candidates(LOGITS, params, np.array([1, 1], np.int32), 1, allowed)
+    assert sorted(left.ids.tolist()) == [2, 3]

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.core import END, FloatArray, Rows, SamplingParams, make_rows
+from pipeinfer.core import END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.events import StartDraft
+from pipeinfer.grammar import Constraints, Vocabulary
 from pipeinfer.sampling import candidates
 from pipeinfer.tree import Proposal
 
@@ -66,12 +67,15 @@ class DraftModel:
     n_vocab: the target's vocabulary; ids beyond it are never proposed. paths: how many paths stay
     in the cache at a time, so that a proposer that goes to and fro between branches evaluates
     each token once. Sequence ids `0..paths-1` hold them, later ones the branches of a job.
+    vocabulary: with it guesses follow the lane's grammar; without it a grammar is not looked at.
     """
 
-    def __init__(self, backend: Backend, n_vocab: int | None = None, *, paths: int = 1) -> None:
+    def __init__(self, backend: Backend, n_vocab: int | None = None, *, paths: int = 1,
+                 vocabulary: Vocabulary | None = None) -> None:
         self.backend = backend
         self._n_vocab = n_vocab or backend.info.n_vocab
         self.rows_evaluated = 0
+        self._constraints = None if vocabulary is None else Constraints(vocabulary)
         self._paths = [_Path(seq_id) for seq_id in range(paths)]
         self._here = self._paths[0]
         self._lane = -1
@@ -153,7 +157,7 @@ class DraftModel:
             self.rows_evaluated += len(part)
             here.tokens += part
         assert logits is not None
-        ranking = self._rank(job.params, logits[-1], np.array(here.tokens, np.int32), length - 1)
+        ranking = self._rank(job, logits[-1], np.array(here.tokens, np.int32), length - 1)
         here.rankings[length - 1] = ranking
         return ranking
 
@@ -279,24 +283,32 @@ class DraftModel:
         ))
         assert logits is not None
         self.rows_evaluated += len(branches)
-        path = [*job.accepted[: job.base], *job.suffix] if job.params.uses_history else []
+        reads_path = job.params.uses_history or job.params.grammar
+        path = [*job.accepted[: job.base], *job.suffix] if reads_path else []
         for branch, row in zip(branches, logits, strict=True):
             history = np.array([*path, *branch.tokens], np.int32)
-            branch.ranking = self._rank(job.params, row, history, position)
+            branch.ranking = self._rank(job, row, history, position)
             if branch.seq_id == here.seq_id:
                 here.tokens.append(branch.pending)
                 here.rankings[position] = branch.ranking
 
     def _rank(
-        self, params: SamplingParams, logits: FloatArray, history: npt.NDArray[np.int32],
-        position: int,
+        self, job: StartDraft, logits: FloatArray, history: npt.NDArray[np.int32], position: int,
     ) -> Ranking:
         """The 8 best candidates; confidence is the softmax of the (perturbed) scores.
 
         At temperature 0 that is the draft's own probability. Above it the scores carry the
         shared noise, and the gap to the runner-up says how likely the target's choice agrees.
         """
-        found = candidates(logits[: self._n_vocab], params, history, position)
+        params, allowed = job.params, None
+        if params.grammar and self._constraints is not None:
+            constraint = self._constraints.of(job.lane, params.grammar)
+            allowed = constraint.allowed(history[params.grammar_start :])
+            if allowed is None:
+                return Ranking([], [])
+        found = candidates(logits[: self._n_vocab], params, history, position, allowed)
+        if not found.ids.size:
+            return Ranking([], [])
         ids, scores = found.ranked(8) if len(found.ids) <= 64 else _top(found.ids, found.scores, 8)
         scale = GAP_SCALE if params.temperature > 0 else 1.0
         top = scores[0]

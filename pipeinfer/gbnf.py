@@ -1,0 +1,155 @@
+"""llama.cpp's grammar language (GBNF) in the dialect that llguidance reads.
+
+llguidance brings a converter; this brings a grammar into the part of the language that the
+converter translates rightly: characters instead of escapes, and rule names that stay different
+when their case is lost. It knows no vocabulary and no parser.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipeinfer.errors import RequestError
+
+_PLAIN_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_PARTS = re.compile(
+    r"""(?P<comment>\#[^\r\n]*)|(?P<string>"(?:[^"\\]|\\.)*")"""
+    r"""|(?P<klass>\[(?:[^\]\\]|\\.)*\])|(?P<name>[\w-]+)|(?P<other>.)""", re.DOTALL)
+_COUNT = re.compile(r"\{\s*\d+\s*(,\s*\d*\s*)?\}")
+
+
+def to_lark(text: str) -> str:
+    """The grammar, from rule `root`. Raises RequestError with the place of a mistake."""
+    normal = _normalise(text)
+    try:
+        return _convert(normal)
+    except RecursionError as error:
+        raise RequestError("it is nested too deeply") from error
+    except Exception as error:  # the converter raises plain exceptions for what users get wrong
+        raise RequestError(f"{error}") from error
+
+
+def _convert(text: str) -> str:
+    from llguidance import gbnf_to_lark as library
+
+    class Repeated(library.RepetitionNode):
+        """A repetition that is put in parentheses before it is repeated itself."""
+
+        def is_atomic(self) -> bool:
+            return False
+
+    class Parser(library.GrammarParser):
+        def _parse_repetition(self, pos: library.Position, nodes: list[library.ASTNode]
+                              ) -> library.Position:
+            pos = super()._parse_repetition(pos, nodes)
+            if nodes and isinstance(last := nodes[-1], library.RepetitionNode):
+                nodes[-1] = Repeated(last.node, last.min_times, last.max_times)
+            return pos
+
+    rules = Parser().parse(text)
+    library.resolve(rules)
+    return "\n".join(map(str, sorted(rules.values(), key=lambda rule: rule.order)))
+
+
+def _normalise(text: str) -> str:
+    """The same grammar without comments, with literal characters and unambiguous names."""
+    out: list[str] = []
+    names, taken = {"root": "root"}, {"root", "start"}
+    at = 0
+    while at < len(text):
+        if text[at] == "{" and (count := _COUNT.match(text, at)):
+            out.append(count.group())
+            at = count.end()
+            continue
+        found = _PARTS.match(text, at)
+        assert found is not None
+        part, at = found.group(), found.end()
+        match found.lastgroup:
+            case "comment":
+                pass
+            case "string":
+                out.append('"' + "".join(map(_in_string, _characters(part[1:-1]))) + '"')
+            case "klass":
+                out.append(_class(part[1:-1]))
+            case "name":
+                if part not in names:
+                    names[part] = _fresh(part, taken)
+                out.append(names[part])
+            case _:
+                out.append(part)
+    return "".join(out)
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    """A lower-case name that no other rule has, nor the converter's own `start`; it is taken."""
+    plain = re.sub("[^a-z0-9_]", "_", name.lower())
+    if not plain[0].isalpha():
+        plain = "r" + plain
+    number, candidate = 1, plain
+    while candidate in taken:
+        number += 1
+        candidate = f"{plain}_{number}"
+    taken.add(candidate)
+    return candidate
+
+
+def _characters(text: str) -> list[str]:
+    """The characters that a literal stands for. Raises RequestError for an unknown escape."""
+    out, at = [], 0
+    while at < len(text):
+        char, at = text[at], at + 1
+        if char == "\\" and at < len(text):
+            kind, at = text[at], at + 1
+            if kind in _HEX_DIGITS:
+                digits = text[at : at + _HEX_DIGITS[kind]]
+                at += len(digits)
+                char = _by_code(kind, digits)
+            elif kind in _PLAIN_ESCAPES:
+                char = _PLAIN_ESCAPES[kind]
+            else:
+                raise RequestError(f"unknown escape \\{kind}")
+        out.append(char)
+    return out
+
+
+def _by_code(kind: str, digits: str) -> str:
+    whole = len(digits) == _HEX_DIGITS[kind] and re.fullmatch("[0-9a-fA-F]+", digits)
+    code = int(digits, 16) if whole else -1
+    if not 0 <= code < 0x110000 or 0xD800 <= code < 0xE000:
+        raise RequestError(f"\\{kind}{digits} is no character")
+    return chr(code)
+
+
+def _in_string(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}.get(char) or (
+        char if char.isprintable() or ord(char) > 0xFF else f"\\x{ord(char):02x}")
+
+
+def _in_class(char: str) -> str:
+    """A character as a regular expression's class takes it literally."""
+    if (char.isalnum() and char.isascii()) or ord(char) > 0xFF:
+        return char
+    return f"\\x{ord(char):02x}"
+
+
+def _class(inside: str) -> str:
+    """`[...]` with every character spelt so that only ranges and a leading ^ keep a meaning."""
+    negated = inside.startswith("^")
+    raw = inside[negated:]
+    marks = _characters(raw)
+    # An escaped hyphen is no escape of this language, so every other hyphen may be a range.
+    out, at = [], 0
+    while at < len(marks):
+        if at + 2 < len(marks) and marks[at + 1] == "-":
+            low, high = marks[at], marks[at + 2]
+            if low > high:
+                raise RequestError(f"[{low}-{high}] is an empty range")
+            out.append(f"{_in_class(low)}-{_in_class(high)}")
+            at += 3
+        else:
+            out.append(_in_class(marks[at]))
+            at += 1
+    return "[" + "^" * negated + "".join(out) + "]"

@@ -1,0 +1,135 @@
+"""Compiles grammars in a process of its own, so that none can end this one or hold it up.
+
+llguidance recurses as deep as a grammar is nested and takes as long as it takes: a hostile
+grammar overflows the stack, which no exception reports. The helper has a smaller stack than those
+who use the grammar later, is killed at a deadline, and started again when it is needed next. It
+takes one JSON object per line and answers with one. This module knows no grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import IO, Any
+
+from pipeinfer.errors import PipeinferError, RequestError
+
+SECONDS = 10.0  #: longest time for one answer
+_START_SECONDS = 60.0  #: longest time until the helper is up: a cold disk, a busy machine
+_STACK_BYTES = 2 * 1024 * 1024
+
+
+class Helper:
+    """A process that answers requests one at a time; threads take turns."""
+
+    def __init__(self, module: str, hello: Callable[[], dict[str, Any]]) -> None:
+        """`module` is run with -m and calls `serve`; `hello` makes its first line."""
+        self._module, self._hello = module, hello
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: Any = None
+
+    def ask(self, question: dict[str, Any], seconds: float = SECONDS) -> dict[str, Any]:
+        """The answer. Raises RequestError when it crashes or when there is none in time."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._exchange(question, seconds)
+        if "error" in answer:
+            raise RequestError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stop()
+        process = subprocess.Popen(
+            [sys.executable, "-m", self._module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True)
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        self._exchange(self._hello(), _START_SECONDS)
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._process is not None
+        reader, writer = self._process.stdout, self._process.stdin
+        assert reader is not None
+        assert writer is not None
+        try:
+            writer.write(json.dumps(message).encode() + b"\n")
+            writer.flush()
+            line = _read_line(reader, seconds)
+        except OSError:
+            line = b""
+        if line is None:
+            self._stop()
+            raise RequestError(f"it was not ready after {seconds:g} s: make it smaller")
+        if not line.endswith(b"\n"):
+            self._stop()
+            raise RequestError("it is nested too deeply or too large")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _read_line(stream: IO[bytes], seconds: float) -> bytes | None:
+    """A line, what there is of it at the end of the stream, or None at the deadline."""
+    deadline, parts = time.monotonic() + seconds, bytearray()
+    number = stream.fileno()
+    with selectors.DefaultSelector() as selector:
+        selector.register(number, selectors.EVENT_READ)
+        while not parts.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return None
+            data = os.read(number, 1 << 16)
+            if not data:
+                break
+            parts += data
+    return bytes(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """The helper's side: `begin(hello)` gives what answers. Ends with its standard input."""
+
+    def run() -> None:
+        handler: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        for line in sys.stdin.buffer:
+            question, answer = json.loads(line), {}
+            try:
+                if handler is None:
+                    handler = begin(question)
+                else:
+                    answer = handler(question)
+            except PipeinferError as error:
+                answer = {"error": str(error)}
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            sys.stdout.buffer.flush()
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
