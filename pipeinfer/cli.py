@@ -7,6 +7,7 @@ command that needs them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -174,6 +175,7 @@ def generate(resolved: Resolved) -> None:
     text, params, seed = "", SamplingParams(), gen.draw_seed(config)
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads
         text, params = _prompt_text(config), gen.sampling_params(config, seed)
+        params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
         if config.trace:
             check_writable(Path(config.trace))
     with open_session(config, _progress_hook(config)) as session:

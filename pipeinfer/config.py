@@ -185,6 +185,12 @@ class Config:
     logit_bias: tuple[str, ...] = _opt((), "-l", "--logit-bias", kind="list", group="sampling",
                                        help="TOKEN_ID(+|-)BIAS, for instance 15043+1 "
                                             "(repeatable).")
+    grammar: str = _opt("", "--grammar", kind="str", group="sampling",
+                        help="Grammar (GBNF) that the text has to follow.")
+    grammar_file: str = _opt("", "--grammar-file", kind="str", group="sampling",
+                             help="File with the grammar.")
+    json_schema: str = _opt("", "-j", "--json-schema", kind="str", group="sampling",
+                            help="JSON schema that the text has to follow; {} for any JSON.")
     seed: int = _opt(-1, "-s", "--seed", group="sampling", low=-1, high=2**63 - 1,
                      help="Seed; -1 draws one and reports it.")
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster import Session
@@ -21,7 +22,10 @@ from pipeinfer.config import Config
 from pipeinfer.core import Request, SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.events import Emit, Finish, LaneStats, Refuse
+from pipeinfer.grammar import Vocabulary, compile_grammar
+from pipeinfer.planner import model_paths
 from pipeinfer.sampling import noise_key
+from pipeinfer.tokenizer import Tokenizer
 
 _request_ids = itertools.count()
 
@@ -105,6 +109,35 @@ def sampling_params(config: Config, seed: int) -> SamplingParams:
     )
 
 
+def compiled_grammar(config: Config) -> str:
+    """The grammar of a config, compiled for its model; empty without one.
+
+    Raises UsageError for options that exclude each other or a file that can not be read, and
+    RequestError for a grammar that can not be used.
+    """
+    given = [kind for kind in ("grammar", "grammar_file", "json_schema") if getattr(config, kind)]
+    if not given:
+        return ""
+    if len(given) > 1:
+        flags = " and ".join(f"--{kind.replace('_', '-')}" for kind in given)
+        raise UsageError(f"give one of {flags}, not both")
+    kind, text = "gbnf", config.grammar
+    if config.json_schema:
+        kind, text = "json_schema", config.json_schema
+    elif config.grammar_file:
+        try:
+            text = Path(config.grammar_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"can not read {config.grammar_file}: {error}") from error
+    tokenizer = Tokenizer(model_paths(config)[0])
+    vocabulary = Vocabulary.of(tokenizer)
+    try:
+        return compile_grammar(kind, text, vocabulary)
+    finally:
+        vocabulary.compiler.close()
+        tokenizer.close()
+
+
 def draw_seed(config: Config) -> int:
     """The seed to use: the one given, or a fresh one."""
     return config.seed if config.seed >= 0 else secrets.randbits(31)
@@ -124,6 +157,8 @@ def run_request(
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
         raise UsageError("the prompt is empty: give at least one token")
+    if params.grammar:
+        params = dataclasses.replace(params, grammar_start=len(prompt))
     tokenizer, head = session.tokenizer, session.head
     request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
                       frozenset(tokenizer.eog_ids), ignore_eos)
