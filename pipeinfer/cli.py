@@ -90,6 +90,7 @@ class _Main(click.Group):
         "doctor": ("pipeinfer.doctor", "doctor_command"),
         "plan": ("pipeinfer.plan", "plan_command"),
         "bench": ("pipeinfer.bench", "bench_command"),
+        "serve": ("pipeinfer.server.serve", "serve_command"),
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +179,7 @@ def generate(resolved: Resolved) -> None:
         params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
         if config.trace:
             check_writable(Path(config.trace))
-    with open_session(config, _progress_hook(config)) as session:
+    with open_session(config, progress_hook(config)) as session:
         if session is None:
             return
         if config.chat:
@@ -311,7 +312,7 @@ def _write_trace(path: Path, session: Any) -> None:
     click.echo(f"trace written to {path}", err=True)
 
 
-def _progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
+def progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
     """One line on the terminal that shows how far each stage is; none without a terminal.
 
     mpirun hands its ranks pipes, so there the terminal itself is opened.

@@ -35,6 +35,7 @@ class Option:
     high: float | None = None
     choices: tuple[str, ...] = ()
     off_flag: str | None = None
+    secret: bool = False  #: never shown
 
 
 def _opt(default: Any, *flags: str, kind: str = "int", help: str, group: str, **extra: Any) -> Any:
@@ -211,6 +212,37 @@ class Config:
     no_display_prompt: bool = _opt(False, "--no-display-prompt", kind="flag", group="request",
                                    help="Do not print the prompt before the text.")
 
+    # serve
+    host: str = _opt("127.0.0.1", "--host", kind="str", group="serve",
+                     help="Address to listen on; 0.0.0.0 is every network of this host.")
+    port: int = _opt(8080, "--port", group="serve", low=0, high=65535,
+                     help="Port to listen on; 0 takes a free one and prints it.")
+    api_key: tuple[str, ...] = _opt((), "--api-key", kind="list", group="serve", secret=True,
+                                    help="Key that clients have to send (repeatable). Other users "
+                                         "of the host see a command line: PIPEINFER_API_KEY or "
+                                         "--api-key-file keep it private.")
+    api_key_file: str = _opt("", "--api-key-file", kind="str", group="serve",
+                             help="File with one key per line.")
+    alias: str = _opt("", "--alias", kind="str", group="serve",
+                      help="Name of the model for clients [default: its file's name].")
+    queue: int = _opt(64, "--queue", group="serve", low=0, high=100_000,
+                      help="Requests that may wait beyond --parallel; further ones get 429.")
+    max_body: int = _opt(4 << 20, "--max-body", group="serve", low=1024, high=1 << 28,
+                         help="Most bytes of a request; longer ones get 413.")
+    drain_seconds: float = _opt(30.0, "--drain-seconds", kind="float", group="serve", low=0,
+                                high=86400, help="Time that running requests get to end when the "
+                                                 "server is asked to leave.")
+    request_timeout: float = _opt(3600.0, "--request-timeout", kind="float", group="serve",
+                                  low=0.1, high=1e6, help="Seconds that a request may take in all.")
+    client_timeout: float = _opt(60.0, "--client-timeout", kind="float", group="serve", low=0.1,
+                                 high=1e6, help="Seconds after which a client that takes nothing "
+                                                "of its answer is dropped.")
+    cors_origin: tuple[str, ...] = _opt((), "--cors-origin", kind="list", group="serve",
+                                        help="Web page origin that may use the server, like "
+                                             "https://chat.example.org (repeatable), or *.")
+    log_requests: bool = _opt(False, "--log-requests", kind="flag", group="serve",
+                              help="Write a line per request to standard error (no contents).")
+
     #: fields that the command line gave: settings of single hosts leave those alone
     given: frozenset[str] = frozenset()
 
@@ -227,9 +259,12 @@ class Resolved:
         names = list(options())
         width = max(map(len, names))
         return "\n".join(
-            f"{name:{width}}  {getattr(self.config, name)!r:24}  {self.origin[name]}"
-            for name in names
+            f"{name:{width}}  {self._value(name):24}  {self.origin[name]}" for name in names
         )
+
+    def _value(self, name: str) -> str:
+        value = getattr(self.config, name)
+        return "(hidden)" if value and options()[name].secret else repr(value)
 
 
 def options() -> dict[str, Option]:

@@ -143,12 +143,16 @@ class Tokenizer:
         return text.decode("utf-8", "replace") if text else None
 
     def apply_chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation of {"role", "content"} messages.
 
         Rendered by the model's own template in a sandbox, as "chatml" without one. Encode the
-        result with `special=True`. Raises RequestError when the template refuses the messages.
+        result with `special=True`. tools: functions that the template may describe. variables:
+        whatever else this template knows, such as enable_thinking. Raises RequestError when the
+        template refuses the messages.
         """
         template = self.chat_template
         if template is None:
@@ -166,14 +170,16 @@ class Tokenizer:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = time.strftime
         try:
-            return environment.from_string(template).render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._text(self.bos_id),
-                eos_token=self._text(self.eos_id),
-            )
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError,
-                ValueError) as error:
+            return environment.from_string(template).render({
+                **(variables or {}),
+                "messages": list(messages),
+                "tools": None if tools is None else list(tools),
+                "add_generation_prompt": add_generation_prompt,
+                "bos_token": self._text(self.bos_id),
+                "eos_token": self._text(self.eos_id),
+            })
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError,
+                TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from (
                 None
             )

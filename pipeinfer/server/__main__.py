@@ -1,0 +1,106 @@
+"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only.
+
+LINK is one end of a socket pair to rank 0, LISTENER a listening socket. Ends when rank 0 says so
+or has gone: with 0 after a goodbye, else with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from pipeinfer.errors import PipeinferError
+from pipeinfer.server.app import Server
+from pipeinfer.server.hub import Hub
+from pipeinfer.server.limits import Connection
+from pipeinfer.server.link import HEADER, decode_body
+from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.settings import Settings
+from pipeinfer.tokenizer import Tokenizer
+
+_START_SECONDS = 30.0
+_STATE_SECONDS = 3.0  #: how long a failure can be read at /health
+_GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
+_KEEP_ALIVE = 30
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Rank 0 decides when this process ends."""
+        yield
+
+
+def main() -> int:
+    """Serve until rank 0 has gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a socket per client
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
+    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    settings = Settings.from_frame(_first_frame(link))
+    return asyncio.run(_serve(link, listener, settings))
+
+
+def _first_frame(link: socket.socket) -> dict[str, object]:
+    link.settimeout(_START_SECONDS)
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = link.recv(count - len(data))
+            if not part:
+                raise SystemExit(1)  # rank 0 has gone already
+            data += part
+        return data
+
+    (size,) = HEADER.unpack(exactly(HEADER.size))
+    frame = decode_body(exactly(size))
+    link.setblocking(False)
+    return frame
+
+
+async def _serve(link: socket.socket, listener: socket.socket, settings: Settings) -> int:
+    metrics = Metrics()
+    hub = Hub(settings, metrics)
+    server = _Uvicorn(uvicorn.Config(
+        Server(hub).asgi, http=Connection, ws="none", lifespan="off", log_level="warning",
+        access_log=False, timeout_keep_alive=_KEEP_ALIVE, server_header=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
+    ))
+    following = asyncio.create_task(hub.run(link))
+    loading = asyncio.create_task(_load(hub))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait((asyncio.create_task(hub.left.wait()), serving, following),
+                       return_when=asyncio.FIRST_COMPLETED)
+    failed = hub.state != "stopped"
+    if failed:
+        await asyncio.wait((serving,), timeout=_STATE_SECONDS)
+    server.should_exit = True
+    await asyncio.gather(serving, following, loading, return_exceptions=True)
+    return int(failed)
+
+
+async def _load(hub: Hub) -> None:
+    """Load the vocabulary; the stages load meanwhile."""
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer, hub.settings.model)
+        await asyncio.to_thread(lambda: tokenizer.eog_ids)
+        hub.tokenizer = tokenizer
+    except PipeinferError as error:
+        logging.getLogger("pipeinfer.server").error("%s", error)
+        hub.fail(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The HTTP application: routes, error handlers, the OpenAPI description.
+
+Each route checks, submits and answers; how that is done is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from pipeinfer import __version__
+from pipeinfer.server import asked, conversation, openai, replies
+from pipeinfer.server.answers import Writer
+from pipeinfer.server.asked import Asked
+from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.hub import Hub
+from pipeinfer.server.limits import surround
+from pipeinfer.server.metrics import CONTENT_TYPE
+from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
+from pipeinfer.tokenizer import Tokenizer
+
+WEB = Path(__file__).parent / "web"
+_GONE = 499  #: the client has left: nobody reads this
+_log = logging.getLogger("pipeinfer.server")
+_Responses: TypeAlias = dict[int | str, dict[str, Any]]
+_ERRORS: _Responses = {
+    status: {"model": replies.ErrorReply, "description": text} for status, text in (
+        (400, "The request can not be used; the error names the field."),
+        (401, "No valid API key."), (404, "No such model."),
+        (408, "The request's body did not arrive in time."),
+        (413, "The request is too long."),
+        (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
+        (503, "Loading, shutting down or failed; see Retry-After."),
+        (504, "The request took too long."),
+    )
+}
+_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 408, 413, 500, 503)}
+_READ: _Responses = {401: _ERRORS[401], 500: _ERRORS[500]}
+_STREAM: _Responses = {200: {
+    "description": "The answer, or with stream: true its chunks as server-sent events that end "
+                   "with [DONE].",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class Server:
+    """The application and what it works on."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.settings = hub.settings
+        self.created = int(time.time())
+        self._grammars: conversation.Grammars | None = None
+        self.app = FastAPI(
+            title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
+            description="A large language model over a cluster, with the OpenAI API.",
+        )
+        self._add_routes()
+        self._add_handlers()
+        self.files = self._add_files()
+
+    @property
+    def asgi(self) -> ASGIApp:
+        """The application with its limits."""
+        public = frozenset({"/health", *self.files})
+        return surround(self.app, self.settings, self.hub.metrics, public)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    async def completions(self, body: openai.CompletionRequest, request: Request) -> Response:
+        """Continue texts, given as text or as token ids."""
+        tokenizer = self._ready(body)
+        wanted = await asked.completion(body, self.settings, tokenizer, self._n_ctx)
+        wanted.params.update(await conversation.constrain(body, self._compiler(tokenizer)))
+        return await self._answer(
+            wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
+
+    async def chat_completions(self, body: openai.ChatRequest, request: Request) -> Response:
+        """Answer a conversation, by the model's own chat template."""
+        tokenizer = self._ready(body)
+        chat = await conversation.chat(body, self.settings, tokenizer,
+                                       self._compiler(tokenizer), self._n_ctx)
+        return await self._answer(
+            chat.asked,
+            Writer(chat.asked, self.settings.name, tokenizer, is_chat=True, hermes=chat.hermes),
+            request)
+
+    async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
+        job = Job(self.hub, wanted)
+        writer.start(job.generations)
+        if wanted.stream:
+            return EventStream(events(job, writer), self.settings.client_timeout,
+                               lambda: job.abort("disconnected"))
+        return JSONResponse(await whole(job, writer, request))
+
+    def _ready(self, body: openai.Sampling) -> Tokenizer:
+        tokenizer = self.hub.check_ready()
+        self._check_model(body.model)
+        return tokenizer
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.name:
+            raise ApiError(404, f"there is no model {name!r} here; this server has "
+                                f"{self.settings.name!r} (--alias gives it another name)",
+                           param="model", code="model_not_found")
+
+    def _compiler(self, tokenizer: Tokenizer) -> conversation.Grammars:
+        if self._grammars is None:
+            self._grammars = conversation.Grammars(tokenizer)
+        return self._grammars
+
+    @property
+    def _n_ctx(self) -> int:
+        return int(self.hub.facts["n_ctx"])
+
+    # --- text and tokens ----------------------------------------------------------------------
+
+    async def tokenize(self, body: openai.TokenizeRequest) -> Response:
+        """A text's tokens."""
+        tokenizer = self.hub.check_ready()
+        tokens = await asked.encode(tokenizer, body.content, special=body.parse_special,
+                                    add_bos=None if body.add_special else False)
+        if not body.with_pieces:
+            return JSONResponse({"tokens": tokens})
+        return JSONResponse({"tokens": [
+            {"id": token, "piece": _readable(tokenizer.piece(token, special=True))}
+            for token in tokens]})
+
+    async def detokenize(self, body: openai.DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        tokenizer = self.hub.check_ready()
+        tokens = asked.check_tokens(body.tokens, tokenizer, "tokens")
+        content = await asyncio.to_thread(tokenizer.decode, tokens, True)
+        return JSONResponse({"content": content})
+
+    async def apply_template(self, body: openai.TemplateRequest) -> Response:
+        """What the model would get for a conversation."""
+        tokenizer = self.hub.check_ready()
+        offered = conversation.tool_list(body, tokenizer.chat_template or "")
+        text = await conversation.render(body, tokenizer, offered, body.add_generation_prompt)
+        return JSONResponse({"prompt": text})
+
+    # --- looking ------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """A model by its name."""
+        self._check_model(name)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.settings.name, "object": "model", "created": self.created,
+                "owned_by": "pipeinfer"}
+
+    async def health(self) -> Response:
+        """Whether requests are taken."""
+        hub = self.hub
+        state = "loading" if hub.tokenizer is None and hub.state == "ready" else hub.state
+        if state == "ready":
+            return JSONResponse({"status": "ok"})
+        body: dict[str, Any] = {"status": state}
+        if state == "loading":
+            body["stages"] = hub.loading
+        if hub.reason:
+            body["reason"] = hub.reason
+        return JSONResponse(body, 503, {"Retry-After": "2"})
+
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.hub.metrics.render(len(self.hub.open)),
+                        headers={"Content-Type": CONTENT_TYPE})
+
+    async def props(self) -> Response:
+        """What the server is and does."""
+        tokenizer, settings = self.hub.check_ready(), self.settings
+        return JSONResponse({
+            "model_alias": settings.name, "total_slots": settings.parallel, "n_ctx": self._n_ctx,
+            "chat_template": tokenizer.chat_template or "",
+            "bos_token": _token_text(tokenizer, tokenizer.bos_id),
+            "eos_token": _token_text(tokenizer, tokenizer.eos_id),
+            "build_info": f"pipeinfer {__version__}",
+            "default_generation_settings": settings.defaults, "pipeinfer": self.hub.facts,
+        })
+
+    async def slots(self) -> Response:
+        """The places for requests and who has them, as of the engine's last report."""
+        self.hub.check_ready()
+        lanes = list(self.hub.status.get("lanes", ()))
+        return JSONResponse([
+            {"id": i, "n_ctx": self._n_ctx, "is_processing": i < len(lanes),
+             "lane": lanes[i] if i < len(lanes) else None}
+            for i in range(max(self.settings.parallel, len(lanes)))])
+
+    async def watch(self) -> Response:
+        """The engine's status and runs as server-sent events, for the page."""
+        return EventStream(pipeline(self.hub), self.settings.client_timeout)
+
+    # --- assembly -----------------------------------------------------------------------------
+
+    def _add_routes(self) -> None:
+        def get(path: str, call: Any, model: Any, more: _Responses, **extra: Any) -> None:
+            self.app.add_api_route(path, call, methods=["GET"], response_model=model,
+                                   responses={**_READ, **more}, **extra)
+
+        def post(path: str, call: Any, model: Any, more: _Responses) -> None:
+            self.app.add_api_route(path, call, methods=["POST"], response_model=model,
+                                   responses={**_ASKED, **more})
+
+        busy: _Responses = {k: _ERRORS[k] for k in (404, 429, 504)}
+        post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
+        post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
+             {**busy, **_STREAM})
+        post("/tokenize", self.tokenize, replies.Tokens, {})
+        post("/detokenize", self.detokenize, replies.Content, {})
+        post("/apply-template", self.apply_template, replies.Prompt, {})
+        get("/v1/models", self.models, replies.ModelList, {})
+        get("/v1/models/{name:path}", self.model, replies.Model,
+            {404: _ERRORS[404], 400: _ERRORS[400]})
+        get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
+        text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+        sse: _Responses = {200: {"content": {"text/event-stream": {
+            "schema": {"type": "string"}}}}}
+        get("/props", self.props, replies.Props, {503: _ERRORS[503]})
+        get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
+        get("/metrics", self.metrics, None, text, response_class=Response)
+        get("/pipeline", self.watch, None, sse, response_class=Response)
+
+    def _add_files(self) -> list[str]:
+        """A route per file of the page; anything else under / does not exist."""
+        paths = []
+        for file in sorted(WEB.iterdir()) if WEB.is_dir() else ():
+            for path in [f"/{file.name}", *(["/"] if file.name == "index.html" else [])]:
+                self.app.add_route(path, functools.partial(_send_file, file),
+                                   include_in_schema=False)
+                paths.append(path)
+        return paths
+
+    def _add_handlers(self) -> None:
+        metrics = self.hub.metrics
+
+        def reply(error: ApiError) -> Response:
+            if error.status in (429, 503):
+                metrics.refused()
+            return JSONResponse(error.body(), error.status, error.headers)
+
+        async def api(_: Request, error: Exception) -> Response:
+            assert isinstance(error, ApiError)
+            return reply(error)
+
+        async def http(_: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            text = {404: "there is nothing at this path", 405: "this path has other methods"}
+            headers = dict(error.headers or {})
+            if error.status_code in (408, 413):
+                headers["Connection"] = "close"
+            return reply(ApiError(error.status_code, text.get(error.status_code, error.detail),
+                                  headers=headers))
+
+        async def invalid(_: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestValidationError)
+            return reply(explain(error))
+
+        async def left(_: Request, __: Exception) -> Response:
+            return Response(status_code=_GONE)
+
+        async def bug(_: Request, error: Exception) -> Response:
+            return reply(ApiError(500, f"an error in the server ({type(error).__name__}), see "
+                                       "its log", code="internal_error"))
+
+        self.app.add_exception_handler(ApiError, api)
+        self.app.add_exception_handler(HTTPException, http)
+        self.app.add_exception_handler(RequestValidationError, invalid)
+        self.app.add_exception_handler(Left, left)
+        self.app.add_exception_handler(Exception, bug)
+
+
+async def _send_file(file: Path, _: Request) -> Response:
+    return FileResponse(file, headers={"Cache-Control": "no-cache"})
+
+
+def explain(error: RequestValidationError) -> ApiError:
+    """A validation error as one message that names the first field that is wrong."""
+    first = error.errors()[0]
+    path = [part for part in first["loc"] if part not in ("body", "path", "query")]
+    if first["type"] == "json_invalid":
+        return bad(f"the request is no JSON: {first['ctx']['error']}")
+    if not path:
+        return bad("the request is no JSON object; is its Content-Type application/json?")
+    names = [str(part) for part in path if not _is_branch(part)]
+    param = ".".join(names)
+    if first["type"] == "extra_forbidden":
+        reason = openai.REFUSED.get(names[-1], "it is not known here")
+        return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
+    return bad(f"{param}: {first['msg']}", param)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a location names an alternative of a union and no field."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+
+
+def _readable(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.token_text(token).decode("utf-8", "replace")

@@ -1,0 +1,192 @@
+"""Rank 0's side of serving: frames in, requests to the head, tokens out.
+
+The loop owns the head (and with it MPI). It knows token ids and request ids, no HTTP, no text and
+no client; the HTTP process at the other end of the link knows those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from pipeinfer import __version__
+from pipeinfer.cluster import Session
+from pipeinfer.core import Request, SamplingParams
+from pipeinfer.errors import ClusterError, ContextOverflow, ProtocolError
+from pipeinfer.events import Emit, Finish, Refuse
+from pipeinfer.server.link import Link
+
+_BATCH = 256  #: news items of one frame
+_STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
+_RETRY = 0.02  #: seconds after which an unfinished send is tried again
+_PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
+
+
+class Engine:
+    """Serves one session until it is asked to leave."""
+
+    def __init__(self, session: Session, link: Link, drain_seconds: float) -> None:
+        self._session, self._link = session, link
+        self._head = session.head
+        self._eos = frozenset(session.tokenizer.eog_ids)
+        self._drain_seconds = drain_seconds
+        self._open: set[int] = set()
+        self._asked_to_leave = False
+        self._deadline: float | None = None  # of the drain
+        self._watched = False
+        self._status: dict[str, Any] = {}
+        self._status_sent = self._status_seen = self._runs_sent = 0.0
+        link.on_frame = session.head.wake
+
+    def leave(self) -> None:
+        """Take no more requests and end when the running ones have; from any thread or signal."""
+        self._asked_to_leave = True
+        self._head.wake()
+
+    def run(self) -> None:
+        """Serve until `leave`. Raises ClusterError when a stage or the HTTP process dies."""
+        self._link.send({"op": "ready", "facts": self._facts()})
+        while True:
+            while (frame := self._link.take()) is not None:
+                self._handle(frame)
+            if self._link.closed:
+                raise ClusterError("the HTTP process has died: nobody can be served")
+            if self._asked_to_leave and self._drained():
+                break
+            self._news(self._head.next_news(self._patience()))
+            self._report()
+        self._link.send({"op": "bye"})
+
+    # --- frames -------------------------------------------------------------------------------
+
+    def _handle(self, frame: dict[str, Any]) -> None:
+        match frame["op"]:
+            case "submit":
+                self._submit(frame)
+            case "abort":
+                self._head.abort(int(frame["id"]), str(frame["reason"]))
+            case "watch":
+                self._watched = bool(frame["on"])
+                self._head.observe(self._watched)
+            case other:
+                raise ProtocolError(f"the HTTP process sent an unknown frame {other!r}")
+
+    def _submit(self, frame: dict[str, Any]) -> None:
+        request_id = int(frame["id"])
+        if self._deadline is not None:
+            self._fail(request_id, "draining", "the server is shutting down")
+            return
+        try:
+            request = Request(
+                request_id, tuple(frame["prompt"]), int(frame["max_tokens"]),
+                params_from(frame["params"], len(frame["prompt"])), self._eos,
+                bool(frame["ignore_eos"]),
+            )
+        except (TypeError, ValueError) as error:
+            self._fail(request_id, "request", f"bad parameters: {error}")
+            return
+        self._open.add(request_id)
+        self._head.submit(request)
+
+    def _fail(self, request_id: int, kind: str, message: str) -> None:
+        self._link.send({"op": "news", "items": [["error", request_id, kind, message]]})
+
+    # --- news ---------------------------------------------------------------------------------
+
+    def _news(self, first: Emit | Finish | Refuse | None) -> None:
+        items: list[list[Any]] = []
+        news = first
+        while news is not None:
+            items.append(self._item(news))
+            news = self._head.next_news(0.0) if len(items) < _BATCH else None
+        if items:
+            self._link.send({"op": "news", "items": items})
+
+    def _item(self, news: Emit | Finish | Refuse) -> list[Any]:
+        match news:
+            case Emit(request_id, choice, speculated):
+                return ["t", request_id, choice.token, speculated, choice.logprob,
+                        [list(pair) for pair in choice.top]]
+            case Finish(request_id, reason, stats):
+                self._open.discard(request_id)
+                return ["end", request_id, reason, dataclasses.asdict(stats)]
+            case Refuse(request_id, error):
+                self._open.discard(request_id)
+                kind = "context" if isinstance(error, ContextOverflow) else "request"
+                return ["error", request_id, kind, str(error)]
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def _patience(self) -> float:
+        """Seconds the loop may sleep."""
+        waits = [_STATUS_BUSY if self._open or self._watched else _STATUS_IDLE]
+        if self._watched:
+            waits.append(_RUNS)
+        if self._link.pump():
+            waits.append(_RETRY)
+        if self._deadline is not None:
+            waits.append(max(0.0, self._deadline - time.monotonic()))
+        return min(waits)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if self._watched and now - self._runs_sent >= _RUNS:
+            self._runs_sent = now
+            if runs := self._head.take_runs():
+                self._link.send({"op": "runs", "items": runs})
+        if now - self._status_seen < _STATUS_BUSY and self._open:
+            return
+        self._status_seen = now
+        status = self._head.snapshot()
+        if status != self._status or now - self._status_sent >= _STATUS_IDLE:
+            self._status, self._status_sent = status, now
+            self._link.send({"op": "status", "time": time.time(), **status})
+
+    def _facts(self) -> dict[str, Any]:
+        session, limits = self._session, self._session.limits
+        stages = []
+        for node, ready in sorted(session.stages.items()):
+            rank = session.plan.ranks[node - 1]
+            stages.append({"node": node, "rank": rank, "host": session.hosts[rank]["host"],
+                           "layers": list(session.plan.ranges[node - 1]),
+                           "exact_width": ready.get("exact_width")})
+        return {
+            "model": session.model_name, "draft": session.draft_name,
+            "policy": limits.policy.value, "n_ctx": limits.n_ctx,
+            "cache_tokens": limits.cells or limits.n_ctx,
+            "parallel": session.config.parallel, "exact_width": limits.exact_width,
+            "speculation": session.config.speculation, "stages": stages,
+            "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,
+        }
+
+    # --- leaving ------------------------------------------------------------------------------
+
+    def _drained(self) -> bool:
+        """Begin or continue to drain; whether every request has ended."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._drain_seconds
+            self._link.send({"op": "draining", "seconds": self._drain_seconds})
+        if now >= self._deadline:
+            for request_id in sorted(self._open):
+                self._head.abort(request_id, "shutdown")
+            while self._open and (news := self._head.next_news(0.0)) is not None:
+                self._news(news)
+        return not self._open
+
+
+def params_from(fields: dict[str, Any], n_prompt: int) -> SamplingParams:
+    """Sampling parameters from a frame; a grammar begins after the prompt.
+
+    Raises ValueError or TypeError for what is none.
+    """
+    unknown = set(fields) - _PARAMS
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
+    values = dict(fields)
+    if "logit_bias" in values:
+        values["logit_bias"] = tuple((int(t), float(b)) for t, b in values["logit_bias"])
+    if values.get("grammar"):
+        values["grammar_start"] = n_prompt
+    return SamplingParams(**values)

@@ -1,0 +1,61 @@
+"""Errors in the OpenAI API's form: an object under "error", and a status.
+
+Knows HTTP statuses and names, and nothing of who raises them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeinfer.server.generation import Failure
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
+    429: "rate_limit_error", 500: "server_error", 503: "unavailable_error",
+    504: "timeout_error",
+}
+RETRY_AFTER = 2  #: seconds that a client is asked to wait
+
+
+class ApiError(Exception):
+    """A request that is answered by an error. param: the field that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER))
+
+    def body(self) -> dict[str, Any]:
+        """The object that clients get; never text that UTF-8 can not carry."""
+        return {"error": {
+            "message": _plain(self.message), "type": _TYPES.get(self.status, "server_error"),
+            "param": None if self.param is None else _plain(self.param), "code": self.code,
+        }}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that can not be used."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def for_failure(failure: Failure) -> ApiError:
+    """The error for a choice that ended without an answer."""
+    status, code = {
+        "context": (400, "context_length_exceeded"),
+        "request": (400, "request_refused"),
+        "draining": (503, "shutting_down"),
+        "shutdown": (503, "shutting_down"),
+        "failed": (503, "cluster_failed"),
+        "timeout": (504, "timeout"),
+    }.get(failure.kind, (500, "internal_error"))
+    return ApiError(status, failure.message, code=code)
+
+
+def _plain(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,105 @@
+"""What Prometheus is told: counters of requests and tokens, latencies, the engine's gauges.
+
+Knows the figures' names and nothing of how they come about.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from pipeinfer.server.generation import Generation
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_OUTCOMES = ("stop", "length", "disconnected", "timeout", "shutdown", "error", "refused")
+_GAUGES = {
+    "waiting": "Requests that wait for a lane.",
+    "lanes": "Requests that are being decoded.",
+    "runs": "Runs in flight.",
+    "cells_used": "Tokens in the cache.",
+    "cells": "Tokens that the cache holds.",
+    "kept_prefixes": "Prompts of ended requests kept in the cache.",
+    "credit": "Most useful runs in flight.",
+    "draft_max": "Guesses per micro-batch.",
+    "acceptance": "Estimated share of guesses that are right.",
+}
+
+
+class Metrics:
+    """The figures of one server."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # half of the lines, and nobody reads them
+        self._registry = CollectorRegistry()
+        make: dict[str, Any] = {"registry": self._registry, "namespace": "pipeinfer"}
+        self._requests = Counter("requests", "Choices by outcome.", ["outcome"], **make)
+        for outcome in _OUTCOMES:
+            self._requests.labels(outcome)
+        self._answers = Counter("http_responses", "HTTP answers by status.", ["status"], **make)
+        self._prompt = Counter("prompt_tokens", "Prompt tokens.", **make)
+        self._reused = Counter("prompt_tokens_reused", "Prompt tokens taken from the cache.",
+                               **make)
+        self._output = Counter("generated_tokens", "Generated tokens.", **make)
+        self._drafted = Counter("drafted_tokens", "Tokens that the draft named.", **make)
+        self._accepted = Counter("accepted_tokens", "Drafted tokens that were right.", **make)
+        self._first = Histogram("time_to_first_token_seconds", "From request to first token.",
+                                buckets=_FIRST, **make)
+        self._between = Histogram("inter_token_seconds", "From token to token of one answer.",
+                                  buckets=_BETWEEN, **make)
+        self._gauges = {name: Gauge(name, text, **make) for name, text in _GAUGES.items()}
+        self._open = Gauge("open_choices", "Choices that clients wait for.", **make)
+
+    def render(self, open_choices: int) -> bytes:
+        """The text that Prometheus reads."""
+        self._open.set(open_choices)
+        return generate_latest(self._registry)
+
+    def answered(self, status: int) -> None:
+        """An HTTP answer went out."""
+        self._answers.labels(str(status)).inc()
+
+    def refused(self) -> None:
+        """A request was turned away before it reached the engine."""
+        self._requests.labels("refused").inc()
+
+    def token(self, generation: Generation, before: float | None) -> None:
+        """A token came; `before` is when the one before it did."""
+        self._output.inc()
+        counts = generation.counts
+        now = time.monotonic()
+        if before is None:
+            self._first.observe(now - counts.submitted)
+        else:
+            self._between.observe(now - before)
+
+    def ended(self, generation: Generation, reason: str) -> None:
+        """A choice ended; `reason` as the engine gave it."""
+        outcome = {"context": "length"}.get(reason, reason)
+        self._requests.labels(outcome if outcome in _OUTCOMES else "error").inc()
+        stats = generation.stats
+        reused = int(stats.get("reused", 0))
+        self._prompt.inc(generation.counts.prompt)
+        self._reused.inc(reused)
+        self._drafted.inc(int(stats.get("drafted", 0)))
+        self._accepted.inc(int(stats.get("accepted_speculative", 0)))
+
+    def status(self, status: dict[str, Any]) -> None:
+        """Take the gauges from the engine's report."""
+        for name, gauge in self._gauges.items():
+            value = status.get(name)
+            if isinstance(value, list):
+                value = len(value)
+            if isinstance(value, int | float):
+                gauge.set(value)

@@ -1,0 +1,211 @@
+"""A request while it runs: its choices, the stream to its client, the client leaving.
+
+Knows ASGI and choices; what is written is the business of `answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pipeinfer.server.answers import Writer
+from pipeinfer.server.asked import Asked
+from pipeinfer.server.errors import ApiError, for_failure
+from pipeinfer.server.generation import Failure
+from pipeinfer.server.hub import Hub
+
+_PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
+_log = logging.getLogger("pipeinfer.server")
+T = TypeVar("T")
+
+
+class Left(Exception):
+    """The client has gone."""
+
+
+class Job:
+    """The choices of one request in the engine."""
+
+    def __init__(self, hub: Hub, asked: Asked) -> None:
+        """Submit them all. Raises ApiError when there is no room."""
+        hub.check_ready()
+        hub.check_room(asked.count)
+        self._hub = hub
+        self.news = asyncio.Event()
+        self.deadline = time.monotonic() + hub.settings.request_timeout
+        self.generations = [
+            hub.submit(prompt, p * asked.n + c, asked.fields(c), asked.stops, self.news)
+            for p, prompt in enumerate(asked.prompts) for c in range(asked.n)
+        ]
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the request can not be answered."""
+        return next((g.failure for g in self.generations if g.failure is not None), None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return all(g.ended for g in self.generations)
+
+    def abort(self, reason: str) -> None:
+        """Nobody waits any more; harmless after the end."""
+        for generation in self.generations:
+            self._hub.abort(generation, reason)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news, whether some came. Raises ApiError (504) at the request's deadline."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.abort("timeout")
+            raise for_failure(Failure("timeout", "the request took longer than the "
+                                      f"{self._hub.settings.request_timeout:g} s that this server "
+                                      "allows"))
+        try:
+            await asyncio.wait_for(self.news.wait(), min(seconds, left))
+        except TimeoutError:
+            return False
+        self.news.clear()
+        return True
+
+
+async def whole(job: Job, writer: Writer, request: Request) -> dict[str, Any]:
+    """Wait for the end of every choice. Raises ApiError, or Left when the client goes."""
+    try:
+        await unless_left(_until_ended(job), request)
+    finally:
+        job.abort("disconnected")
+    if (failure := job.failure) is not None:
+        raise for_failure(failure)
+    return writer.whole()
+
+
+async def _until_ended(job: Job) -> None:
+    while not job.ended and job.failure is None:
+        await job.wait(_PING_SECONDS)
+
+
+async def unless_left(work: Awaitable[T], request: Request) -> T:
+    """What `work` gives; it is cancelled, and Left raised, when the client goes first."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Left
+        return task.result()
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
+    """The stream of a request. An error is the last event on its own stream, and on no other."""
+    try:
+        for chunk in writer.opening():
+            yield event(chunk)
+        waiting = list(writer.choices)
+        while waiting:
+            if not await job.wait(_PING_SECONDS):
+                yield b": waiting\n\n"
+            for choice in list(waiting):
+                for chunk in writer.chunks(choice):
+                    yield event(chunk)
+                if choice.done:
+                    waiting.remove(choice)
+            if (failure := job.failure) is not None:
+                raise for_failure(failure)
+        for chunk in writer.closing():
+            yield event(chunk)
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield event(error.body())
+    except Exception:
+        _log.exception("a request's stream failed")
+        yield event(ApiError(500, "an error in the server, see its log").body())
+    finally:
+        job.abort("disconnected")
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as the client takes them; closes the source as soon as the client has gone.
+
+    A client that takes nothing for `timeout` seconds is dropped. on_end is called in every case,
+    also when the source has never been started.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, source: AsyncGenerator[bytes, None], timeout: float,
+                 on_end: Callable[[], None] = lambda: None) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._source, self._timeout, self._on_end = source, timeout, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        pump = asyncio.ensure_future(self._pump(scope, send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((pump, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, leaving):
+                task.cancel()
+            results = await asyncio.gather(pump, leaving, return_exceptions=True)
+            self._on_end()
+        if isinstance(results[0], Exception) and not isinstance(results[0], OSError):
+            raise results[0]
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        async with contextlib.aclosing(self._source):
+            try:
+                await self._give(send, {"type": "http.response.start", "status": self.status_code,
+                                        "headers": self.raw_headers})
+                async for data in self._source:
+                    await self._give(send, {"type": "http.response.body", "body": data,
+                                            "more_body": True})
+                await self._give(send, {"type": "http.response.body", "body": b"",
+                                        "more_body": False})
+            except TimeoutError:
+                transport = scope.get("state", {}).get("transport")
+                if transport is not None:
+                    transport.abort()
+
+    async def _give(self, send: Send, message: dict[str, Any]) -> None:
+        await asyncio.wait_for(send(message), self._timeout)
+
+
+async def pipeline(hub: Hub) -> AsyncGenerator[bytes, None]:
+    """What the page shows: the facts, then status and runs as they come."""
+    with hub.watch() as watcher:
+        yield event({"op": "facts", "state": hub.state, "facts": hub.facts})
+        if hub.status:
+            yield event(hub.status)
+        while not hub.left.is_set():
+            try:
+                await asyncio.wait_for(watcher.news.wait(), _PING_SECONDS)
+            except TimeoutError:
+                yield b": waiting\n\n"
+            watcher.news.clear()
+            while watcher.frames:
+                yield event(watcher.frames.popleft())
