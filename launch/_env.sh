@@ -121,7 +121,8 @@ spool_stdin() {
 
 run_mpi() {
     # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
-    # first Ctrl-C asks rank 0 to finish its token (SIGUSR1), the second ends the job.
+    # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
+    # the running ones end (SIGUSR1); the second ends the job.
     local job status count=0
     if [ -t 2 ]; then
         PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
@@ -129,8 +130,8 @@ run_mpi() {
     fi
     setsid "$MPIRUN" "$@" </dev/null &
     job=$!
-    trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT
-    trap 'kill -TERM $job' TERM HUP
+    trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT TERM
+    trap 'kill -TERM $job' HUP
     while true; do
         wait "$job" && status=0 || status=$?
         kill -0 "$job" 2>/dev/null || break

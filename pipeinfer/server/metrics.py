@@ -41,7 +41,7 @@ class Metrics:
     """The figures of one server."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # half of the lines, and nobody reads them
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the lines, and nobody reads them
         self._registry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self._registry, "namespace": "pipeinfer"}
         self._requests = Counter("requests", "Choices by outcome.", ["outcome"], **make)

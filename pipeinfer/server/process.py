@@ -26,16 +26,20 @@ _LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _WORDS_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Child:
     """The HTTP process and the link to it. url: where it listens."""
 
     process: subprocess.Popen[bytes]
     link: Link
     url: str
+    told: bool = False  #: it knows why the job can not go on
 
     def fail(self, message: str) -> None:
-        """Tell it why the job can not go on; it ends its streams and exits by itself."""
+        """Tell it (once) why the job can not go on; it ends its streams and exits by itself."""
+        if self.told:
+            return
+        self.told = True
         with contextlib.suppress(Exception):
             self.link.send({"op": "failed", "message": message})
             self.link.flush(_WORDS_SECONDS)

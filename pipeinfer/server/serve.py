@@ -6,9 +6,10 @@ Knows the order of start and end; what is served is the business of `engine` (ra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from pipeinfer import host
 from pipeinfer.cli import Stopped, config_options, progress_hook
 from pipeinfer.cluster import open_session
 from pipeinfer.config import Config, Resolved, options
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.generate import sampling_params
 from pipeinfer.planner import model_paths, open_model
 from pipeinfer.server import process
@@ -62,21 +63,29 @@ def serve(config: Config) -> None:
         if show is not None:
             show(states)
 
-    try:
-        with open_session(_shared(config), progress) as session:
-            assert session is not None
-            engine = Engine(session, child.link, config.drain_seconds)
-            signals.engine = engine
-            click.echo(f"pipeinfer: {settings['name']} on {child.url} with {session.n_stages} "
-                       f"stage{'s' * (session.n_stages != 1)}", err=True)
+    with _telling(child), open_session(_shared(config), progress) as session:
+        assert session is not None
+        engine = Engine(session, child.link, config.drain_seconds)
+        signals.engine = engine
+        click.echo(f"pipeinfer: {settings['name']} on {child.url} with {session.n_stages} "
+                   f"stage{'s' * (session.n_stages != 1)}", err=True)
+        with _telling(child):  # at once: ending the session takes longer than a launcher waits
             engine.run()
+    child.end(_CHILD_SECONDS)
+
+
+@contextlib.contextmanager
+def _telling(child: process.Child) -> Iterator[None]:
+    """The HTTP process hears why the job ends."""
+    try:
+        yield
     except Stopped:
-        child.fail("the server was told to end at once")
+        child.fail("the job was ended: by its launcher because another rank died, or by somebody")
         raise
     except BaseException as error:
-        child.fail(f"{type(error).__name__}: {error}")
+        name = "" if isinstance(error, PipeinferError) else f"{type(error).__name__}: "
+        child.fail(f"{name}{error}")
         raise
-    child.end(_CHILD_SECONDS)
 
 
 class _Signals:
