@@ -83,12 +83,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(np, *args, command=(), **env):
+def serve(np, *args, command=(), seconds=240, **env):
     """A server on `np` ranks (a free port unless args say otherwise), killed at the end."""
     prefix = [*command] if command else (
         [launch.mpirun_path(), "-np", str(np)] if np > 1 else [])
     program = ["serve"] if command else [*PIPEINFER, "serve"]
-    process = launch.start([*prefix, *program, "--port", "0", *args], timeout=240, **env)
+    process = launch.start([*prefix, *program, "--port", "0", *args], timeout=seconds, **env)
     served = Served(process)
     try:
         yield served
