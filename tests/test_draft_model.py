@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.events import StartDraft
+from pipeinfer.grammar import Vocabulary
 from pipeinfer.strategies.draft_model import DraftModel
 from pipeinfer.strategies.worker import DraftWorker
 
@@ -132,6 +134,24 @@ def test_limits_of_a_tree():
     assert max(depth.values()) == 2
     leaves = set(range(len(proposals))) - {p.parent for p in proposals}
     assert len(leaves) == 3
+
+
+def test_guesses_follow_the_grammar_of_the_lane():
+    letters = Vocabulary([b"\xff<eos>", *(b"%c" % (97 + i) for i in range(11))], [0])
+    params = SamplingParams(grammar='%llguidance {"no_forcing": true}\nstart: /(cad|feed)+/',
+                            grammar_start=3)
+    draft = DraftModel(ToyBackend.load(SPEC), vocabulary=letters, paths=2)
+    for path, wanted in (([5, 5, 5], "cf"), ([5, 5, 5, 3], "a"), ([5, 5, 5, 6, 5], "e"),
+                         ([5, 5, 5, 3, 1, 4], "cf")):
+        found = draft.propose(job(path, params=params, max_tokens=1, branches=2, p_split=0.0,
+                                  stop_ids=frozenset({0})), never)
+        assert {chr(96 + p.token) for p in found if p.parent == -1} <= set(wanted)
+        assert found
+    chain = draft.propose(job([5, 5, 5], params=params, max_tokens=12, max_depth=12), never)
+    text = "".join(chr(96 + p.token) for p in chain)
+    assert re.match("(cad|feed)+(c|ca|f|fe|fee)?$", text), text
+    assert draft.propose(job([5, 5, 5, 4], params=params), never) == ()
+    assert fresh(job([5, 5, 5, 4], params=params)) != ()
 
 
 def test_the_worker_answers_reports_failures_and_forgets_stops():

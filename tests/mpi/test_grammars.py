@@ -1,0 +1,99 @@
+"""Grammars over real ranks and the embedded models: a plain loop's tokens, and a valid text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from pipeinfer.core import SamplingParams
+from pipeinfer.grammar import Vocabulary, compile_grammar
+from pipeinfer.sampling import choose, noise_key
+from pipeinfer.tokenizer import Tokenizer
+from tests.mpi import launch
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT, COUNT = "settings = ", 40
+SCHEMA = {"type": "object", "required": ["name", "size"], "additionalProperties": False,
+          "properties": {"name": {"type": "string", "maxLength": 10},
+                         "size": {"type": "integer", "minimum": 0, "maximum": 9999}}}
+CALL = 'root ::= [a-z]+ "(" ([a-z0-9]+ ("," " "? [a-z0-9]+){0,4}) ")" "\\n"'
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Cases with the tokens of a loop that makes a matcher of its own for every token."""
+    tokenizer = Tokenizer(EMBEDDED / "target.gguf")
+    vocabulary, loop = Vocabulary.of(tokenizer), PlainLoop(EMBEDDED / "target.gguf")
+    prompt, found = tokenizer.encode(PROMPT), []
+    for kind, text in (("json_schema", SCHEMA), ("gbnf", CALL)):
+        grammar = compile_grammar(kind, text, vocabulary)
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(temperature, top_k=40, key=noise_key(7), grammar=grammar)
+            found.append((params, plain(loop, vocabulary, prompt, params)))
+    vocabulary.compiler.close()
+    loop.close()
+    tokenizer.close()
+    return found
+
+
+def plain(loop, vocabulary, prompt, params):
+    loop.reset()
+    path, logits = list(prompt), loop.decode(prompt, 0)
+    while len(path) < len(prompt) + COUNT:
+        matcher = vocabulary.matcher(params.grammar)
+        assert matcher.try_consume_tokens(path[len(prompt):]) == len(path) - len(prompt)
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask = bits[: loop.n_vocab].astype(bool)
+        token = choose(logits, params, np.array(path, np.int32), len(path) - 1, mask).token
+        if loop.is_eog(token):
+            break
+        path.append(token)
+        logits = loop.decode([token], len(path) - 1)
+    return path[len(prompt):]
+
+
+@pytest.mark.parametrize("np", [1, 4])
+def test_tokens_under_a_grammar_are_those_of_a_plain_loop(tmp_path, wanted, np):
+    todo = [{"prompt": PROMPT, "params": dataclasses.asdict(params), "limits": limits,
+             "count": COUNT, "ignore_eos": False}
+            for params, _ in wanted
+            for limits in ({"policy": "iterative"}, {"policy": "speculative", "branches": 3},
+                           {"policy": "pipeinfer", "p_min": 0.0, "path_min": 0.01},
+                           {"policy": "pipeinfer", "adapt": True})]
+    answer = run_matrix(tmp_path, np, {}, todo)
+    expected = [tokens for _, tokens in wanted for _ in range(4)]
+    assert [r["tokens"] for r in answer["results"]] == expected
+    assert sum(r["accepted_speculative"] for r in answer["results"]) > 20
+    assert any(len(tokens) < COUNT for _, tokens in wanted)
+
+
+def test_the_command_line_gives_json_of_the_schema():
+    args = ["generate", "-p", PROMPT, "-n", "200", "--seed", "3", "--json", "-j",
+            json.dumps(SCHEMA)]
+    done = launch.run(2, PIPEINFER + args)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["stats"]["reason"] == "stop"
+    data = json.loads(answer["text"])
+    assert set(data) == {"name", "size"}
+    assert len(data["name"]) <= 10
+    assert 0 <= data["size"] <= 9999
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["--grammar", "root ::= (foo"], 5, "the grammar can not be used: Expected ')'"),
+    (["--json-schema", '{"type": "objct"}'], 5, "the JSON schema can not be used: Invalid type"),
+    (["--json-schema", "{}", "--grammar", "x"], 2, "give one of --grammar and --json-schema"),
+    (["--grammar-file", "/nowhere"], 2, "can not read /nowhere"),
+])
+def test_a_grammar_that_can_not_be_used_is_refused_before_anything_loads(args, code, says):
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", *args])
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
