@@ -32,6 +32,7 @@ from pipeinfer.events import (
     Finish,
     Instruction,
     IssueRun,
+    LaneStats,
     OpenLane,
     Refuse,
     RunDone,
@@ -58,6 +59,7 @@ class Scheduler:
         self.limits = limits
         self.admission = Admission(limits)
         self.calibration = Calibration()
+        self.totals = LaneStats()  # of all requests: tokens and how many were guessed
         self.lanes: dict[int, Lane] = {}
         self.runs: dict[int, Run] = {}
         self._tips: deque[tuple[Lane, Node]] = deque()  # accepted tokens not issued yet
@@ -137,6 +139,9 @@ class Scheduler:
             "credit": limits.credit, "draft_max": limits.draft_max,
             "acceptance": self.calibration.acceptance,
             "speculating": limits.speculates and self._room_to_guess(),
+            "totals": {
+                "accepted": self.totals.accepted, "guesses_tested": self.totals.guesses_tested,
+                "accepted_speculative": self.totals.accepted_speculative},
             "lanes": [{
                 "lane": lane.lane, "request": lane.request.request_id,
                 "prompt": len(lane.request.prompt), "prefilled": lane.next_row,
@@ -278,9 +283,10 @@ class Scheduler:
             dead += died
             lane.accepted.append(choice.token)
             lane.runs_since_accept = lane.empty_since_accept = 0
-            lane.stats.accepted += 1
-            lane.stats.guesses_tested += had_guess
-            lane.stats.accepted_speculative += survivor is not None
+            for stats in (lane.stats, self.totals):
+                stats.accepted += 1
+                stats.guesses_tested += had_guess
+                stats.accepted_speculative += survivor is not None
             self._out.append(Emit(lane.request.request_id, choice, survivor is not None))
             if lane.n_output >= lane.request.max_tokens:
                 self._finish(lane, "length")
