@@ -36,9 +36,10 @@ from pipeinfer.errors import (
     MismatchError,
     TransportTimeout,
 )
+from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
-from pipeinfer.knobs import controller_for, limits_for, partitions_for
+from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for
 from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage, settle
 from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
@@ -106,9 +107,12 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: Config, progress: ProgressHook | None = None
+def open_session(config: Config, progress: ProgressHook | None = None, *, grammars: bool = True
                  ) -> Iterator[Session | None]:
-    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks."""
+    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks.
+
+    grammars: requests may have one, so the last stage and the draft need the vocabulary.
+    """
     place = find_place(config)
     if place.rank > 0:
         _serve_rank(config, place)
@@ -120,7 +124,7 @@ def open_session(config: Config, progress: ProgressHook | None = None
     config = settle(config, place, hosts[0]["settings"])
     job = prepare(config, place, hosts)
     port, thread = _head_port(config, place, job.plan)
-    session = _start(config, place, job, port, hosts, progress, started)
+    session = _start(config, place, job, port, hosts, progress, started, grammars)
     try:
         yield session
     finally:
@@ -289,9 +293,9 @@ class Job:
         """Who holds what."""
         return self.survey.plan
 
-    def cells(self, credit: int) -> int:
-        """Cells of a stage's cache: the context, and rows in flight."""
-        return self.n_ctx + self.width * (2 * credit + 4)
+    def spare_cells(self, credit: int) -> int:
+        """Cells of a stage's cache for guesses, beyond what requests hold."""
+        return self.width * (2 * credit + 4)
 
 
 def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
@@ -311,7 +315,7 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
         width = max(width, config.tree_max + 1, config.draft_max)
     n_batch = max(min(config.chunk, config.ubatch or config.chunk), width)
     n_ctx = context_size(config, model)
-    cells = n_ctx + width * (2 * (config.credit or most + 1) + 4)
+    cells = cells_for(config, n_ctx) + width * (2 * (config.credit or most + 1) + 4)
     head_bytes = 0
     if draft_path is not None and policy is not Policy.ITERATIVE:
         head_bytes = sum(open_model(draft_path).layer_bytes)
@@ -322,7 +326,7 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
 
 def _start(
     config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
-    progress: ProgressHook | None, started: float,
+    progress: ProgressHook | None, started: float, grammars: bool,
 ) -> Session:
     from pipeinfer.models.shard import ShardSource
 
@@ -331,12 +335,15 @@ def _start(
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
     credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
-    cells = job.cells(credit)
+    spare = job.spare_cells(credit)
+    cells = cells_for(config, n_ctx) + spare
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": 1 + partitions_for(config, credit), "n_batch": job.n_batch,
+        "n_seq_max": ids_for(config, credit), "n_batch": job.n_batch,
         "fingerprint": model.fingerprint,
     }
+    tokenizer = Tokenizer(target_path)
+    vocabulary = Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None
     sources = {node: ShardSource(model, start, stop)
                for node, (start, stop) in enumerate(job.plan.ranges, 1) if config.distribute}
     for node, (start, stop) in enumerate(job.plan.ranges, 1):
@@ -344,15 +351,16 @@ def _start(
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
             **setup, "start": start, "stop": stop,
             "shard": source and {"name": source.name, "bytes": source.total},
+            "vocabulary": vocabulary.to_json() if vocabulary and node == n_stages else None,
             "settings": hosts[job.plan.ranks[node - 1]]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
-    tokenizer = Tokenizer(target_path)
     worker = None
     if draft_path is not None and policy is not Policy.ITERATIVE:
         draft_tokenizer = Tokenizer(draft_path)
         check_draft_vocab(tokenizer, draft_tokenizer)
         draft_tokenizer.close()
-        worker = load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake)
+        worker = load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake,
+                            vocabulary)
     _await_ready(config, port, states, progress, Sender(port, sources))
     exact = min(state.ready["exact_width"] for state in states.values())
     row_cost = max(state.ready["row_cost"] for state in states.values())
@@ -366,11 +374,11 @@ def _start(
         notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
                      "--policy speculative works like iterative; --exact off lifts the bound")
     limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
-                                n_stages=n_stages)
+                                n_stages=n_stages, curve=curve, spare=spare)
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
                 timeout=config.timeout,
-                controller=controller_for(config, limits, pinned, curve, cells - n_ctx))
+                controller=controller_for(config, limits, pinned, curve, spare))
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.name,

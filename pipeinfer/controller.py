@@ -11,12 +11,14 @@ is told durations, and returns limits.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from pipeinfer.policy import Limits, Policy
+from pipeinfer.protocol import Spans
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
 _MEMORY = 0.9  #: weight of the past in a running mean
@@ -24,6 +26,7 @@ _SWITCH = 1.03  #: how much better another setting must look
 _HORIZON = 48  #: guesses that a cycle is followed for one by one
 _LONGEST = 512  #: guesses in a row that are right, at the most
 _SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
+_WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
 _SHARE = 0.98  #: cost per row of a larger group, relative to a smaller one's, that is worth it
@@ -193,6 +196,7 @@ class Controller:
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
+    _gaps: list[tuple[float, ...]] = field(default_factory=list)
     _draft: _Mean = field(default_factory=_Mean)
     _wide: dict[int, _Mean] = field(default_factory=dict)
     _setting: Setting | None = None
@@ -207,10 +211,11 @@ class Controller:
         return limits.policy is Policy.PIPEINFER and not limits.ablations
 
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
-                     alone: bool = True) -> None:
+                     gaps: Sequence[float] = ()) -> None:
         """A run of generated tokens came back computed by every stage; seconds.
 
-        alone: no other request was about, so it did not queue behind theirs.
+        gaps: when other requests were about, the times between stages that worked on it, head
+        first and last: they may hold queueing behind others' runs.
         """
         self._results += 1
         if rows == 1 or not self._slowest.count:
@@ -221,10 +226,12 @@ class Controller:
         else:
             relative = slowest / max(self._slowest.value, 1e-9)
             self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
-        transit = max(latency - computed, 0.0)
-        if alone or len(self._transit) < _SAMPLES or transit < min(self._transit):
-            self._transit.append(transit)
-            del self._transit[:-32]
+        if gaps:
+            self._gaps.append(tuple(gaps))
+            del self._gaps[:-_WINDOW]
+        else:
+            self._transit.append(max(latency - computed, 0.0))
+            del self._transit[:-_WINDOW]
 
     def drafted(self, tokens: int, seconds: float) -> None:
         """A draft job named so many tokens in so many seconds."""
@@ -235,13 +242,27 @@ class Controller:
     def timing(self) -> Timing | None:
         """What was measured, None before the first run and draft came back."""
         asks = self.limits.policy is not Policy.ITERATIVE
-        if not self._slowest.count or len(self._transit) < _SAMPLES or (
+        if not self._slowest.count or max(len(self._transit), len(self._gaps)) < _SAMPLES or (
                 asks and not self._draft.count):
             return None
         points = dict(self.curve)
         points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
         return Timing(self._slowest.value, self._computed.value, tuple(sorted(points.items())),
-                      min(self._transit), self._draft.value)
+                      self._on_the_way(), self._draft.value)
+
+    def _on_the_way(self) -> float:
+        """Time between stages, without queueing.
+
+        In a busy pipeline runs queue before its slowest stage, always, and before others now and
+        then: so the least of each gap, and for the largest of those what the others suggest.
+        """
+        alone = min(self._transit) if len(self._transit) >= _SAMPLES else math.inf
+        if not self._gaps:
+            return alone
+        least = sorted(min(gap) for gap in zip(*self._gaps, strict=True))
+        if least[0] >= 0.0:  # else clocks differ, and only the sum means anything
+            least[-1] = min(least[-1], statistics.median(least))
+        return min(alone, max(math.fsum(least), 0.0))
 
     def advise(self, acceptance: float, second: float) -> Limits | None:
         """Limits for the next runs; None: nothing changes.
@@ -321,3 +342,13 @@ def cutoff(credit: int) -> float:
     Found by sweeps in virtual time (docs/emulation.md): a guess of less delays better ones.
     """
     return min(max(0.4 / max(credit, 1), 0.004), 0.2)
+
+
+def gaps(issued: float, returned: float, spans: Spans) -> list[float]:
+    """Seconds between stages that worked on a run, from its issue to its return.
+
+    spans: float64[s, 2], as in `protocol.Decode`.
+    """
+    ends = [issued, *spans.sum(axis=1).tolist()]
+    starts = [*spans[:, 0].tolist(), returned]
+    return [start - end for end, start in zip(ends, starts, strict=True)]

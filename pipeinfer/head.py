@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.controller import Controller
+from pipeinfer.controller import Controller, gaps
 from pipeinfer.core import Request
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
 from pipeinfer.events import (
@@ -184,7 +184,7 @@ class Head:
             match message:
                 case RunFinished(run_id, choices, slowest=slowest, computed=computed):
                     self._result(message)
-                    self._tune(run_id, slowest, computed)
+                    self._tune(message, slowest, computed)
                     self._feed(RunDone(run_id, choices))
                 case RunCancelled(run_id):
                     self._result(message)
@@ -218,14 +218,16 @@ class Head:
             self._watch.back(message.run_id, time.time(), message.spans,
                              skipped=isinstance(message, RunCancelled))
 
-    def _tune(self, run_id: int, slowest: float, computed: float) -> None:
+    def _tune(self, message: RunFinished, slowest: float, computed: float) -> None:
         """Tell the controller what a run took, and follow its advice."""
-        issued = self._issued.pop(run_id, None)
+        issued = self._issued.pop(message.run_id, None)
         if self._controller is None or issued is None:
             return
         when, rows = issued
-        self._controller.run_returned(rows, slowest, computed, time.perf_counter() - when,
-                                      alone=len(self.scheduler.lanes) <= 1)
+        now = time.time()
+        crowd = len(self.scheduler.lanes) > 1
+        self._controller.run_returned(rows, slowest, computed, now - when,
+                                      gaps(when, now, message.spans) if crowd else ())
         calibration = self.scheduler.calibration
         limits = self._controller.advise(calibration.acceptance, calibration.second)
         if limits is not None:
@@ -263,7 +265,7 @@ class Head:
             case IssueRun(run_id, parent_id, row_lanes, rows, ops, speculative):
                 lanes = np.array(row_lanes, np.int32)
                 if self._controller is not None and rows.outputs.all():
-                    self._issued[run_id] = (time.perf_counter(), len(rows))
+                    self._issued[run_id] = (time.time(), len(rows))
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
                 if self._watch is not None:
                     self._watch.issued(self.scheduler.runs[run_id], time.time())

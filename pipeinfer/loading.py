@@ -19,6 +19,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.config import Config
 from pipeinfer.distribute import stage_shard
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
+from pipeinfer.grammar import Vocabulary
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings
 from pipeinfer.planner import open_model
@@ -87,6 +88,7 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     }))
     stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
                   trace=bool(config.trace), timeout=config.timeout,
+                  vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
                                         "exact_width": widths.exact, **host.memory_parts()})
     return stage, backend
@@ -125,20 +127,22 @@ def llama_version() -> str:
 
 def load_draft(
     config: Config, place: Place, path: Path, cells: int, n_vocab: int,
-    notify: Callable[[], None],
+    notify: Callable[[], None], vocabulary: Vocabulary | None = None,
 ) -> DraftWorker:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
 
     threads = threads_of(config.threads_draft, place)
     n_layers = open_model(path).n_layers
+    paths = DRAFT_PATHS + config.parallel - 1
     backend: Backend = LlamaCppBackend.load(
         path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
-        n_ctx=cells + 64 * DRAFT_PATHS,
-        n_seq_max=DRAFT_PATHS + config.branches, n_batch=256, n_threads=threads,
+        n_ctx=cells + 64 * paths, n_seq_max=paths + config.branches, n_batch=256,
+        n_threads=threads,
         options=llama_options(config, draft=True),
     )
-    return DraftWorker(DraftModel(backend, n_vocab, paths=DRAFT_PATHS), notify)
+    return DraftWorker(DraftModel(backend, n_vocab, paths=paths, vocabulary=vocabulary),
+                       notify)
 
 
 def threads_of(asked: int, place: Place) -> int:

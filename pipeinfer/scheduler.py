@@ -371,18 +371,28 @@ class Scheduler:
 
     def _issue_tips(self) -> None:
         """Accepted tokens: at once while the pipeline is not full of such; else they wait, and
-        share the runs that find room."""
-        while self._tips and self._plain < self.limits.fill:
-            count = self.limits.group(len(self._tips))
+        share the runs that find room.
+
+        Lanes are spread over as many runs as fill the pipeline: all in one would leave its other
+        stages idle.
+        """
+        fill = self.limits.fill
+        most = -(-len(self.lanes) // fill)
+        while self._tips and self._plain < fill:
+            count = self.limits.group(min(len(self._tips), most))
             tips = [self._tips.popleft() for _ in range(count)]
             for lane, _ in tips:
                 lane.unsent = False
             self._send(tips, NO_RUN, speculative=False)
 
     def _prefill(self) -> None:
-        """Chunks of prompts, lane after lane, where accepted tokens leave room."""
+        """Chunks of prompts, lane after lane.
+
+        Behind a chunk an accepted token travels at the chunk's pace, behind one or behind many; so
+        many may be on their way, and tokens go between them.
+        """
         limits, turns = self.limits, len(self._filling)
-        while turns and (self._useful < limits.credit or not self._chunks):
+        while turns and self._chunks < limits.credit:
             lane = self._filling.popleft()
             if self.admission.catch_up(lane):
                 turns -= 1
@@ -413,7 +423,7 @@ class Scheduler:
         """Whether requests' own tokens leave room for guesses."""
         lanes = len(self.lanes)
         return self.limits.alone or lanes <= 1 or \
-            max(lanes, self._plain + self._chunks + len(self._tips)) < self.limits.credit
+            max(lanes, self._plain + self._chunks + len(self._tips)) <= self.limits.credit
 
     def _may_guess(self, lane: Lane) -> bool:
         """Whether the policy speculates at all in this lane now."""

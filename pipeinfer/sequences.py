@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core import END, SeqCopy, SeqOp, SeqRemove
 
-
 NO_LANE = -1  #: owner of an id that is kept for its prompt
 
 

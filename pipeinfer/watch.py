@@ -11,7 +11,7 @@ from typing import Any
 from pipeinfer.lanes import Run
 from pipeinfer.protocol import Spans
 
-_MOST_ITEMS = 20_000  #: reports that wait to be taken; an onlooker who does not take them loses some
+_MOST_ITEMS = 20_000  #: reports that wait to be taken; older ones are lost
 
 
 class RunWatch:

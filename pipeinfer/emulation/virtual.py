@@ -18,8 +18,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pipeinfer.backends.base import apply
-from pipeinfer.controller import Controller
+from pipeinfer.controller import Controller, gaps
 from pipeinfer.core import Choice, Request
 from pipeinfer.emulation.synthetic import SyntheticBackend, SyntheticPair
 from pipeinfer.errors import PipeinferError
@@ -158,9 +160,9 @@ class Result:
         return self.sent_bytes / max(len(self.times), 1)
 
 
-def prompt_of(scenario: Scenario) -> tuple[int, ...]:
-    """The prompt's tokens."""
-    return tuple(token % 60 for token in range(1, 1 + scenario.prompt))
+def prompt_of(scenario: Scenario, request: int = 0) -> tuple[int, ...]:
+    """The prompt's tokens; another request has others."""
+    return tuple((token + 7 * request) % 60 for token in range(1, 1 + scenario.prompt))
 
 
 def simulate(scenario: Scenario, controller: Controller | None = None) -> Result:
@@ -169,7 +171,7 @@ def simulate(scenario: Scenario, controller: Controller | None = None) -> Result
     controller: adapts the limits while running. Raises PipeinferError
     when the pipeline comes to rest before the request has ended, which would be a bug.
     """
-    return _Simulation(scenario, controller).run()
+    return Simulation(scenario, controller).run()
 
 
 @dataclass(slots=True)
@@ -178,8 +180,7 @@ class _Packet:
 
     item: IssueRun | SendOps | OpenLane | CloseLane
     skipped: bool = False
-    slowest: float = 0.0
-    computed: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -199,20 +200,22 @@ class _StageState:
     run_seconds: dict[int, float] = field(default_factory=dict)
 
 
-class _Simulation:
+class Simulation:
+    """One request through a scenario; `emulation.load` has several."""
+
     def __init__(self, scenario: Scenario, controller: Controller | None) -> None:
         self.spec = scenario
         self.controller = controller
         self.now = 0.0
         self.scheduler = Scheduler(scenario.limits)
         n_ctx = scenario.prompt + scenario.tokens + 8
-        n_seq = 1 + scenario.limits.partitions
+        n_seq = scenario.limits.n_ids
         self.target = SyntheticBackend(
             scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq)
+        paths = scenario.draft_paths + scenario.limits.parallel - 1
         self.draft = DraftModel(SyntheticBackend(
             scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
-            n_seq_max=scenario.draft_paths + max(scenario.limits.branches, 1), draft=True),
-            paths=scenario.draft_paths)
+            n_seq_max=paths + max(scenario.limits.branches, 1), draft=True), paths=paths)
         self.stages = [_StageState(spec) for spec in scenario.stages]
         self.link_free = [0.0] * len(scenario.links)
         self.head_free = 0.0
@@ -239,16 +242,36 @@ class _Simulation:
     def run(self) -> Result:
         request = Request(0, prompt_of(self.spec), self.spec.tokens)
         self.at(0.0, lambda: self.feed(Submit(request)))
-        while self.queue and self.finished is None:
-            self.now, _, action = heapq.heappop(self.queue)
-            action()
-        if self.finished is None:
-            raise PipeinferError("the simulated pipeline came to rest before the request ended")
+        self.advance()
+        assert self.finished is not None
         spans = [(stage, run, start, end, "dead" if fate == "guess" and run in self.died else fate)
                  for stage, run, start, end, fate in self.spans]
         return Result(self.tokens, self.times, self.times[0] if self.times else 0.0,
                       self.finished, [stage.busy for stage in self.stages], self.head_busy,
                       self.draft_busy, self.sent, spans, self._wasted())
+
+    def advance(self) -> None:
+        """Until everything has ended. Raises PipeinferError when it never does."""
+        while self.queue and not self.over():
+            self.now, _, action = heapq.heappop(self.queue)
+            action()
+        if not self.over():
+            raise PipeinferError("the simulated pipeline came to rest before the request ended")
+
+    def over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        return self.finished is not None
+
+    def emitted(self, request_id: int, token: int) -> None:
+        """A token came out."""
+        del request_id
+        self.times.append(self.now)
+        self.tokens.append(token)
+
+    def ended(self, request_id: int, stats: LaneStats) -> None:
+        """A request ended."""
+        del request_id
+        self.finished = stats
 
     def _wasted(self) -> list[float]:
         wasted = []
@@ -292,11 +315,10 @@ class _Simulation:
                 self._draft_next()
             case StopDraft(job_id):
                 self.stopped.add(job_id)
-            case Emit(_, choice, _):
-                self.times.append(self.now)
-                self.tokens.append(choice.token)
-            case Finish(_, _, stats):
-                self.finished = stats
+            case Emit(request_id, choice, _):
+                self.emitted(request_id, choice.token)
+            case Finish(request_id, _, stats):
+                self.ended(request_id, stats)
             case Refuse(_, error):
                 raise error
 
@@ -410,9 +432,7 @@ class _Simulation:
             if packet.skipped:
                 stage.skipped.add(item.run_id)
             else:
-                seconds = self.now - stage.started
-                packet.slowest = max(packet.slowest, seconds)
-                packet.computed += seconds
+                packet.spans.append((stage.started, self.now - stage.started))
                 size += len(item.rows) * (ROW_BYTES + self.spec.row_bytes)
         if index + 1 < len(self.stages):
             self._send(index + 1, packet, size)
@@ -426,8 +446,11 @@ class _Simulation:
             return
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
-            self.controller.run_returned(len(item.rows), packet.slowest, packet.computed,
-                                         self.now - self.issued[item.run_id])
+            when, spans = self.issued[item.run_id], np.array(packet.spans)
+            crowd = len(self.scheduler.lanes) > 1
+            self.controller.run_returned(
+                len(item.rows), float(spans[:, 1].max()), float(spans[:, 1].sum()),
+                self.now - when, gaps(when, self.now, spans) if crowd else ())
         self.feed(RunDone(item.run_id, choices))
 
     def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:

@@ -186,7 +186,7 @@ def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: Cancel
     backend = PacedBackend(
         SyntheticBackend(scenario.pair, layers=(rank - 1, rank), n_layers=n_stages,
                          n_ctx=scenario.prompt + scenario.tokens + 8,
-                         n_seq_max=1 + scenario.limits.partitions),
+                         n_seq_max=scenario.limits.n_ids),
         lambda rows: scale * spec.seconds(rows), layers=spec.layers)
     before = _processor_seconds()
     Stage(port, n_stages, backend, cancel_path=path, trace=True, timeout=_TIMEOUT,

@@ -40,10 +40,12 @@ class Ranking:
 class _Path:
     """A cached path: its draft sequence id, tokens, and candidates after positions near its end.
 
-    agreed: how many of the lane's accepted tokens it is known to start with. used: when.
+    lane: whose guesses it holds; candidates depend on the lane's parameters. agreed: how many of
+    the lane's accepted tokens it is known to start with. used: when.
     """
 
     seq_id: int
+    lane: int = -1
     tokens: list[int] = field(default_factory=list)
     rankings: dict[int, Ranking] = field(default_factory=dict)
     agreed: int = 0
@@ -78,7 +80,6 @@ class DraftModel:
         self._constraints = None if vocabulary is None else Constraints(vocabulary)
         self._paths = [_Path(seq_id) for seq_id in range(paths)]
         self._here = self._paths[0]
-        self._lane = -1
         self._clock = 0
 
     def propose(
@@ -130,11 +131,6 @@ class DraftModel:
         """Evaluate what the cache lacks of the job's path; candidates after its last token."""
         base, suffix = job.base, job.suffix
         length = base + len(suffix)
-        if job.lane != self._lane:
-            self._lane = job.lane
-            for path in self._paths:
-                path.agreed = 0
-                path.rankings.clear()  # they depend on the lane's parameters
         common = self._choose_path(job)
         here = self._here
         if common == length and length - 1 in here.rankings:
@@ -170,12 +166,17 @@ class DraftModel:
         best, common = self._here, -1
         for path in self._paths:
             shared = self._shared(path, job)
-            if shared > common or (shared == common and path is self._here):
+            mine = path.lane == job.lane
+            if (shared, mine, path is self._here) > (common, best.lane == job.lane,
+                                                     best is self._here):
                 best, common = path, shared
         length = job.base + len(job.suffix)
-        keeps = common == len(best.tokens) or (common == length and length - 1 in best.rankings)
+        mine = best.lane == job.lane
+        keeps = not best.tokens or (mine and (
+            common == len(best.tokens) or (common == length and length - 1 in best.rankings)))
         self._clock += 1
-        best.used = self._clock
+        if mine:
+            best.used = self._clock
         if not keeps and len(self._paths) > 1:
             victim = min((p for p in self._paths if p is not best), key=lambda p: p.used)
             if victim.tokens:
@@ -184,10 +185,13 @@ class DraftModel:
                 self.backend.seq_cp(best.seq_id, victim.seq_id, 0, common)
             victim.tokens = best.tokens[:common]
             victim.rankings = {p: r for p, r in best.rankings.items()
-                               if common - _KEEP_RANKINGS <= p < common}
-            victim.agreed = min(best.agreed, common)
+                               if mine and common - _KEEP_RANKINGS <= p < common}
+            victim.agreed = min(best.agreed, common) if mine else 0
             victim.used = self._clock
             best = victim
+        if best.lane != job.lane:
+            best.lane, best.agreed = job.lane, 0
+            best.rankings.clear()
         self._here = best
         return common
 
@@ -195,10 +199,11 @@ class DraftModel:
         """How many tokens a cached path and the job's have in common."""
         base, tokens, accepted = job.base, path.tokens, job.accepted
         stop = min(base, len(tokens))
-        common = min(path.agreed, stop)
+        common = min(path.agreed, stop) if path.lane == job.lane else 0
         while common < stop and tokens[common] == accepted[common]:
             common += 1
-        path.agreed = common
+        if path.lane == job.lane:
+            path.agreed = common
         if common == base:
             common += _common_prefix(tokens[base:], job.suffix)
         return common
@@ -214,16 +219,15 @@ class DraftModel:
         here.agreed = min(here.agreed, length)
 
     def _decode(self, rows: Rows) -> FloatArray | None:
-        """Decode; where the cache is full of other paths, they give way."""
-        try:
-            return self.backend.decode(rows)
-        except BackendError:
-            others = [path for path in self._paths if path is not self._here and path.tokens]
-            if not others:
-                raise
+        """Decode; where the cache is full of other paths, they give way, the stalest first."""
+        others = sorted((path for path in self._paths if path is not self._here and path.tokens),
+                        key=lambda path: path.used)
         for path in others:
-            self.backend.seq_rm(path.seq_id, 0, END)
-            path.tokens, path.rankings, path.agreed = [], {}, 0
+            try:
+                return self.backend.decode(rows)
+            except BackendError:
+                self.backend.seq_rm(path.seq_id, 0, END)
+                path.tokens, path.rankings, path.agreed = [], {}, 0
         return self.backend.decode(rows)
 
     def _side(self, k: int) -> int:

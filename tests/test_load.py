@@ -1,0 +1,62 @@
+"""Several clients on emulated clusters: virtual time is exact, so speeds can be compared here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeinfer.controller import Controller, gaps, groups
+from pipeinfer.emulation.load import simulate_load
+from pipeinfer.emulation.profiles import load_profiles
+from pipeinfer.emulation.scenarios import Experiment, build
+from pipeinfer.emulation.virtual import prompt_of
+from pipeinfer.policy import Policy
+
+TOKENS = 64
+
+
+def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", nodes=8):
+    built = build(load_profiles(), Experiment(cluster, pair, nodes=nodes, tokens=TOKENS,
+                                              prompt=32, limits=(("chunk", 16),)))
+    limits = replace(built.scenario.limits, parallel=16, alone=speculation == "on",
+                     share=groups(built.curve, 16))
+    if speculation == "off":
+        limits = replace(limits, policy=Policy.ITERATIVE)
+    scenario = replace(built.scenario, limits=limits)
+    result = simulate_load(scenario, clients, 2, Controller(limits, built.pinned, built.curve))
+    assert len(result.outputs) == 2 * clients
+    for request_id, tokens in result.outputs.items():
+        assert tokens == scenario.pair.plain(prompt_of(scenario, request_id), TOKENS)
+    return result
+
+
+@pytest.mark.parametrize("pair", ["dolphin-tinyllama", "goliath-xwin7b"])
+def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(pair):
+    speeds = {}
+    for clients in (1, 2, 4, 8, 16):
+        auto, on, off = (load(clients, s, pair=pair).tokens_per_second
+                         for s in ("auto", "on", "off"))
+        assert auto > 0.95 * max(on, off), (clients, auto, on, off)
+        speeds[clients] = auto
+    assert speeds[1] < speeds[2] < speeds[4] < speeds[16]
+    assert speeds[8] > 0.95 * speeds[4]
+
+
+def test_rows_that_cost_nothing_are_shared_and_dear_ones_are_not():
+    assert groups(((2, 1.0), (4, 1.1), (8, 1.2)), 8) == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert groups(((2, 2.0), (16, 16.0)), 4) == (1, 1, 1, 1)
+    assert groups(((2, 3.4), (4, 3.6), (16, 8.0)), 5) == (1, 1, 1, 4, 5)
+    assert groups((), 1) == (1,)
+
+
+def test_queueing_is_not_taken_for_time_on_the_way():
+    """Else more runs would be sent, which queue longer, and so on."""
+    controller = Controller(replace(build(load_profiles(), Experiment("c", "dolphin-tinyllama",
+                            nodes=8)).scenario.limits, policy=Policy.ITERATIVE, parallel=16))
+    for k in range(40):
+        spans = np.array([[1.5 + k, 0.04], [1.6 + k, 0.04]])
+        controller.run_returned(1, 0.04, 0.08, 0.75, gaps(1.0 + k, 1.7 + k, spans))
+    assert controller.timing is not None
+    assert controller.timing.transit < 0.25  # half a second of it was a queue
