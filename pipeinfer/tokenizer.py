@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -167,6 +168,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = time.strftime
         try:
@@ -245,6 +247,11 @@ def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
             f"{draft.path}: its vocabulary differs from the target's ({shown}); "
             "use a draft model of the target's family"
         )
+
+
+def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
+    """What templates mean by tojson: in the order given, with nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **more)
 
 
 def _or_none(token: int) -> int | None:

@@ -75,8 +75,9 @@ async def _serve(link: socket.socket, listener: socket.socket, settings: Setting
     hub = Hub(settings, metrics)
     server = _Uvicorn(uvicorn.Config(
         Server(hub).asgi, http=Connection, ws="none", lifespan="off", log_level="warning",
-        access_log=False, timeout_keep_alive=_KEEP_ALIVE, server_header=False,
-        timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
+        access_log=False,
+        timeout_keep_alive=max(1, int(min(_KEEP_ALIVE, settings.client_timeout))),
+        server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
     ))
     following = asyncio.create_task(hub.run(link))
     loading = asyncio.create_task(_load(hub))

@@ -292,7 +292,10 @@ async def _send_file(file: Path, _: Request) -> Response:
 
 def explain(error: RequestValidationError) -> ApiError:
     """A validation error as one message that names the first field that is wrong."""
-    first = error.errors()[0]
+    found = error.errors()
+    # Of a union every alternative complains; the one of the right type knows more.
+    first = max((e for e in found if e["loc"][:2] == found[0]["loc"][:2]),
+                key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     path = [part for part in first["loc"] if part not in ("body", "path", "query")]
     if first["type"] == "json_invalid":
         return bad(f"the request is no JSON: {first['ctx']['error']}")
@@ -309,7 +312,8 @@ def explain(error: RequestValidationError) -> ApiError:
 def _is_branch(part: Any) -> bool:
     """Whether a part of a location names an alternative of a union and no field."""
     return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+        or part.startswith("constrained-"))
 
 
 def _readable(piece: bytes) -> str | list[int]:
