@@ -41,7 +41,8 @@ class RunWatch:
     def take(self) -> list[dict[str, Any]]:
         """The reports since the last time, in order; fates as soon as they are known."""
         for run_id, run in list(self._open.items()):
-            if not run.in_flight and all(n.accepted or not n.alive for n in run.nodes):
+            if not run.in_flight and (
+                    run.chunk or all(n.accepted or not n.alive for n in run.nodes)):
                 del self._open[run_id]
                 self._items.append({"id": run_id, "fate": fate(run)})
         items, self._items = self._items[-_MOST_ITEMS:], []
