@@ -249,9 +249,9 @@ def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
-def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
+def _to_json(value: Any, **how: Any) -> str:
     """What templates mean by tojson: in the order given, with nothing escaped for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **more)
+    return json.dumps(value, **{"ensure_ascii": False, **how})
 
 
 def _or_none(token: int) -> int | None:

@@ -303,6 +303,14 @@ def test_an_engine_that_refuses_a_request_is_that_requests_error(server):
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
+def test_a_token_that_can_not_be_shown_is_that_requests_error(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[10**8])
+    assert error(server.post("/v1/completions", {"prompt": "x"}), 500)
+    assert server.peer.wait_for("abort")["reason"] == "error"
+    server.peer.reset()
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
 # --- limits -----------------------------------------------------------------------------------
 
 
@@ -439,7 +447,7 @@ def test_until_the_model_is_there_requests_are_told_to_come_back():
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
-@pytest.mark.parametrize("how", ["failed", "eof"])
+@pytest.mark.parametrize("how", ["failed", "eof", "nonsense"])
 def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
@@ -447,9 +455,12 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
         server.peer.wait_for("submit")
         if how == "failed":
             server.child.link.send({"op": "failed", "message": "rank 2 on b failed: oh"})
+        elif how == "nonsense":
+            server.child.link.send({"op": "news", "items": 5})
         else:
             server.child.link.close()
-        reason = "rank 2 on b failed: oh" if how == "failed" else "rank 0 has died"
+        reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
+                  "nonsense": "rank 0 is not understood: 'int' object is not iterable"}[how]
         chunks, last = events(stream)
         assert reason in chunks[-1]["error"]["message"]
         assert last != [b"data: [DONE]"]

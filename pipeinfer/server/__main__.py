@@ -30,6 +30,7 @@ _START_SECONDS = 30.0
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
 _KEEP_ALIVE = 30
+_MOST_CONNECTIONS = 4096
 
 
 class _Uvicorn(uvicorn.Server):
@@ -78,6 +79,7 @@ async def _serve(link: socket.socket, listener: socket.socket, settings: Setting
         access_log=False,
         timeout_keep_alive=max(1, int(min(_KEEP_ALIVE, settings.client_timeout))),
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
+        limit_concurrency=_MOST_CONNECTIONS,
     ))
     following = asyncio.create_task(hub.run(link))
     loading = asyncio.create_task(_load(hub))

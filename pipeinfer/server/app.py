@@ -105,6 +105,7 @@ class Server:
     def _ready(self, body: openai.Sampling) -> Tokenizer:
         tokenizer = self.hub.check_ready()
         self._check_model(body.model)
+        self.hub.check_room(1)  # before any work on the prompt
         return tokenizer
 
     def _check_model(self, name: str | None) -> None:
@@ -131,9 +132,13 @@ class Server:
                                     add_bos=None if body.add_special else False)
         if not body.with_pieces:
             return JSONResponse({"tokens": tokens})
-        return JSONResponse({"tokens": [
-            {"id": token, "piece": _readable(tokenizer.piece(token, special=True))}
-            for token in tokens]})
+
+        def pieces() -> Response:
+            return JSONResponse({"tokens": [
+                {"id": token, "piece": _readable(tokenizer.piece(token, special=True))}
+                for token in tokens]})
+
+        return await asyncio.to_thread(pieces)
 
     async def detokenize(self, body: openai.DetokenizeRequest) -> Response:
         """The text of tokens."""
@@ -205,6 +210,7 @@ class Server:
 
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
+        self.hub.check_watchers()
         return EventStream(pipeline(self.hub), self.settings.client_timeout)
 
     # --- assembly -----------------------------------------------------------------------------
@@ -235,7 +241,7 @@ class Server:
         get("/props", self.props, replies.Props, {503: _ERRORS[503]})
         get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
-        get("/pipeline", self.watch, None, sse, response_class=Response)
+        get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
 
     def _add_files(self) -> list[str]:
         """A route per file of the page; anything else under / does not exist."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from pipeinfer.server.settings import Settings
 from pipeinfer.tokenizer import Tokenizer
 
 _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
+_MOST_WATCHERS = 64
+_log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
     "shutdown": Failure("shutdown", "the server is shutting down and the time that running "
                                     "requests get is over"),
@@ -105,8 +108,14 @@ class Hub:
 
     # --- watchers -----------------------------------------------------------------------------
 
+    def check_watchers(self) -> None:
+        """Raises ApiError (429) when enough clients look on."""
+        if len(self._watchers) >= _MOST_WATCHERS:
+            raise ApiError(429, f"{_MOST_WATCHERS} clients watch the pipeline already",
+                           code="too_many_watchers")
+
     @contextlib.contextmanager
-    def watch(self) -> Any:
+    def watch(self) -> Iterator[Watcher]:
         """A Watcher that gets the engine's status and runs while the block lasts."""
         watcher = Watcher()
         self._watchers.add(watcher)
@@ -132,7 +141,8 @@ class Hub:
                 self.handle(decode_body(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, OSError):
             self.fail("rank 0 has died")
-        except ProtocolError as error:
+        except Exception as error:  # whatever it is, clients must not wait for nothing
+            _log.exception("a frame of rank 0 can not be handled")
             self.fail(f"rank 0 is not understood: {error}")
         self.left.set()
 
@@ -171,10 +181,7 @@ class Hub:
             return
         match item:
             case ["t", _, token, speculated, logprob, top]:
-                before = generation.counts.last
-                if generation.push(token, speculated, logprob, [tuple(pair) for pair in top]):
-                    self._send({"op": "abort", "id": generation.request_id, "reason": "stop"})
-                self.metrics.token(generation, before)
+                self._token(generation, token, speculated, logprob, top)
             case ["end", request_id, reason, stats]:
                 del self.open[request_id]
                 if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
@@ -188,6 +195,18 @@ class Hub:
                 self.metrics.ended(generation, "error")
             case _:
                 raise ProtocolError(f"unknown news {item[0]!r}")
+
+    def _token(self, generation: Generation, token: int, speculated: bool,
+               logprob: float | None, top: list[list[Any]]) -> None:
+        before = generation.counts.last
+        try:
+            if generation.push(token, speculated, logprob, [(int(t), p) for t, p in top]):
+                self._send({"op": "abort", "id": generation.request_id, "reason": "stop"})
+        except Exception as error:  # one request's trouble is not the others'
+            _log.exception("token %r can not be handled", token)
+            self._send({"op": "abort", "id": generation.request_id, "reason": "error"})
+            generation.fail(Failure("internal", f"a token can not be handled: {error}"))
+        self.metrics.token(generation, before)
 
     def fail(self, reason: str) -> None:
         """The engine is lost: every open choice ends with an error."""

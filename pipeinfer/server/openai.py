@@ -54,6 +54,7 @@ REFUSED = {
 }
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
+MAX_BIASES = 1024  #: each costs time at every token
 _INT32 = 2**31 - 1
 
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -123,8 +124,12 @@ class Sampling(Strict):
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=2**24)
-    logit_bias: dict[str, Bias] | list[
-        Annotated[list[int | float], Field(min_length=2, max_length=2)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
+        | Annotated[list[Annotated[list[int | float], Field(min_length=2, max_length=2)]],
+                    Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None

@@ -28,6 +28,7 @@ from pipeinfer.server.engine import Engine
 
 PARALLEL = 16  #: requests decoded at the same time unless --parallel says otherwise
 _CHILD_SECONDS = 10.0
+_LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("serve")
@@ -51,6 +52,9 @@ def serve_command(resolved: Resolved) -> None:
 def serve(config: Config) -> None:
     """Rank 0's part. Raises whatever ends the job; the HTTP process has been told by then."""
     signals = _Signals()
+    if config.trace:
+        raise UsageError("--trace keeps every run in memory, which a server can not: use it with "
+                         "generate or bench")
     settings = child_settings(config)
     listener = process.listen(config.host, config.port, config.client_timeout)
     child = process.start(settings, listener)
@@ -69,6 +73,9 @@ def serve(config: Config) -> None:
         signals.engine = engine
         click.echo(f"pipeinfer: {settings['name']} on {child.url} with {session.n_stages} "
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
+        if not settings["api_keys"] and config.host not in _LOCAL:
+            click.echo("pipeinfer: note: whoever reaches this address can use the server; "
+                       "--api-key-file asks for keys", err=True)
         with _telling(child):  # at once: ending the session takes longer than a launcher waits
             engine.run()
     child.end(_CHILD_SECONDS)
@@ -153,6 +160,8 @@ def api_keys(config: Config) -> list[str]:
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} has no key in it")
         keys += found
+    if not all(key.strip() for key in keys):
+        raise UsageError("an API key is empty: leave out --api-key to serve without keys")
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise UsageError("an API key holds characters that no HTTP header can carry: use letters, "
                          "digits and signs of ASCII")

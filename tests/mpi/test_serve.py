@@ -1,0 +1,357 @@
+"""`pipeinfer serve` over real ranks with the official client: answers, leaving, failing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+
+import openai
+import psutil
+import pytest
+import requests
+
+from benchmarks import overload
+from pipeinfer.core import SamplingParams
+from pipeinfer.sampling import noise_key
+from pipeinfer.tokenizer import Tokenizer
+from tests.mpi import launch
+from tests.mpi.served import PIPEINFER, serve
+from tests.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
+PROMPT = "def fibonacci(n):\n"
+SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
+ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
+           "extra_body": {"ignore_eos": True}}
+KEY = "a-key-for-tests"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(4, "-c", "4096", "--parallel", "4", "--queue", "2", "--alias", "code",
+               PIPEINFER_API_KEY=KEY) as served:
+        served.wait_until_ready()
+        yield served
+        served.process.send_signal(signal.SIGUSR1)
+        assert served.end() == 0, "".join(served.log)
+        assert KEY not in "".join(served.log)
+
+
+def connect(server, key=KEY, **options):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=60,
+                         max_retries=0, **options)
+
+
+@pytest.fixture
+def client(server):
+    with connect(server) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain():
+    loop, tokenizer = PlainLoop(TARGET), Tokenizer(TARGET)
+
+    def text(prompt, count, params):
+        return tokenizer.decode(loop.generate(tokenizer.encode(prompt), count, params))
+
+    yield text
+    loop.close()
+    tokenizer.close()
+
+
+def busy(server):
+    _, slots = server.get("/slots", Authorization=f"Bearer {KEY}")
+    return [slot for slot in slots if slot["is_processing"]]
+
+
+def test_greedy_and_seeded_text_is_that_of_plain_decoding(client, plain):
+    greedy = client.completions.create(model="code", prompt=PROMPT, max_tokens=40, temperature=0,
+                                       extra_body={"ignore_eos": True})
+    assert greedy.choices[0].text == plain(PROMPT, 40, SamplingParams())
+    assert greedy.choices[0].finish_reason == "length"
+    params = SamplingParams(temperature=0.8, top_k=30, key=noise_key(7))
+    seeded = [client.completions.create(
+        model="code", prompt=PROMPT, max_tokens=30, seed=7, temperature=0.8, top_p=1,
+        extra_body={"top_k": 30, "min_p": 0, "ignore_eos": True}).choices[0].text
+        for _ in range(2)]
+    assert seeded == [plain(PROMPT, 30, params)] * 2
+
+
+def test_a_stream_is_the_answer_in_pieces(client):
+    ask = {"model": "code", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 30,
+           "temperature": 0}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert len(chunks) > 4
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 30
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-2].choices[0].finish_reason == "length"
+    timings = chunks[-2].model_extra["timings"]
+    assert timings["predicted_n"] == 30
+    assert timings["drafted_n"] >= timings["accepted_n"] > 0
+    assert whole.model_extra["timings"]["predicted_per_second"] > 0
+
+
+def test_several_prompts_as_text_and_tokens_and_n(client):
+    two = client.completions.create(model="code", prompt=[PROMPT, "import "], max_tokens=8,
+                                    temperature=0)
+    assert [c.index for c in two.choices] == [0, 1]
+    alone = client.completions.create(model="code", prompt="import ", max_tokens=8, temperature=0)
+    assert two.choices[1].text == alone.choices[0].text
+    tokenizer = Tokenizer(TARGET)
+    tokens = client.completions.create(model="code", prompt=tokenizer.encode("import "),
+                                       max_tokens=8, temperature=0)
+    tokenizer.close()
+    assert tokens.choices[0].text == alone.choices[0].text
+    ask = {"model": "code", "messages": [{"role": "user", "content": "x"}], "max_tokens": 12,
+           "seed": 3, "temperature": 1.2}
+    many = client.chat.completions.create(**ask, n=2)
+    assert len({c.message.content for c in many.choices}) == 2
+    first = client.chat.completions.create(**ask)
+    assert first.choices[0].message.content == many.choices[0].message.content
+
+
+def test_a_stop_string_is_not_part_of_the_text(client, plain):
+    whole = plain(PROMPT, 40, SamplingParams())
+    stop = whole[20:24]
+    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=40, temperature=0,
+                                    stop=["never there", stop])
+    assert got.choices[0].text == whole[: whole.index(stop)]
+    assert got.choices[0].finish_reason == "stop"
+
+
+def test_logprobs(client):
+    got = client.chat.completions.create(
+        model="code", messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
+        logprobs=True, top_logprobs=3)
+    content = got.choices[0].logprobs.content
+    assert "".join(c.token for c in content) == got.choices[0].message.content
+    for entry in content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
+    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=6, temperature=0,
+                                    logprobs=2)
+    found = got.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 6
+    assert "".join(found.tokens) == got.choices[0].text
+
+
+def test_a_json_schema_is_kept_greedy_and_seeded(client):
+    schema = {"type": "object", "properties": {
+        "name": {"enum": ["Ada", "Bob"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    }, "required": ["name", "age"], "additionalProperties": False}
+    for more in ({"temperature": 0}, {"seed": 5, "temperature": 1.0}):
+        got = client.chat.completions.create(
+            model="code", messages=[{"role": "user", "content": "who?"}], max_tokens=60, **more,
+            response_format={"type": "json_schema", "json_schema": {
+                "name": "person", "strict": True, "schema": schema}})
+        found = json.loads(got.choices[0].message.content)
+        assert found["name"] in ("Ada", "Bob")
+        assert 1 <= found["age"] <= 99
+        assert got.choices[0].finish_reason == "stop"
+
+
+def test_a_grammar_is_kept(client):
+    got = client.completions.create(
+        model="code", prompt=PROMPT, max_tokens=20, temperature=0,
+        extra_body={"grammar": 'root ::= "yes" | "no"'})
+    assert got.choices[0].text in ("yes", "no")
+
+
+def test_errors_are_those_of_the_client(server, client):
+    with connect(server, key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    assert [m.id for m in client.models.list()] == ["code"]
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="code", prompt="x", suffix="y")
+    assert caught.value.param == "suffix"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="code", prompt="word " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_full_queue_is_a_rate_limit_and_leaving_makes_room(server, client):
+    streams = [client.completions.create(model="code", **ENDLESS) for _ in range(6)]
+    for stream in streams[:4]:
+        next(iter(stream))  # runs
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="code", prompt="x")
+    assert int(caught.value.response.headers["retry-after"]) > 0
+    server.until(lambda: len(busy(server)) == 4, "four busy lanes")
+    for stream in streams:
+        stream.close()
+    server.until(lambda: not busy(server), "empty lanes")
+    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=3)
+    assert got.choices[0].text
+
+
+def test_requests_side_by_side_have_their_own_tokens(client, plain):
+    prompts = [PROMPT, "class Stack:\n", "import os\n", "for i in range("]
+    wanted = [plain(p, 24, SamplingParams()) for p in prompts]
+    found = [""] * len(prompts)
+
+    def ask(i):
+        for chunk in client.completions.create(
+                model="code", prompt=prompts[i], max_tokens=24, temperature=0, stream=True,
+                extra_body={"ignore_eos": True}):
+            found[i] += chunk.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == wanted
+
+
+def test_the_pipeline_can_be_watched(server, client):
+    seen = set()
+    with requests.get(f"{server.url}/pipeline", stream=True, timeout=30,
+                      headers={"Authorization": f"Bearer {KEY}"}) as watching:
+        stream = client.completions.create(model="code", **ENDLESS)
+        for line in watching.iter_lines():
+            if line.startswith(b"data: "):
+                seen.add(json.loads(line[6:])["op"])
+                if {"facts", "status", "runs"} <= seen:
+                    break
+        stream.close()
+    server.until(lambda: not busy(server), "empty lanes")
+
+
+def test_200_clients_at_once_are_served_or_sent_away_and_leave_no_trace():
+    clients, deaf, room = 200, 3, 4 + 12
+    with serve(4, "-c", "512", "--parallel", "4", "--queue", "12") as server:
+        server.wait_until_ready()
+        found = overload.run(server, clients, deaf, rounds=2, count=6)
+    assert found["errors"] == []
+    assert set(found["statuses"]) == {200, 429}
+    assert sum(found["statuses"].values()) == 2 * clients
+    assert found["statuses"][200] >= 2 * (room - deaf)
+    assert found["without_retry_after"] == found["wrong_texts"] == 0
+    assert max(found["growth_mib"].values()) < 30
+    assert found["idle_afterwards"]
+    assert found["good_afterwards"]
+
+
+def test_draining_lets_the_running_request_end_and_exits_0():
+    script = str(launch.ROOT / "launch" / "run")
+    with serve(3, "-c", "512", command=(script, "3")) as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            stream = iter(client.completions.create(
+                model="embedded", prompt=PROMPT, max_tokens=200, stream=True, temperature=0,
+                extra_body={"ignore_eos": True}))
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="embedded", prompt="x")
+            assert caught.value.status_code == 503
+            chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert chunks[-1].model_extra["timings"]["predicted_n"] == 200
+        assert server.end() == 0, "".join(server.log)
+
+
+def test_what_does_not_end_in_time_hears_why():
+    with serve(1, "-c", "4096", "--drain-seconds", "0.2") as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            stream = iter(client.completions.create(model="embedded", **ENDLESS))
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+        assert server.end() == 0, "".join(server.log)
+
+
+def test_a_second_signal_leaves_at_once():
+    with serve(1, "-c", "4096", "--drain-seconds", "1000") as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            stream = iter(client.completions.create(model="embedded", **ENDLESS))
+            next(stream)
+            server.process.send_signal(signal.SIGINT)
+            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="was ended"):
+                list(stream)
+        assert server.end() == 130
+
+
+def ranks(server):
+    """Rank to process."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return {p.environ()["OMPI_COMM_WORLD_RANK"]: p for p in found
+            if "serve" in p.cmdline() and "OMPI_COMM_WORLD_RANK" in p.environ()}
+
+
+def test_a_killed_stage_ends_the_streams_with_an_error_and_the_job():
+    with serve(4, "-c", "4096") as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            stream = iter(client.completions.create(model="embedded", **ENDLESS))
+            next(stream)
+            ranks(server)["2"].kill()
+            with pytest.raises(openai.APIError, match="cluster has failed"):
+                list(stream)
+            status, body = server.health()
+            assert (status, body["status"]) == (503, "failed")
+            with pytest.raises(openai.InternalServerError):
+                client.completions.create(model="embedded", prompt="x")
+        assert server.end(timeout=10) != 0
+
+
+def test_a_stage_that_fails_is_named_in_the_error():
+    program = str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")
+    mpirun = [launch.mpirun_path(), "-np", "3", sys.executable, program, "2", "raise"]
+    with serve(3, "-c", "4096", command=mpirun) as server:
+        server.wait_until_ready()
+        with connect(server) as client, pytest.raises(openai.APIError) as caught:
+            list(client.completions.create(model="embedded", **ENDLESS))
+        assert "rank 2" in str(caught.value)
+        assert "injected fault" in str(caught.value)
+        assert "rank 2" in server.health()[1]["reason"]
+        assert server.end(timeout=15) == 6
+    assert "injected fault" in "".join(server.log)
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["--host", "no.such.host.invalid"], 2, "--host"),
+    (["--api-key-file", "/nowhere"], 2, "/nowhere"),
+    (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
+    (["--api-key", "\u00e9"], 2, "ASCII"),
+    (["--api-key", " "], 2, "empty"),
+    (["--trace", "/tmp/t.json"], 2, "--trace"),
+    (["-l", "x"], 2, "--logit-bias"),
+])
+def test_what_can_not_be_served_is_said_at_once(args, code, says):
+    with serve(1, *args) as server:
+        assert server.end() == code
+        assert says in "".join(server.log)
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_a_port_that_is_taken_is_named(server):
+    port = server.url.rsplit(":", 1)[1]
+    with serve(1, "--port", port) as second:
+        assert second.end() == 2
+        assert f"port {port} of 127.0.0.1 is in use" in "".join(second.log)
+
+
+def test_keys_are_hidden_from_show_config():
+    done = launch.run(1, [*PIPEINFER, "serve", "--show-config", "--api-key", "secret-key"])
+    assert done.returncode == 0
+    assert "secret-key" not in done.stdout + done.stderr
+    assert "(hidden)" in done.stdout
