@@ -93,12 +93,18 @@ def from_description(url: str, cases: int, seed: int, tally: Tally) -> None:
 
 
 def _exhaust(operation: Any, mode: GenerationMode, count: int, seed: int, tally: Tally) -> None:
+    streams, number = operation.path.startswith("/v1/c"), 0
+
     @hypothesis_seed(seed)
     @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def one(case: Any) -> None:
+        nonlocal number
         case.body = shorten(case.body)
+        number += 1
+        if mode is GenerationMode.POSITIVE and streams and number % 2:
+            case.body["stream"] = True
         start = time.monotonic()
         try:
             response = case.call(timeout=SECONDS)

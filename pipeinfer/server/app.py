@@ -46,10 +46,12 @@ _ERRORS: _Responses = {
 }
 _ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 408, 413, 500, 503)}
 _READ: _Responses = {401: _ERRORS[401], 500: _ERRORS[500]}
+_EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
+                          "properties": {"data": {"type": "string"}}}}
 _STREAM: _Responses = {200: {
     "description": "The answer, or with stream: true its chunks as server-sent events that end "
                    "with [DONE].",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    "content": {"text/event-stream": _EVENTS}}}
 
 
 class Server:
@@ -236,8 +238,7 @@ class Server:
             {404: _ERRORS[404], 400: _ERRORS[400]})
         get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-        sse: _Responses = {200: {"content": {"text/event-stream": {
-            "schema": {"type": "string"}}}}}
+        sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
         get("/props", self.props, replies.Props, {503: _ERRORS[503]})
         get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)

@@ -215,6 +215,36 @@ def test_requests_side_by_side_have_their_own_tokens(client, plain):
     assert found == wanted
 
 
+def test_a_prompt_that_was_there_before_is_not_computed_again(client):
+    ask = {"model": "code", "prompt": "x = [1, 2, 3]\n" * 40, "max_tokens": 5, "temperature": 0}
+    first = client.completions.create(**ask)
+    again = client.completions.create(**ask)
+    assert again.choices[0].text == first.choices[0].text
+    reused = again.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens // 2 < reused < first.usage.prompt_tokens
+    assert again.model_extra["timings"]["prompt_n"] == first.usage.prompt_tokens - reused
+
+
+def test_metrics_count_what_was_done(server, client):
+    def figure(name):
+        text = requests.get(f"{server.url}/metrics", timeout=30,
+                            headers={"Authorization": f"Bearer {KEY}"}).text
+        return next(float(line.split()[-1]) for line in text.splitlines()
+                    if line.startswith(f"pipeinfer_{name} "))
+
+    names = ("generated_tokens_total", "drafted_tokens_total", "prompt_tokens_total",
+             "time_to_first_token_seconds_count", "inter_token_seconds_count")
+    before = [figure(name) for name in names]
+    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=9, temperature=0,
+                                    extra_body={"ignore_eos": True})
+    after = [figure(name) for name in names]
+    generated, drafted, prompt, first, between = (b - a for a, b in zip(before, after, strict=True))
+    assert (generated, first, between) == (9, 1, 8)
+    assert prompt == got.usage.prompt_tokens
+    assert drafted == got.model_extra["timings"]["drafted_n"]
+    assert figure("cells") > figure("cells_used") >= 0
+
+
 def test_the_pipeline_can_be_watched(server, client):
     seen = set()
     with requests.get(f"{server.url}/pipeline", stream=True, timeout=30,
@@ -311,6 +341,16 @@ def test_a_killed_stage_ends_the_streams_with_an_error_and_the_job():
             with pytest.raises(openai.InternalServerError):
                 client.completions.create(model="embedded", prompt="x")
         assert server.end(timeout=10) != 0
+
+
+def test_without_its_http_process_the_job_ends():
+    with serve(1, "-c", "512") as server:
+        server.wait_until_ready()
+        (child,) = (p for p in psutil.Process(server.process.pid).children()
+                    if "pipeinfer.server" in p.cmdline())
+        child.kill()
+        assert server.end(timeout=20) == 6
+        assert "HTTP process has died" in "".join(server.log)
 
 
 def test_a_stage_that_fails_is_named_in_the_error():
