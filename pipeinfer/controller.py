@@ -29,7 +29,6 @@ _SAMPLES = 8  #: runs before the time on the way is believed: the first queue be
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
-_SHARE = 0.98  #: cost per row of a larger group, relative to a smaller one's, that is worth it
 _NEVER = 1.1  #: a cutoff at which the draft is not even asked
 
 
@@ -150,17 +149,17 @@ def _batch(acceptance: float, size: int, alternatives: int, second: float
     )
 
 
-def groups(curve: Curve, width: int) -> tuple[int, ...]:
-    """How many of 1, 2, ... `width` waiting rows are best computed in one run.
+def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
+    """Into how large groups 1, 2, ... `lanes` lanes are best put, a run for each group.
 
-    Index: number of rows - 1. A larger group only where it is clearly cheaper per row.
+    All lanes get a token per cycle: the latency of a run, or the time the slowest stage takes for
+    all of them, whichever is longer. width: most rows of a run. Index: lanes - 1.
     """
-    best, sizes = 1, []
-    for rows in range(1, width + 1):
-        if factor(curve, rows) / rows <= _SHARE * factor(curve, best) / best:
-            best = rows
-        sizes.append(best)
-    return tuple(sizes)
+    def cycle(count: int, size: int) -> float:
+        return max(timing.latency(size), -(-count // size) * timing.slot(size))
+
+    return tuple(min(range(1, min(count, width) + 1), key=lambda size: cycle(count, size))
+                 for count in range(1, lanes + 1))
 
 
 def in_flight(timing: Timing, size: int) -> int:
@@ -289,7 +288,7 @@ class Controller:
     def _change(self, wanted: dict[str, Any], timing: Timing) -> Limits | None:
         """The limits with these values, as far as the user left them free; None: they have."""
         if self.limits.parallel > 1:
-            wanted["share"] = groups(timing.curve, self.limits.exact_width)
+            wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
                    and getattr(self.limits, name) != value}
         if not changes:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from pipeinfer.config import Config
-from pipeinfer.controller import Controller, Curve, alternatives_for, cutoff, groups
+from pipeinfer.controller import (
+    Controller,
+    Curve,
+    Timing,
+    alternatives_for,
+    cutoff,
+    groups,
+)
 from pipeinfer.errors import UsageError
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
@@ -83,7 +90,7 @@ def limits_for(
         p_recovery=config.p_recovery, p_decay=config.p_decay,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
-        share=groups(curve, exact), **values,
+        share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, config.parallel), **values,
     )
     return limits, frozenset(pinned)
 

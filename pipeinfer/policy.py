@@ -44,8 +44,8 @@ class Limits:
     parallel: requests decoded at a time. cells: tokens of all requests and remembered prompts
     together (0: no bound but each one's context). kept: prompts remembered; 0 shares nothing.
     alone: guess in every lane as if it were the only one. guess_rows: most guesses in flight, 0
-    no bound. share: how many accepted tokens of different lanes go into one run when so many wait
-    (index: number - 1; beyond its end as many as may).
+    no bound. share: into how large groups so many lanes are best put, a run for each group
+    (index: lanes - 1; empty: into as many as `credit` suggests).
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
     (one pass over the weights instead of two; pays where the draft is fast and stages are few).
     """
@@ -95,19 +95,17 @@ class Limits:
         return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
 
     @property
-    def fill(self) -> int:
-        """Runs of accepted tokens that fill the pipeline: more lanes than that share runs."""
-        return max(1, self.credit - 1)
-
-    @property
     def n_ids(self) -> int:
         """Sequence ids in all."""
         return self.parallel + self.kept + self.partitions
 
-    def group(self, waiting: int) -> int:
-        """How many of so many waiting tokens travel in one run."""
-        most = min(waiting, self.exact_width)
-        return min(most, self.share[most - 1]) if most <= len(self.share) else most
+    def group(self, lanes: int) -> int:
+        """How many of so many lanes share a run, so that the runs fill the pipeline."""
+        if self.share:
+            size = self.share[min(lanes, len(self.share)) - 1]
+        else:
+            size = -(-lanes // max(1, self.credit - 1))
+        return min(size, self.exact_width)
 
     @property
     def max_branches(self) -> int:

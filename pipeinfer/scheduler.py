@@ -369,18 +369,24 @@ class Scheduler:
 
     # --- what to issue next -------------------------------------------------------------------
 
-    def _issue_tips(self) -> None:
-        """Accepted tokens: at once while the pipeline is not full of such; else they wait, and
-        share the runs that find room.
+    @property
+    def _decoding(self) -> int:
+        """Lanes beyond their prompt, at least one."""
+        return max(1, sum(lane.root_issued for lane in self.lanes.values()))
 
-        Lanes are spread over as many runs as fill the pipeline: all in one would leave its other
+    def _issue_tips(self) -> None:
+        """Accepted tokens: at once where every lane has a run of its own; else a group shares
+        one, and who finds all groups under way waits for the next that is back.
+
+        Lanes are spread over the runs that fill the pipeline: all in one would leave its other
         stages idle.
         """
-        fill = self.limits.fill
-        most = -(-len(self.lanes) // fill)
-        while self._tips and self._plain < fill:
-            count = self.limits.group(min(len(self._tips), most))
-            tips = [self._tips.popleft() for _ in range(count)]
+        if not self._tips:
+            return
+        lanes = self._decoding
+        size = self.limits.group(lanes)
+        while self._tips and self._plain < -(-lanes // size):
+            tips = [self._tips.popleft() for _ in range(min(size, len(self._tips)))]
             for lane, _ in tips:
                 lane.unsent = False
             self._send(tips, NO_RUN, speculative=False)
@@ -420,10 +426,13 @@ class Scheduler:
             lane.reserve.add_leaf(root)
 
     def _room_to_guess(self) -> bool:
-        """Whether requests' own tokens leave room for guesses."""
-        lanes = len(self.lanes)
-        return self.limits.alone or lanes <= 1 or \
-            max(lanes, self._plain + self._chunks + len(self._tips)) <= self.limits.credit
+        """Whether requests' own tokens leave stages idle."""
+        if self.limits.alone or len(self.lanes) <= 1:
+            return True
+        lanes = self._decoding
+        runs = max(-(-lanes // self.limits.group(lanes)), self._plain + len(self._tips))
+        credit = self.limits.credit
+        return runs < credit - 1 and runs + self._chunks < credit
 
     def _may_guess(self, lane: Lane) -> bool:
         """Whether the policy speculates at all in this lane now."""

@@ -39,7 +39,7 @@ LIMITS = st.builds(
     kept=st.sampled_from([0, 1, 3]),
     alone=st.booleans(),
     guess_rows=st.sampled_from([0, 6]),
-    share=st.sampled_from([(), (1,), (1, 1), (1, 2, 2)]),
+    share=st.sampled_from([(), (1,), (1, 1, 2), (1, 2, 2, 4)]),
 )
 
 BASES = tuple(tuple(random.Random(k).choices(range(N_VOCAB), k=45)) for k in range(2))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.controller import Controller, gaps, groups
+from pipeinfer.controller import Controller, Timing, gaps, groups
 from pipeinfer.emulation.load import simulate_load
 from pipeinfer.emulation.profiles import load_profiles
 from pipeinfer.emulation.scenarios import Experiment, build
@@ -20,8 +20,9 @@ TOKENS = 64
 def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", nodes=8):
     built = build(load_profiles(), Experiment(cluster, pair, nodes=nodes, tokens=TOKENS,
                                               prompt=32, limits=(("chunk", 16),)))
+    timing = Timing(1.0, len(built.scenario.stages), built.curve, 0.0, 0.0)
     limits = replace(built.scenario.limits, parallel=16, alone=speculation == "on",
-                     share=groups(built.curve, 16))
+                     share=groups(timing, 16, 16))
     if speculation == "off":
         limits = replace(limits, policy=Policy.ITERATIVE)
     scenario = replace(built.scenario, limits=limits)
@@ -44,11 +45,21 @@ def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(p
     assert speeds[8] > 0.95 * speeds[4]
 
 
-def test_rows_that_cost_nothing_are_shared_and_dear_ones_are_not():
-    assert groups(((2, 1.0), (4, 1.1), (8, 1.2)), 8) == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert groups(((2, 2.0), (16, 16.0)), 4) == (1, 1, 1, 1)
-    assert groups(((2, 3.4), (4, 3.6), (16, 8.0)), 5) == (1, 1, 1, 4, 5)
-    assert groups((), 1) == (1,)
+def test_lanes_share_runs_as_far_as_that_fills_the_pipeline():
+    free = ((2, 1.0), (16, 1.1))
+    linear = ((2, 2.0), (16, 16.0))
+    paper = ((2, 1.49), (4, 2.48), (8, 4.45), (16, 8.39))
+
+    def sizes(curve, stages, width=16):
+        return groups(Timing(1.0, stages, curve, 0.0, 0.0), width, 16)
+
+    assert sizes(free, 4)[:8] == (1, 1, 1, 1, 2, 2, 2, 2)
+    assert max(sizes(free, 4, width=3)) == 3
+    assert sizes(linear, 4) == (1,) * 16
+    assert sizes(paper, 7)[6:9] == (1, 1, 1)  # one run too many for the pipeline is no reason
+    assert sizes(paper, 7)[15] == 2
+    assert sizes(((2, 3.4), (4, 3.6), (16, 8.0)), 1)[:5] == (1, 1, 1, 4, 5)
+    assert groups(Timing(1.0, 1.0, (), 0.0, 0.0), 1, 3) == (1, 1, 1)
 
 
 def test_queueing_is_not_taken_for_time_on_the_way():

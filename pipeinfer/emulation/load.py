@@ -1,19 +1,28 @@
 """Several clients on a simulated pipeline: each sends its next request when the last one ended.
 
-The scheduler is the one that serves real clients, time is virtual. This module knows no HTTP and
-no arrival process but this closed loop.
+The scheduler is the one that serves real clients. Time is virtual, or that of the real runtime at
+the emulated pace (`emulate_load`, under mpirun). This module knows no HTTP and no arrival process
+but this closed loop.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeinfer.controller import Controller
 from pipeinfer.core import Request
 from pipeinfer.emulation.virtual import Scenario, Simulation, prompt_of
-from pipeinfer.events import LaneStats, Submit
+from pipeinfer.emulation.wall import make_head, on_ranks
+from pipeinfer.errors import PipeinferError
+from pipeinfer.events import Emit, Finish, LaneStats, Submit
+from pipeinfer.stage import CancelPath
+from pipeinfer.transport.base import Port
+
+_TIMEOUT = 600.0
 
 
 @dataclass(slots=True)
@@ -53,55 +62,110 @@ def simulate_load(scenario: Scenario, clients: int, rounds: int = 1,
     return _LoadSimulation(scenario, clients, rounds, controller).run_all()
 
 
+def emulate_load(scenario: Scenario, clients: int, rounds: int = 1, scale: float = 1.0,
+                 controller: Controller | None = None) -> LoadResult | None:
+    """The same with the real runtime, one rank per stage and one for the head; at rank 0.
+
+    Times are those of the emulated cluster (divided by the scale).
+    """
+    def drive(port: Port, path: CancelPath) -> LoadResult:
+        head, worker = make_head(scenario, port, scale, path, controller)
+        start = time.monotonic()
+        loop = _ClosedLoop(scenario, clients, rounds, head.submit,
+                           lambda: (time.monotonic() - start) / scale)
+        loop.begin()
+        while loop.open:
+            match head.next_news(_TIMEOUT):
+                case Emit(request_id, choice, _):
+                    loop.emitted(request_id, choice.token)
+                case Finish(request_id, _, stats):
+                    loop.ended(request_id, stats)
+                case news:
+                    raise PipeinferError(f"an emulated request ended with {news}")
+        result = loop.finish()
+        worker.close(timeout=5.0)
+        head.drain(_TIMEOUT)
+        head.shutdown(timeout=30.0)
+        return result
+
+    return on_ranks(scenario, scale, drive)
+
+
+class _ClosedLoop:
+    """The clients: whoever has an answer asks again. `now` gives seconds."""
+
+    def __init__(self, scenario: Scenario, clients: int, rounds: int,
+                 submit: Callable[[Request], None], now: Callable[[], float]) -> None:
+        self.open = 0
+        self._scenario, self._submit, self._now = scenario, submit, now
+        self._left = dict.fromkeys(range(clients), rounds)
+        self._ids = itertools.count()
+        self._client_of: dict[int, int] = {}
+        self._times: dict[int, list[float]] = {}
+        self._result = LoadResult(0.0)
+
+    def begin(self) -> None:
+        """Every client sends its first request."""
+        for client in self._left:
+            self._next_request(client)
+
+    def emitted(self, request_id: int, token: int) -> None:
+        """A token came out."""
+        self._times[request_id].append(self._now())
+        self._result.outputs[request_id].append(token)
+
+    def ended(self, request_id: int, stats: LaneStats) -> None:
+        """A request ended."""
+        self.open -= 1
+        self._result.stats[request_id] = stats
+        self._next_request(self._client_of[request_id])
+
+    def finish(self) -> LoadResult:
+        """The figures; everything has ended."""
+        result = self._result
+        result.seconds = self._now()
+        for times in self._times.values():
+            if len(times) > 1:
+                result.first.append(times[1] - times[0])
+            result.gaps += [b - a for a, b in itertools.pairwise(times[1:])]
+        return result
+
+    def _next_request(self, client: int) -> None:
+        if not self._left[client]:
+            return
+        self._left[client] -= 1
+        self.open += 1
+        request_id = next(self._ids)
+        self._client_of[request_id] = client
+        self._times[request_id] = [self._now()]
+        self._result.outputs[request_id] = []
+        self._submit(Request(request_id, prompt_of(self._scenario, request_id),
+                             self._scenario.tokens))
+
+
 class _LoadSimulation(Simulation):
     def __init__(self, scenario: Scenario, clients: int, rounds: int,
                  controller: Controller | None) -> None:
         super().__init__(scenario, controller)
-        self.left = {client: rounds for client in range(clients)}
-        self.open = 0
-        self.ids = itertools.count()
-        self.client_of: dict[int, int] = {}
-        self.emissions: dict[int, list[float]] = {}
-        self.started: dict[int, float] = {}
-        self.result = LoadResult(0.0)
+        self.loop = _ClosedLoop(
+            scenario, clients, rounds,
+            lambda request: self.at(self.now, lambda: self.feed(Submit(request))),
+            lambda: self.now)
 
     def run_all(self) -> LoadResult:
         """Until every client has had all its answers."""
-        for client in self.left:
-            self._next_request(client)
+        self.loop.begin()
         self.advance()
-        result = self.result
-        result.seconds = self.now
-        for request_id, times in self.emissions.items():
-            if times:
-                result.first.append(times[0] - self.started[request_id])
-            result.gaps += [b - a for a, b in itertools.pairwise(times)]
-        return result
+        return self.loop.finish()
 
     def over(self) -> bool:
         """See `Simulation.over`."""
-        return self.open == 0
+        return self.loop.open == 0
 
     def emitted(self, request_id: int, token: int) -> None:
         """See `Simulation.emitted`."""
-        self.emissions[request_id].append(self.now)
-        self.result.outputs[request_id].append(token)
+        self.loop.emitted(request_id, token)
 
     def ended(self, request_id: int, stats: LaneStats) -> None:
         """See `Simulation.ended`."""
-        self.open -= 1
-        self.result.stats[request_id] = stats
-        self._next_request(self.client_of[request_id])
-
-    def _next_request(self, client: int) -> None:
-        if not self.left[client]:
-            return
-        self.left[client] -= 1
-        self.open += 1
-        request_id = next(self.ids)
-        self.client_of[request_id] = client
-        self.emissions[request_id] = []
-        self.result.outputs[request_id] = []
-        self.started[request_id] = self.now
-        request = Request(request_id, prompt_of(self.spec, request_id), self.spec.tokens)
-        self.at(self.now, lambda: self.feed(Submit(request)))
+        self.loop.ended(request_id, stats)

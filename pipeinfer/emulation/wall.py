@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -33,6 +33,7 @@ from pipeinfer.transport.base import Envelope, Mailbox, Port
 from pipeinfer.tree import Proposal
 
 _TIMEOUT = 600.0
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -154,6 +155,16 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
     Returns the result at rank 0, None elsewhere. Raises UsageError when the number of ranks does
     not fit.
     """
+    return on_ranks(scenario, scale, lambda port, path: _head(scenario, port, scale, path,
+                                                              controller))
+
+
+def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath], T]
+             ) -> T | None:
+    """Be a stage of the scenario, or (rank 0) `drive` its head; what that returned.
+
+    Raises UsageError when the number of ranks does not fit.
+    """
     from pipeinfer.transport import mpi  # only ranks of a job load MPI
 
     comm = mpi.world()
@@ -170,7 +181,7 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
     if rank:
         _stage(scenario, port, rank, scale, path)
     else:
-        result = _head(scenario, port, scale, path, controller)
+        result = drive(port, path)
     inner.close(timeout=5.0)
     return result
 
@@ -193,17 +204,24 @@ def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: Cancel
           extra_report=lambda: {"processor": _processor_seconds() - before}).serve()
 
 
-def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
-          controller: Controller | None) -> WallResult:
-    limits = scenario.limits
+def make_head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
+              controller: Controller | None) -> tuple[Head, DraftWorker]:
+    """The head of a scenario with its draft at the emulated pace."""
+    paths = scenario.draft_paths + scenario.limits.parallel - 1
     draft = DraftModel(
         SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, draft=True,
                          n_ctx=scenario.prompt + scenario.tokens + 8,
-                         n_seq_max=scenario.draft_paths + max(limits.branches, 1)),
-        paths=scenario.draft_paths)
+                         n_seq_max=paths + max(scenario.limits.branches, 1)),
+        paths=paths)
     worker = DraftWorker(PacedDraft(draft, lambda rows: scale * scenario.draft(rows)), port.wake)
-    head = Head(port, len(scenario.stages), Scheduler(limits), worker, cancel_path=path,
+    head = Head(port, len(scenario.stages), Scheduler(scenario.limits), worker, cancel_path=path,
                 timeout=_TIMEOUT, controller=controller)
+    return head, worker
+
+
+def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
+          controller: Controller | None) -> WallResult:
+    head, worker = make_head(scenario, port, scale, path, controller)
     started, before = time.monotonic(), _processor_seconds()
     head.submit(Request(0, prompt_of(scenario), scenario.tokens))
     tokens: list[int] = []
