@@ -27,7 +27,7 @@ class Peer:
         self.link, self.tokenizer, self.seen = link, tokenizer, []
         self.answer = lambda frame: self.say(frame["id"], "ok")
         self._arrived, self._changed = threading.Event(), threading.Condition()
-        self._over = False
+        self._over, self._sending = False, threading.Lock()
         link.on_frame = self._arrived.set
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -38,8 +38,13 @@ class Peer:
                  for i, token in enumerate(each or self.tokenizer.encode(text, add_bos=False))]
         return [*items, ["end", request_id, reason, stats]] if reason else items
 
+    def send(self, frame):
+        """A frame to the HTTP process; from any thread."""
+        with self._sending:
+            self.link.send(frame)
+
     def news(self, items):
-        self.link.send({"op": "news", "items": items})
+        self.send({"op": "news", "items": items})
 
     def wait_for(self, op, count=1, **fields):
         """The `count`-th frame of this kind, waiting for it."""
@@ -63,7 +68,9 @@ class Peer:
 
     def _run(self):
         while not self._over and not self.link.closed:
-            self._arrived.wait(0.02 if self.link.pump() else SECONDS)
+            with self._sending:
+                waits = self.link.pump()
+            self._arrived.wait(0.02 if waits else SECONDS)
             self._arrived.clear()
             while (frame := self.link.take()) is not None:
                 items = self._reply(frame)
@@ -93,7 +100,7 @@ class Front:
         self.url = self.child.url
 
     def ready(self, **facts):
-        self.child.link.send({"op": "ready", "facts": FACTS | facts})
+        self.peer.send({"op": "ready", "facts": FACTS | facts})
         self.until(lambda: self.get("/health").status_code == 200)
         return self
 
@@ -111,7 +118,7 @@ class Front:
 
     def close(self):
         with contextlib.suppress(Exception):
-            self.child.link.send({"op": "bye"})
+            self.peer.send({"op": "bye"})
         self.peer.close()
         code = self.child.end(SECONDS)
         self.tokenizer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_models_props_and_slots(server):
     assert server.get("/v1/models/m").json()["id"] == "m"
     assert error(server.get("/v1/models/other"), 404)["code"] == "model_not_found"
     assert server.get("/props").json()["n_ctx"] == FACTS["n_ctx"]
-    server.child.link.send({"op": "status", "waiting": 1, "lanes": [{"request": 5}]})
+    server.peer.send({"op": "status", "waiting": 1, "lanes": [{"request": 5}]})
     server.until(lambda: server.get("/slots").json()[0]["is_processing"])
     slots = server.get("/slots").json()
     assert [s["is_processing"] for s in slots] == [True, False]
@@ -201,7 +202,7 @@ def test_the_page_may_load_nothing_from_elsewhere(server):
 def test_the_pipeline_is_watched_only_while_somebody_looks(server):
     with server.get("/pipeline", stream=True) as response:
         assert server.peer.wait_for("watch")["on"] is True
-        server.child.link.send({"op": "runs", "items": [{"id": 1}]})
+        server.peer.send({"op": "runs", "items": [{"id": 1}]})
         seen = []
         for line in response.iter_lines():
             if line.startswith(b"data: "):
@@ -338,18 +339,52 @@ def test_a_full_queue_is_a_429_and_room_comes_back(server):
     server.until(lambda: server.post("/v1/completions", {"prompt": "x"}).status_code == 200)
 
 
+def raw_client(server, **more):
+    """A connection that has sent a request and reads nothing."""
+    client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), SECONDS)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = json.dumps({"prompt": "x", **more}).encode()
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                   b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_lane(server, stream):
     server.peer.answer = lambda frame: None
-    body = json.dumps({"prompt": "x", "stream": stream}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), SECONDS) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-                       b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-                       + body)
+    with raw_client(server, stream=stream):
         request_id = server.peer.wait_for("submit")["id"]
     assert server.peer.wait_for("abort")["id"] == request_id
     assert server.peer.wait_for("abort")["reason"] == "disconnected"
+
+
+def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
+    """A token wakes the request that the client's leaving cancels: neither may hide the other."""
+    token = server.tokenizer.encode("a", add_bos=False)[0]
+    open_ids, over = set(), threading.Event()
+
+    def answer(frame):
+        open_ids.add(frame["id"])
+
+    def feed():
+        while not over.wait(0.0003):
+            for request_id in list(open_ids):
+                server.peer.news([["t", request_id, token, False, None, []]])
+
+    server.peer.answer = answer
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        for i in range(1, 101):
+            client = raw_client(server, stream=bool(i % 2), max_tokens=10**6)
+            request_id = server.peer.wait_for("submit", i)["id"]
+            time.sleep(i % 10 / 1000)  # another moment every time
+            client.close()
+            server.peer.wait_for("abort", id=request_id)
+            open_ids.discard(request_id)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_bodies_have_a_limit_also_without_a_length():
@@ -400,13 +435,7 @@ def test_a_client_that_takes_nothing_is_dropped_and_others_go_on():
     with front(MODEL, client_timeout=1.0) as server:
         token = server.tokenizer.encode("a", add_bos=False)[0]
         server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[token] * 60000)
-        slow = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), SECONDS)
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = json.dumps({"prompt": "x", "stream": True, "logprobs": 2,
-                           "pipeinfer": {"detail": True}}).encode()
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-                     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-                     + body)
+        slow = raw_client(server, stream=True, logprobs=2, pipeinfer={"detail": True})
         server.peer.wait_for("submit")
         server.peer.answer = lambda f: server.peer.say(f["id"], "ok")
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
@@ -434,7 +463,7 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(begun, answer):
 
 def test_until_the_model_is_there_requests_are_told_to_come_back():
     with front(MODEL, ready=False) as server:
-        server.child.link.send({"op": "loading", "stages": {"1": {"phase": "loading"}}})
+        server.peer.send({"op": "loading", "stages": {"1": {"phase": "loading"}}})
         server.until(lambda: server.get("/health").json().get("stages"))
         answer = server.get("/health")
         assert answer.status_code == 503
@@ -454,9 +483,9 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
         stream = open_stream(server)
         server.peer.wait_for("submit")
         if how == "failed":
-            server.child.link.send({"op": "failed", "message": "rank 2 on b failed: oh"})
+            server.peer.send({"op": "failed", "message": "rank 2 on b failed: oh"})
         elif how == "nonsense":
-            server.child.link.send({"op": "news", "items": 5})
+            server.peer.send({"op": "news", "items": 5})
         else:
             server.child.link.close()
         reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
@@ -477,12 +506,12 @@ def test_draining_takes_nothing_new_and_lets_the_running_end():
         server.peer.answer = lambda frame: None
         stream = open_stream(server)
         frame = server.peer.wait_for("submit")
-        server.child.link.send({"op": "draining", "seconds": 30})
+        server.peer.send({"op": "draining", "seconds": 30})
         server.until(lambda: server.get("/health").json()["status"] == "draining")
         assert error(server.post("/v1/completions", {"prompt": "x"}), 503)["code"] == \
             "shutting_down"
         server.peer.news(server.peer.say(frame["id"], "bye"))
-        server.child.link.send({"op": "bye"})
+        server.peer.send({"op": "bye"})
         chunks, last = events(stream)
         assert "".join(c["choices"][0]["text"] for c in chunks) == "bye"
         assert last == [b"data: [DONE]"]

@@ -105,7 +105,8 @@ class Guard:
             if complete:  # from now on only the client's leaving can come
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), self._seconds)
+                async with asyncio.timeout(self._seconds):
+                    message = await receive()
             except TimeoutError:
                 raise HTTPException(408, "the request's body did not arrive in time") from None
             size += len(message.get("body", b""))

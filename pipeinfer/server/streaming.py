@@ -1,6 +1,7 @@
 """A request while it runs: its choices, the stream to its client, the client leaving.
 
-Knows ASGI and choices; what is written is the business of `answers`.
+Knows ASGI and choices; what is written is the business of `answers`. Waits are bounded by
+`asyncio.timeout`: before Python 3.12 `wait_for` can swallow a cancellation.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Job:
                                       f"{self._hub.settings.request_timeout:g} s that this server "
                                       "allows"))
         try:
-            await asyncio.wait_for(self.news.wait(), min(seconds, left))
+            async with asyncio.timeout(min(seconds, left)):
+                await self.news.wait()
         except TimeoutError:
             return False
         self.news.clear()
@@ -169,10 +171,10 @@ class EventStream(Response):
         try:
             await asyncio.wait((pump, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._on_end()
             for task in (pump, leaving):
                 task.cancel()
             results = await asyncio.gather(pump, leaving, return_exceptions=True)
-            self._on_end()
         if isinstance(results[0], Exception) and not isinstance(results[0], OSError):
             raise results[0]
 
@@ -192,7 +194,8 @@ class EventStream(Response):
                     transport.abort()
 
     async def _give(self, send: Send, message: dict[str, Any]) -> None:
-        await asyncio.wait_for(send(message), self._timeout)
+        async with asyncio.timeout(self._timeout):
+            await send(message)
 
 
 async def pipeline(hub: Hub) -> AsyncGenerator[bytes, None]:
@@ -203,7 +206,8 @@ async def pipeline(hub: Hub) -> AsyncGenerator[bytes, None]:
             yield event(hub.status)
         while not hub.left.is_set():
             try:
-                await asyncio.wait_for(watcher.news.wait(), _PING_SECONDS)
+                async with asyncio.timeout(_PING_SECONDS):
+                    await watcher.news.wait()
             except TimeoutError:
                 yield b": waiting\n\n"
             watcher.news.clear()
