@@ -80,6 +80,11 @@ def context_size(config: Config, model: Any) -> int:
 
 
 def choose_policy(config: Config, draft: Path | None) -> Policy:
+    """The policy of a config. Raises UsageError where its options contradict one another."""
+    if config.speculation == "off":
+        if config.policy not in ("", Policy.ITERATIVE):
+            raise UsageError(f"--speculation off and --policy {config.policy}: leave out one")
+        return Policy.ITERATIVE
     if config.policy:
         policy = Policy(config.policy)
         if policy is not Policy.ITERATIVE and draft is None:
