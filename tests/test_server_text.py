@@ -164,3 +164,23 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
         assert (mask is not None and any(mask[i] for i in tokenizer.eog_ids)) == right
         if right:
             assert [c.name for c in parse(CallParser(hermes), [whole])[1]] == ["f"]
+
+
+def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
+    from pipeinfer.grammar import Constraint, Vocabulary, compile_grammar
+
+    tokens = [*(bytes([i]) for i in range(256)), b"\xff<tool_call>", b"\xff</tool_call>",
+              b"\xff<|end|>"]
+    mark, close, end = 256, 257, 258
+    vocabulary = Vocabulary(tokens, [end])
+    compiled = compile_grammar("lark", forced_grammar([{"name": "f"}], True, True), vocabulary)
+    constraint = Constraint(vocabulary, compiled)
+
+    def allowed(path):
+        return set(constraint.allowed(path).nonzero()[0].tolist())
+
+    text = list(b'\n{"name": "f", "arguments": {}}\n')
+    assert allowed([]) == {mark}
+    assert allowed([mark]) == {ord("\n")}
+    assert close in allowed([mark, *text])
+    assert allowed([mark, *text, close]) == {end}

@@ -127,6 +127,16 @@ def test_a_stop_string_is_not_part_of_the_text(client, plain):
     assert got.choices[0].finish_reason == "stop"
 
 
+def test_a_bias_forces_a_token(client):
+    tokenizer = Tokenizer(TARGET)
+    token = tokenizer.encode(" x", add_bos=False)[0]
+    piece = tokenizer.piece(token).decode()
+    tokenizer.close()
+    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=4, temperature=0,
+                                    logit_bias={str(token): 100})
+    assert got.choices[0].text == piece * 4
+
+
 def test_logprobs(client):
     got = client.chat.completions.create(
         model="code", messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
