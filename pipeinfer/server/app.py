@@ -247,7 +247,7 @@ class Server:
     def _add_files(self) -> list[str]:
         """A route per file of the page; anything else under / does not exist."""
         paths = []
-        for file in sorted(WEB.iterdir()) if WEB.is_dir() else ():
+        for file in sorted(f for f in WEB.glob("*") if f.is_file()):
             for path in [f"/{file.name}", *(["/"] if file.name == "index.html" else [])]:
                 self.app.add_route(path, functools.partial(_send_file, file),
                                    include_in_schema=False)
