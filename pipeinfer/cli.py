@@ -90,6 +90,7 @@ class _Main(click.Group):
         "doctor": ("pipeinfer.doctor", "doctor_command"),
         "plan": ("pipeinfer.plan", "plan_command"),
         "bench": ("pipeinfer.bench", "bench_command"),
+        "chat": ("pipeinfer.chat", "chat_command"),
         "serve": ("pipeinfer.server.serve", "serve_command"),
     }
 

@@ -109,15 +109,14 @@ def sampling_params(config: Config, seed: int) -> SamplingParams:
     )
 
 
-def compiled_grammar(config: Config) -> str:
-    """The grammar of a config, compiled for its model; empty without one.
+def grammar_text(config: Config) -> tuple[str, str]:
+    """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
 
-    Raises UsageError for options that exclude each other or a file that can not be read, and
-    RequestError for a grammar that can not be used.
+    Raises UsageError for options that exclude each other or a file that can not be read.
     """
     given = [kind for kind in ("grammar", "grammar_file", "json_schema") if getattr(config, kind)]
     if not given:
-        return ""
+        return "", ""
     if len(given) > 1:
         flags = " and ".join(f"--{kind.replace('_', '-')}" for kind in given)
         raise UsageError(f"give one of {flags}, not both")
@@ -129,6 +128,17 @@ def compiled_grammar(config: Config) -> str:
             text = Path(config.grammar_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"can not read {config.grammar_file}: {error}") from error
+    return kind, text
+
+
+def compiled_grammar(config: Config) -> str:
+    """The grammar of a config, compiled for its model; empty without one.
+
+    Raises UsageError as `grammar_text` does, and RequestError for one that can not be used.
+    """
+    kind, text = grammar_text(config)
+    if not kind:
+        return ""
     tokenizer = Tokenizer(model_paths(config)[0])
     vocabulary = Vocabulary.of(tokenizer)
     try:

@@ -1,0 +1,217 @@
+"""`pipeinfer chat`: against a server, on ranks of its own, at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.mpi import launch
+from tests.mpi.served import serve
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
+
+pytestmark = pytest.mark.slow
+CHAT = [*PIPEINFER, "chat"]
+GREEDY = ("--temp", "0", "-n", "24")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(1, "--parallel", "2", "--api-key", "sesame") as served:
+        served.wait_until_ready()
+        yield served
+
+
+def chat(*args, says="", **env):
+    """Run it with `says` on standard input."""
+    return launch.run(1, [*CHAT, *args], stdin=says, timeout=60, **env)
+
+
+def ask(server, messages, **fields):
+    """The same from the server without `chat`."""
+    status, answer = server.post("/v1/chat/completions", {"messages": messages, **fields},
+                                 Authorization="Bearer sesame")
+    assert status == 200, answer
+    return answer["choices"][0]["message"]["content"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_with_a_server(server):
+    lines = ["def fib(n):", "/system You write Python.", "two\\", "lines", "/clear", "def fib(n):",
+             "/nonsense", "/quit", "never read"]
+    done = chat("--url", server.url, *GREEDY, says="\n".join(lines) + "\n",
+                PIPEINFER_API_KEY="sesame")
+    assert done.returncode == 0, done.stderr
+    system = {"role": "system", "content": "You write Python."}
+    first = ask(server, [user("def fib(n):")], temperature=0, max_tokens=24)
+    second = ask(server, [system, user("def fib(n):"), {"role": "assistant", "content": first},
+                          user("two\nlines")], temperature=0, max_tokens=24)
+    third = ask(server, [system, user("def fib(n):")], temperature=0, max_tokens=24)
+    assert done.stdout == f"{first}\n{second}\n{third}\n"
+    assert "there is no command /nonsense" in done.stderr
+
+
+def test_seeds_and_sampling_options_reach_the_server(server):
+    done = chat("--url", server.url, "--api-key", "sesame", "-n", "16", "--temp", "1.1", "--top-k",
+                "9", "-l", "300-5", says="x = \n/seed 7\nx = \n/clear\n/seed 7\nx = \n/seed -3\n")
+    assert done.returncode == 0, done.stderr
+    sampling = {"temperature": 1.1, "top_k": 9, "max_tokens": 16, "logit_bias": {"300": -5}}
+    assert done.stdout.endswith(ask(server, [user("x = ")], seed=7, **sampling) + "\n")
+    assert "a seed is a whole number" in done.stderr
+
+
+def test_a_schema_reaches_the_server(server):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}},
+              "required": ["n"], "additionalProperties": False}
+    done = chat("--url", server.url, "--api-key", "sesame", "-j", json.dumps(schema),
+                says="a number\n")
+    assert set(json.loads(done.stdout)) == {"n"}, done.stderr
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["--url", "{url}"], 5, "wants an API key"),
+    (["--url", "{url}", "--api-key", "sesame", "--top-k", "3", "-l", "999999+1"], 5, "logit_bias"),
+    (["--url", "http://127.0.0.1:1"], 5, "start `pipeinfer serve`"),
+    (["--url", "host.invalid:80"], 5, "no such host"),
+    (["--url", "gopher://x"], 2, "no address like"),
+    (["--url", "http://x:port"], 2, "--url http://x:port"),
+    (["--url", "{url}", "-m", "x.gguf"], 2, "either --url"),
+    (["--url", "{url}", "--api-key", "sesame", "-j", "{{"], 2, "--json-schema is no JSON"),
+    (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
+    (["-m", str(EMBEDDED / "target.gguf"), "--grammar", "root ::= ("], 5, "the grammar can not"),
+])
+def test_what_is_wrong_is_said(server, args, code, says):
+    done = chat(*(arg.format(url=server.url) for arg in args), says="hello\n")
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_stream_that_breaks_off_is_an_error():
+    """A server that names a model, begins an answer and dies."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    answers = [b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n" + b'{"status":"ok"}',
+               b"HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n" + b'{"data":[{"id":"one"}]}'[:22],
+               b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+               b'data: {"choices":[{"delta":{"content":"half"}}]}\n\n']
+    answers[1] = answers[1].replace(b"22\r", b"23\r") + b"}"
+
+    def run():
+        for answer in answers:
+            connection, _ = listener.accept()
+            connection.recv(65536)
+            connection.sendall(answer)
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    done = chat("--url", f"http://127.0.0.1:{listener.getsockname()[1]}", says="hello\n")
+    thread.join(20)
+    listener.close()
+    assert done.stdout == "half\n"
+    assert "broke off: the stream ended early" in done.stderr
+    assert done.returncode == 5
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_interrupt_stops_the_answer_and_a_second_one_leaves(server, own):
+    where = ["-m", str(EMBEDDED / "target.gguf"), "-md", str(EMBEDDED / "draft.gguf"), "-c",
+             "8192"] if own else ["--url", server.url, "--api-key", "sesame"]
+    process = launch.start([*CHAT, *where, "-n", "2000", "--temp", "1.5", "--seed", "1"],
+                           timeout=90, stdin=True)
+    try:
+        for _ in range(2):
+            process.stdin.write("Write a long story\n")
+            process.stdin.flush()
+            assert os.read(process.stdout.fileno(), 1)
+            process.send_signal(signal.SIGINT)
+        out, err = "", ""
+        process.stdin.write("/seed\n")
+        process.stdin.flush()
+        while "seed: a new one" not in err:  # both answers have ended, and it reads on
+            ready, _, _ = select.select([process.stdout, process.stderr], [], [], 30)
+            assert ready
+            for stream in ready:
+                piece = os.read(stream.fileno(), 65536).decode("utf-8", "replace")
+                assert piece, err
+                if stream is process.stderr:
+                    err += piece
+                else:
+                    out += piece
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two signals at once are one
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if not own:
+        auth = {"Authorization": "Bearer sesame"}
+        server.until(lambda: all(not slot["is_processing"]
+                                 for slot in server.get("/slots", **auth)[1]), "a free server")
+
+
+def test_own_ranks_answer_as_generate_does():
+    done = chat("-m", str(EMBEDDED / "target.gguf"), "-md", str(EMBEDDED / "draft.gguf"), *GREEDY,
+                says="def fib(n):\n")
+    other = launch.run(1, [*PIPEINFER, "generate", "--chat", "-p", "def fib(n):", *GREEDY,
+                           "--json"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == json.loads(other.stdout)["text"] + "\n"
+
+
+@pytest.mark.mpi
+def test_at_a_terminal_through_the_launch_script():
+    """launch/run gives its job no standard input: the terminal is found by its name."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [str(launch.ROOT / "launch" / "run"), "2", "chat", *GREEDY], stdin=slave, stdout=slave,
+        stderr=slave, env=launch.environment(MPIEXEC_TIMEOUT="80"), start_new_session=True)
+    os.close(slave)
+    seen = ""
+
+    def until(text):
+        nonlocal seen
+        deadline = time.monotonic() + 40
+        start = len(seen)
+        while text not in seen[start:]:
+            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, seen
+            seen += os.read(master, 4096).decode("utf-8", "replace")
+
+    try:
+        until("/help says")
+        until("> ")
+        os.write(master, b"def fib(n):\n")
+        until("tokens")
+        until("> ")
+        os.write(master, b"/seed 5\n")
+        until("seed: 5")
+        os.write(master, b"/quit\n")
+        assert process.wait(40) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        os.close(master)
+    assert "target.gguf on 1 stage" in seen
+    assert "Traceback" not in seen
+
+
+def test_help():
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "chat", "--help"])
+    assert "--url" in done.stdout
+    assert "--system" in done.stdout
