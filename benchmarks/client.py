@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,12 +60,11 @@ async def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
 async def complete(
     port: int, request: dict[str, Any], *, leave_after: int | None = None,
     read_pause: float = 0.0, host: str = "127.0.0.1", path: str = "/v1/completions",
-    started: Callable[[], Awaitable[None]] | None = None,
 ) -> Answer:
     """Stream a completion with token ids.
 
     leave_after: hang up after so many tokens. read_pause: seconds to sleep between two pieces of
-    the stream (a slow reader). started: awaited once the first token is there.
+    the stream (a slow reader).
     """
     body = json.dumps({"stream": True, "stream_options": {"include_usage": True},
                        "pipeinfer": {"detail": True}, **request}).encode()
@@ -88,9 +87,6 @@ async def complete(
                 answer.ended = True
                 break
             _take(answer, json.loads(data), now)
-            if started is not None and answer.tokens:
-                await started()
-                started = None
             if leave_after is not None and len(answer.tokens) >= leave_after:
                 break
             if read_pause:

@@ -3,7 +3,6 @@
     python -m benchmarks.serving lossless      every request under load against a plain loop
     python -m benchmarks.serving throughput    clients 1 to 16, speculation auto, on and off
     python -m benchmarks.serving leave         how soon a client that left stops costing anything
-    python -m benchmarks.serving overload      200 clients at once, slow readers among them
     python -m benchmarks.serving prefix        the second turn of a long conversation
 
 Real servers on this machine, over HTTP. Each prints its figures and, with `--json FILE`, keeps
@@ -35,6 +34,7 @@ from pipeinfer.tokenizer import Tokenizer
 from tests.mpi.launch import environment, mpirun_path
 from tests.plain_loop import PlainLoop
 
+REPORT_SECONDS = 1.0  #: that reports of the last runs get to arrive
 EMBEDDED = Path(__file__).parents[1] / "pipeinfer" / "models" / "embedded"
 
 
@@ -286,7 +286,7 @@ async def _one_leaver(port: int, prompt: list[int], seed: int) -> tuple[float, f
     await complete(port, {"prompt": prompt, "max_tokens": 400, "temperature": 0.8, "seed": seed,
                           "ignore_eos": True}, leave_after=40)
     gone = time.time()
-    await asyncio.sleep(args_pause)
+    await asyncio.sleep(REPORT_SECONDS)
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
@@ -294,9 +294,6 @@ async def _one_leaver(port: int, prompt: list[int], seed: int) -> tuple[float, f
     spent = sum(max(0.0, start + seconds - max(start, gone))
                 for spans in runs.values() for start, seconds in spans)
     return max(0.0, max(ends, default=gone) - gone), spent
-
-
-args_pause = 1.0  #: seconds that reports of the last runs get to arrive
 
 
 async def _watch(port: int, runs: dict[int, list[list[float]]]) -> None:
@@ -312,50 +309,6 @@ async def _watch(port: int, runs: dict[int, list[list[float]]]) -> None:
                         runs[item["id"]] = [span[:2] for span in item["spans"]]
     finally:
         writer.close()
-
-
-# --- overload ---------------------------------------------------------------------------------
-
-
-async def overload(args: argparse.Namespace) -> dict[str, Any]:
-    """200 clients at once, a few of which read slowly; then one more, to see it recover."""
-    tokenizer = Tokenizer(EMBEDDED / "target.gguf")
-    prompt = tokenizer.encode(PROMPTS[1])
-    async with server(args.ranks, "--queue", "32", *args.options) as running:
-        request = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-        alone = await complete(running.port, request)
-        before = running.memory()
-        peaks: list[int] = []
-
-        async def sample() -> None:
-            while True:
-                peaks.append(sum(running.memory().values()))
-                await asyncio.sleep(0.2)
-
-        sampler = asyncio.create_task(sample())
-        start = time.perf_counter()
-        answers = await asyncio.gather(*(
-            complete(running.port, {**request, "seed": k}, read_pause=0.05 if k < 4 else 0.0)
-            for k in range(args.requests)))
-        seconds = time.perf_counter() - start
-        sampler.cancel()
-        after = await complete(running.port, request)
-        statuses = {code: sum(a.status == code for a in answers)
-                    for code in sorted({a.status for a in answers})}
-        fast = [a.seconds for k, a in enumerate(answers) if a.status == 200 and k >= 4]
-        slow = [a.seconds for k, a in enumerate(answers) if a.status == 200 and k < 4]
-        return {
-            "statuses": statuses, "seconds": round(seconds, 2),
-            "retry_after": sorted({a.headers.get("retry-after", "none") for a in answers
-                                   if a.status in (429, 503)}),
-            "complete": sum(a.ended and a.tokens == alone.tokens for a in answers),
-            "recovered": after.tokens == alone.tokens,
-            "memory_before_mib": round(sum(before.values()) / 2**20, 1),
-            "memory_peak_mib": round(max(peaks) / 2**20, 1),
-            "memory_after_mib": round(sum(running.memory().values()) / 2**20, 1),
-            "fast_seconds_median": round(statistics.median(fast), 2),
-            "slow_seconds_median": round(statistics.median(slow), 2) if slow else None,
-        }
 
 
 # --- prefix -----------------------------------------------------------------------------------
@@ -386,7 +339,7 @@ async def prefix(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("lossless", "throughput", "leave", "overload", "prefix"))
+    parser.add_argument("what", choices=("lossless", "throughput", "leave", "prefix"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--requests", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=16)
@@ -399,10 +352,9 @@ def main() -> None:
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[],
                         help="further options of `pipeinfer serve`; the last argument")
     args = parser.parse_args()
-    args.requests = args.requests or {"lossless": 220, "leave": 10, "overload": 200,
-                                      "prefix": 5}.get(args.what, 0)
+    args.requests = args.requests or {"lossless": 220, "leave": 10, "prefix": 5}.get(args.what, 0)
     figures = asyncio.run({"lossless": lossless, "throughput": throughput, "leave": leave,
-                           "overload": overload, "prefix": prefix}[args.what](args))
+                           "prefix": prefix}[args.what](args))
     print(json.dumps(figures, indent=1))
     if args.json:
         args.json.write_text(json.dumps({"what": args.what, "ranks": args.ranks,
