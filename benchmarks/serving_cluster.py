@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def figures_of(scenario: Scenario, result: LoadResult) -> dict[str, float]:
         wanted = scenario.pair.plain(prompt_of(scenario, request_id), scenario.tokens)
         assert tokens == wanted, request_id
     return {"tokens_per_second": result.tokens_per_second, "gap_median": result.gap_median,
+            "gap_mean": statistics.fmean(result.gaps),
             "gap_worst": result.gap_worst, "first_mean": sum(result.first) / len(result.first)}
 
 
