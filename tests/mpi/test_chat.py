@@ -132,27 +132,31 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_leaves(server, own):
              "8192"] if own else ["--url", server.url, "--api-key", "sesame"]
     process = launch.start([*CHAT, *where, "-n", "2000", "--temp", "1.5", "--seed", "1"],
                            timeout=90, stdin=True)
-    try:
-        for _ in range(2):
-            process.stdin.write("Write a long story\n")
-            process.stdin.flush()
-            assert os.read(process.stdout.fileno(), 1)
-            process.send_signal(signal.SIGINT)
-        out, err = "", ""
-        process.stdin.write("/seed\n")
+    def say(text):
+        process.stdin.write(text)
         process.stdin.flush()
-        while "seed: a new one" not in err:  # both answers have ended, and it reads on
+
+    def read_until(note):
+        """Read what comes until a note is there; the answer's text before it."""
+        out, err = "", ""
+        while note not in err:
             ready, _, _ = select.select([process.stdout, process.stderr], [], [], 30)
-            assert ready
+            assert ready, (out, err)
             for stream in ready:
                 piece = os.read(stream.fileno(), 65536).decode("utf-8", "replace")
-                assert piece, err
-                if stream is process.stderr:
-                    err += piece
-                else:
-                    out += piece
+                assert piece, (out, err)
+                out, err = (out, err + piece) if stream is process.stderr else (out + piece, err)
+        return out
+
+    try:
+        for turn in range(2):
+            say("Write a long story\n")
+            assert os.read(process.stdout.fileno(), 1)
+            process.send_signal(signal.SIGINT)
+            say(f"/seed {turn}\n")  # it reads on when the answer has ended
+            assert read_until(f"seed: {turn}").endswith("\n")
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # two signals at once are one
+        read_until("Ctrl-C once more leaves")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
         assert process.returncode == 130
@@ -182,16 +186,17 @@ def test_at_a_terminal_through_the_launch_script():
         [str(launch.ROOT / "launch" / "run"), "2", "chat", *GREEDY], stdin=slave, stdout=slave,
         stderr=slave, env=launch.environment(MPIEXEC_TIMEOUT="80"), start_new_session=True)
     os.close(slave)
-    seen = ""
+    seen, at = "", 0
 
     def until(text):
-        nonlocal seen
+        """Read until `text` comes after what was waited for before."""
+        nonlocal seen, at
         deadline = time.monotonic() + 40
-        start = len(seen)
-        while text not in seen[start:]:
+        while text not in seen[at:]:
             ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, seen
             seen += os.read(master, 4096).decode("utf-8", "replace")
+        at = seen.index(text, at) + len(text)
 
     try:
         until("/help says")
