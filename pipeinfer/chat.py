@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -125,18 +126,57 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
 
 
 @contextlib.contextmanager
-def _terminal() -> Iterator[tuple[TextIO, TextIO]]:
+def _terminal() -> Iterator[tuple[Lines, TextIO]]:
     """Where lines come from and answers go: standard input and output, or under launch/run the
     terminal that it names (mpirun passes on whole lines only)."""
     where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
+    descriptor = -1
     if host.launched_size() > 1 and where == socket.gethostname() and path.startswith("/dev/"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
-            with (os.fdopen(descriptor, encoding="utf-8", errors="replace") as lines,
-                  os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="replace") as out):
-                yield lines, out
-            return
-    yield sys.stdin, sys.stdout
+    if descriptor < 0:
+        yield Lines(sys.stdin.fileno()), sys.stdout
+        return
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+        yield Lines(descriptor), out
+
+
+class Lines:
+    """Lines of a file descriptor; a signal ends the wait for one even just before it begins."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest, self._ended = descriptor, b"", False
+        self.by_hand = os.isatty(descriptor)
+        self._edits = self.by_hand and descriptor == 0 and sys.stdout.isatty()
+        if self._edits:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (input() edits lines with it)
+        self._woken, waker = os.pipe()
+        for end in (self._woken, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+
+    def next(self, prompt: str, write: Callable[[str], None]) -> str | None:
+        """The next line without its end, None at the end of the input."""
+        if self._edits:
+            try:
+                return input(prompt)
+            except EOFError:
+                write("\n")
+                return None
+        if self.by_hand:
+            write(prompt)
+        while b"\n" not in self._rest and not self._ended:
+            ready, _, _ = select.select([self._descriptor, self._woken], [], [])
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            if self._descriptor in ready:
+                data = os.read(self._descriptor, 65536)
+                self._rest, self._ended = self._rest + data, not data
+        line, found, self._rest = self._rest.partition(b"\n")
+        if not line and not found:
+            return None
+        return line.decode("utf-8", "replace").rstrip("\r")
 
 
 # --- the conversation -------------------------------------------------------------------------
@@ -146,17 +186,14 @@ class Chat:
     """Reads lines, shows answers."""
 
     def __init__(
-        self, partner: Partner, lines: TextIO, out: TextIO, interrupts: Interrupts, system: str,
+        self, partner: Partner, lines: Lines, out: TextIO, interrupts: Interrupts, system: str,
         seed: int,
     ) -> None:
         self._partner, self._lines, self._out = partner, lines, out
         self._interrupts = interrupts
         self._system, self._seed = system, seed if seed >= 0 else None
         self._said: list[dict[str, str]] = []
-        self._by_hand = lines.isatty()
-        if self._by_hand and lines is sys.stdin:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (input() edits lines with it)
+        self._by_hand = lines.by_hand
 
     def run(self) -> bool:
         """Until the input ends; whether an answer failed that nobody saw fail."""
@@ -180,25 +217,13 @@ class Chat:
         """The next message, None at the end of the input."""
         parts: list[str] = []
         while True:
-            line = self._line("> " if not parts else ". ")
+            line = self._lines.next("> " if not parts else ". ", self._write)
             self._interrupts.expect(KeyboardInterrupt)
             if line is None:
                 return "\n".join(parts) if parts else None
             if not line.endswith("\\"):
                 return "\n".join([*parts, line])
             parts.append(line[:-1])
-
-    def _line(self, prompt: str) -> str | None:
-        if self._by_hand and self._lines is sys.stdin:
-            try:
-                return input(prompt)
-            except EOFError:
-                self._write("\n")
-                return None
-        if self._by_hand:
-            self._write(prompt)
-        line = self._lines.readline()
-        return line.rstrip("\r\n") if line else None
 
     def _write(self, text: str) -> None:
         self._out.write(text)
