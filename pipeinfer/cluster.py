@@ -40,7 +40,14 @@ from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
 from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for
-from pipeinfer.loading import EXACT_LIMIT, llama_version, load_draft, run_stage, settle
+from pipeinfer.loading import (
+    EXACT_LIMIT,
+    llama_version,
+    load_draft,
+    run_stage,
+    settle,
+    threads_of,
+)
 from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planner import (
@@ -373,12 +380,16 @@ def _start(
     elif exact == 1 and policy is not Policy.ITERATIVE:
         notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
                      "--policy speculative works like iterative; --exact off lifts the bound")
+    at_home = sum(int(states[node].ready["threads"]) for node, rank in enumerate(job.plan.ranks, 1)
+                  if hosts[rank]["host"] == hosts[0]["host"])
+    contended = at_home + threads_of(config.threads_draft, place) > hosts[0]["cores_host"]
     limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
                                 n_stages=n_stages, curve=curve, spare=spare)
     head = Head(port, n_stages, Scheduler(limits), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
                 timeout=config.timeout,
-                controller=controller_for(config, limits, pinned, curve, spare))
+                controller=controller_for(config, limits, pinned, curve, spare,
+                                          contended=contended))
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.name,

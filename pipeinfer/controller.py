@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from pipeinfer.policy import Limits, Policy
+from pipeinfer.probing import Probe
 from pipeinfer.protocol import Spans
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
@@ -185,13 +186,15 @@ class Controller:
 
     limits: the starting point. pinned: names of `Limits` fields that must stay. curve: what the
     stages measured when they loaded, used until runs of so many rows have come back.
-    max_rows: most rows in flight; the stages' caches have room for so many.
+    max_rows: most rows in flight; the stages' caches have room for so many. probe: finds out
+    whether guesses pay, where the draft shares processors with stages.
     """
 
     limits: Limits
     pinned: Collection[str] = ()
     curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
+    probe: Probe | None = None
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
@@ -263,6 +266,14 @@ class Controller:
             least[-1] = min(least[-1], statistics.median(least))
         return min(alone, max(math.fsum(least), 0.0))
 
+    def progress(self, total: int, now: float, lanes: int, key: object) -> Limits | None:
+        """What came of it all, see `Probe.tokens`; limits for the next runs when guesses begin
+        or end because of that."""
+        if self.probe is None or not self.probe.tokens(total, now, lanes, key):
+            return None
+        return self._change({"path_min": cutoff(self.limits.credit)
+                             if self.probe.speculate else _NEVER})
+
     def advise(self, acceptance: float, second: float) -> Limits | None:
         """Limits for the next runs; None: nothing changes.
 
@@ -274,6 +285,8 @@ class Controller:
         if self.limits.policy is Policy.ITERATIVE:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
+        if self.probe is not None and not self.probe.speculate:
+            return self._change({"credit": self._credit(timing, 1)}, timing)
         size = max(setting.size, 1)
         credit = self._credit(timing, size)
         return self._change({
@@ -285,9 +298,9 @@ class Controller:
             "eager": size * timing.draft > 1.5 * timing.slot(size),
         }, timing)
 
-    def _change(self, wanted: dict[str, Any], timing: Timing) -> Limits | None:
+    def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
         """The limits with these values, as far as the user left them free; None: they have."""
-        if self.limits.parallel > 1:
+        if self.limits.parallel > 1 and timing is not None:
             wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
                    and getattr(self.limits, name) != value}

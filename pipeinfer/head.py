@@ -228,10 +228,13 @@ class Head:
         crowd = len(self.scheduler.lanes) > 1
         self._controller.run_returned(rows, slowest, computed, now - when,
                                       gaps(when, now, message.spans) if crowd else ())
-        calibration = self.scheduler.calibration
-        limits = self._controller.advise(calibration.acceptance, calibration.second)
-        if limits is not None:
-            self.scheduler.tune(limits)
+        scheduler, calibration = self.scheduler, self.scheduler.calibration
+        for limits in (
+            self._controller.advise(calibration.acceptance, calibration.second),
+            self._controller.progress(scheduler.totals.accepted, now, *scheduler.company),
+        ):
+            if limits is not None:
+                scheduler.tune(limits)
 
     def _check_deadline(self) -> None:
         if self.scheduler.idle:

@@ -19,6 +19,7 @@ from pipeinfer.controller import (
 from pipeinfer.errors import UsageError
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
+from pipeinfer.probing import Probe
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
@@ -96,12 +97,15 @@ def limits_for(
 
 
 def controller_for(config: Config, limits: Limits, pinned: frozenset[str], curve: Curve,
-                   cells: int) -> Controller | None:
+                   cells: int, *, contended: bool = False) -> Controller | None:
     """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
 
-    cells: beyond the context, half of which live guesses may take.
+    cells: beyond the context, half of which live guesses may take. contended: the draft takes
+    processors from stages.
     """
-    controller = Controller(limits, pinned, curve, cells // 2)
+    probe = contended and limits.speculates and config.speculation == "auto" \
+        and "path_min" not in pinned
+    controller = Controller(limits, pinned, curve, cells // 2, Probe() if probe else None)
     return controller if config.adapt and controller.active else None
 
 

@@ -68,6 +68,7 @@ class Scheduler:
         self._next_run = 0
         self._next_job = 0
         self._next_order = 0
+        self._next_lane = 0
         self._out: list[Instruction] = []
 
     @property
@@ -129,6 +130,14 @@ class Scheduler:
         out, self._out = self._out, []
         return out
 
+    @property
+    def company(self) -> tuple[int, object]:
+        """How many requests are past their prompts, 0 while prompts are on their way; and a value
+        that changes when one comes or goes."""
+        if self._chunks or self._filling or not self.lanes:
+            return 0, None
+        return len(self.lanes), (self._next_lane, len(self.lanes))
+
     def snapshot(self) -> dict[str, Any]:
         """What is going on, for people: counts, and one entry per lane."""
         limits, admission = self.limits, self.admission
@@ -167,13 +176,14 @@ class Scheduler:
     def _admit(self) -> None:
         while (lane := self.admission.next_lane(self.lanes.values())) is not None:
             self.lanes[lane.lane] = lane
+            self._next_lane = lane.lane + 1
             request = lane.request
             self._out.append(OpenLane(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
                 self._finish(lane, "length")
                 continue
             self._filling.append(lane)
-            if self.limits.speculates and self._room_to_guess():
+            if self.limits.speculates and self.limits.path_min <= 1.0 and len(self.lanes) == 1:
                 self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
 
     def _make_room(self) -> None:

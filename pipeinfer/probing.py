@@ -1,0 +1,108 @@
+"""Whether speculation pays where guessing takes the processor from computing: by trying both.
+
+The controller's model takes the draft for a machine of its own. Where the draft shares cores with
+stages, drafting slows them down, and what plain decoding would reach can not be read off runs
+that were slowed. So spans of tokens with and without guesses alternate, the worse kind more and
+more seldom. Spans are compared at the same number of requests. This module knows no clock: it is
+told times, in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WINDOW = 24  #: tokens of a span that is measured
+_SETTLE = 4  #: tokens after a change that do not count: guesses in flight drain, or fill the pipe
+_MEMORY = 0.6  #: weight of earlier spans
+_FIRST, _MOST = 3, 48  #: spans of the better kind before the other is tried again
+_MARGIN = 1.02  #: how much faster plain decoding has to be
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Speeds of both kinds at some number of requests, tokens per second; 0: not tried.
+
+    left: spans until the worse one is tried again. trying: this is such a span.
+    """
+
+    guessing: float = 0.0
+    plain: float = 0.0
+    left: int = 0
+    patience: int = _FIRST
+    trying: bool = True
+
+    @property
+    def better(self) -> bool:
+        """Whether guessing is."""
+        return self.plain < _MARGIN * self.guessing
+
+    @property
+    def now(self) -> bool:
+        """Whether to guess: first both kinds are tried."""
+        if not self.guessing or not self.plain:
+            return not self.guessing
+        return self.better != self.trying
+
+    def learn(self, guessed: bool, speed: float) -> None:
+        """A span brought so much."""
+        before = self.better
+        old = self.guessing if guessed else self.plain
+        new = _MEMORY * old + (1 - _MEMORY) * speed if old else speed
+        if guessed:
+            self.guessing = new
+        else:
+            self.plain = new
+        if not self.guessing or not self.plain:
+            return
+        if self.better != before:
+            self.patience = _FIRST
+        if self.trying:
+            self.trying, self.left = False, self.patience
+            self.patience = min(2 * self.patience, _MOST)
+        else:
+            self.left -= 1
+            self.trying = self.left <= 0
+
+
+@dataclass(slots=True)
+class Probe:
+    """`speculate` says what to do now."""
+
+    speculate: bool = True
+    _kinds: dict[int, _Kind] = field(default_factory=dict)
+    _key: object = None
+    _from: tuple[int, float] | None = None
+    _skip_to: int = 0
+
+    def tokens(self, total: int, now: float, lanes: int, key: object) -> bool:
+        """`total` tokens have come out by `now`; whether `speculate` has changed.
+
+        lanes: how many requests are past their prompts (0: something else is going on, which
+        would spoil a comparison). key: changes when a request comes or goes.
+        """
+        before = self.speculate
+        if not lanes or key != self._key:
+            self._key = key
+            self._settle(total, lanes)
+        elif self._from is None:
+            if total >= self._skip_to:
+                self._from = (total, now)
+        elif total - self._from[0] >= WINDOW and now > self._from[1]:
+            start, since = self._from
+            kind = self._kinds.setdefault(_bucket(lanes), _Kind())
+            kind.learn(self.speculate, (total - start) / (now - since))
+            self._from = (total, now)
+            if kind.now != self.speculate:
+                self._settle(total, lanes)
+        return self.speculate != before
+
+    def _settle(self, total: int, lanes: int) -> None:
+        """Begin anew, with what is right at this number of requests."""
+        if lanes:
+            self.speculate = self._kinds.setdefault(_bucket(lanes), _Kind()).now
+        self._from, self._skip_to = None, total + _SETTLE * lanes
+
+
+def _bucket(lanes: int) -> int:
+    """Numbers of requests that are taken for the same: 1, 2, 3 to 4, 5 to 8, ..."""
+    return (lanes - 1).bit_length()
