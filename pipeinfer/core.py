@@ -27,19 +27,23 @@ class Rows:
     """The rows of one run, column by column.
 
     tokens: int32[n], vocabulary ids. positions: int32[n]. seq_ids: n non-empty tuples; a row's
-    cell is stored under all of them and looks through the first (llama.cpp's reading; with the
-    leaf-id encoding used here both readings see the same cells). outputs: bool[n], rows whose
-    choice (or logits) is wanted.
+    cell is stored under all of them. outputs: bool[n], rows whose choice (or logits) is wanted.
+    views: n non-empty tuples, the ids that a row looks through; None: what it is stored under
+    (llama.cpp looks through the first of these; with the leaf-id encoding used here both readings
+    see the same cells). Only backends with `separate_views` take anything but None.
     """
 
     tokens: IntArray
     positions: IntArray
     seq_ids: tuple[tuple[int, ...], ...]
     outputs: BoolArray
+    views: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if not (len(self.positions) == len(self.seq_ids) == len(self.outputs) == n):
+            raise ValueError("columns of Rows differ in length")
+        if self.views is not None and len(self.views) != n:
             raise ValueError("columns of Rows differ in length")
 
     def __len__(self) -> int:
@@ -53,6 +57,7 @@ class Rows:
             and np.array_equal(self.positions, other.positions)
             and self.seq_ids == other.seq_ids
             and np.array_equal(self.outputs, other.outputs)
+            and self.views == other.views
         )
 
     def first_positions(self) -> dict[int, int]:

@@ -33,15 +33,24 @@ def shard_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("shards")
 
 
-@pytest.fixture(params=["toy", "llamacpp"])
+@pytest.fixture(params=["toy", "llamacpp", "torch"])
 def make(request, tiny_model, shard_cache):
     """A factory of backends over layers [start, stop) of one model; closes what it made."""
     made = []
+    if request.param == "torch":
+        for package in ("torch", "transformers", "safetensors"):
+            pytest.importorskip(package, reason=f"the torch backend needs {package}")
 
     def factory(start=0, stop=N_LAYERS, n_ctx=256, n_seq_max=8, n_batch=32):
         if request.param == "toy":
             backend = ToyBackend.load(ToySpec(), start, stop, n_ctx=n_ctx, n_seq_max=n_seq_max,
                                       n_batch=n_batch)
+        elif request.param == "torch":
+            from pipeinfer.backends.pytorch import TorchBackend, TorchOptions
+
+            backend = TorchBackend.load(
+                tiny_model, layers=(start, stop), n_ctx=n_ctx, n_seq_max=n_seq_max,
+                n_batch=n_batch, n_threads=1, options=TorchOptions(device="cpu", validate=True))
         else:
             path = extract_shard(ModelFile(tiny_model), start, stop, cache_dir=shard_cache)
             backend = LlamaCppBackend.load(

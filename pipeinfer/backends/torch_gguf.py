@@ -1,0 +1,162 @@
+"""Takes a GGUF model back to the Hugging Face layout: config values, and tensors in float32.
+
+The converter that made the file renamed the tensors, turned pairs of the rotary embedding in
+"llama" models and added one to Gemma's norm weights; here that is undone. Knows no torch modules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from pipeinfer.errors import ModelError, UnsupportedArchitecture
+from pipeinfer.models.gguf import ModelFile
+
+_GLOBAL = {"model.embed_tokens.weight": "token_embd.weight",
+           "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+_PARTS = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+_GEMMA2 = {"post_attention_layernorm": "post_attention_norm",
+           "pre_feedforward_layernorm": "ffn_norm",
+           "post_feedforward_layernorm": "post_ffw_norm"}
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+#: metadata whose effect is not reproduced here
+_REFUSED = ("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale",
+            "attention.temperature_scale", "rope.scaling.attn_factor")
+
+
+class GgufTensors:
+    """A GGUF file's tensors by their Hugging Face names, dequantised to float32."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self._model = model
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the tensor."""
+        return self._stored(name) in self._model.tensors
+
+    def read(self, name: str) -> Any:
+        """The tensor in the Hugging Face layout. Raises ModelError when it is missing."""
+        model, stored = self._model, self._stored(name)
+        info = model.tensors.get(stored)
+        if info is None:
+            raise ModelError(f"{model.path}: has no tensor {stored!r}; it is incomplete")
+        array = self._array(stored)
+        if model.architecture == "llama" and stored.endswith(
+                (".attn_q.weight", ".attn_k.weight", ".attn_q.bias", ".attn_k.bias")):
+            heads = int(model.arch_get("attention.head_count") or 1)  # type: ignore[arg-type]
+            if ".attn_k." in stored:
+                heads = int(model.arch_get("attention.head_count_kv", heads))  # type: ignore[arg-type]
+            array = _paired_halves(array, heads)
+        if model.architecture.startswith("gemma") and stored.endswith("norm.weight"):
+            array = array - 1.0
+        return torch.from_numpy(np.array(array, np.float32))  # the file's bytes are read-only
+
+    def rope_factors(self) -> Any:
+        """What the rotary frequencies are divided by, float32[head size / 2], or None."""
+        if "rope_freqs.weight" not in self._model.tensors:
+            return None
+        return torch.from_numpy(np.array(self._array("rope_freqs.weight"), np.float32))
+
+    def _array(self, stored: str) -> Any:
+        info = self._model.tensors[stored]
+        raw = np.frombuffer(b"".join(self._model.read_tensor(info)), np.uint8)
+        shape = info.shape[::-1]
+        rows = raw.reshape(*shape[:-1], -1)
+        try:
+            array = dequantize(rows, GGMLQuantizationType(info.type))
+        except NotImplementedError:
+            raise ModelError(f"{self._model.path}: tensor {stored!r} of type {info.type_name} can "
+                             "not be taken back to floats; use another quantisation") from None
+        return np.asarray(array, np.float32).reshape(shape)
+
+    def _stored(self, name: str) -> str:
+        if name in _GLOBAL:
+            return _GLOBAL[name]
+        match = _LAYER.match(name)
+        if match is None:
+            return name
+        names = {**_PARTS, **(_GEMMA2 if self._model.architecture == "gemma2" else {})}
+        return f"blk.{match[1]}.{names.get(match[2], match[2])}.{match[3]}"
+
+
+def config_of(model: ModelFile) -> dict[str, Any]:
+    """Keyword arguments for transformers' config of the model.
+
+    Raises UnsupportedArchitecture for what the torch backend would compute differently.
+    """
+    for key in _REFUSED:
+        if model.arch_get(key) not in (None, 0, 0.0, 1.0, False):
+            raise UnsupportedArchitecture(f"{model.path}: {model.architecture}.{key} = "
+                                          f"{model.arch_get(key)!r} is not supported by the torch "
+                                          "backend")
+
+    def number(key: str, default: Any = None) -> Any:
+        value = model.arch_get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"{model.path}: {model.architecture}.{key} is {value!r}, not a number")
+        return value
+
+    heads = int(number("attention.head_count"))
+    size = int(number("attention.key_length", model.n_embd // heads))
+    values: dict[str, Any] = {
+        "hidden_size": model.n_embd, "num_hidden_layers": model.n_layers,
+        "vocab_size": model.n_vocab, "intermediate_size": int(number("feed_forward_length")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(number("attention.head_count_kv", heads)), "head_dim": size,
+        "rms_norm_eps": float(number("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": int(number("context_length", 4096)),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "rope_parameters": _rope(model, float(number("rope.freq_base", 10000.0))),
+        "pad_token_id": None,
+    }
+    if int(number("rope.dimension_count", size)) != size:
+        raise UnsupportedArchitecture(f"{model.path}: rotates only part of each head, which the "
+                                      "torch backend does not")
+    for kind in ("attention.value_length",):
+        if int(number(kind, size)) != size:
+            raise UnsupportedArchitecture(f"{model.path}: keys and values of different sizes")
+    if model.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
+        values["attention_bias"] = True
+    if model.architecture in ("llama", "mistral", "qwen2", "qwen3", "gemma"):
+        if model.arch_get("attention.sliding_window") not in (None, 0):
+            raise UnsupportedArchitecture(f"{model.path}: a GGUF with sliding windows; use the "
+                                          "Hugging Face folder")
+    if model.architecture == "gemma2":
+        values |= {"sliding_window": int(number("attention.sliding_window", 4096)),
+                   "attn_logit_softcapping": float(number("attn_logit_softcapping", 50.0)),
+                   "final_logit_softcapping": float(number("final_logit_softcapping", 30.0)),
+                   "query_pre_attn_scalar": model.n_embd // heads if model.n_layers == 46
+                   else size}
+    return values
+
+
+def _rope(model: ModelFile, base: float) -> dict[str, Any]:
+    kind = model.arch_get("rope.scaling.type", "none")
+    factor = model.arch_get("rope.scaling.factor", 1.0)
+    if kind in ("none", "", None):
+        return {"rope_type": "default", "rope_theta": base}
+    if kind == "linear" and isinstance(factor, int | float):
+        return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
+    raise UnsupportedArchitecture(f"{model.path}: rotary scaling of type {kind!r} in a GGUF file "
+                                  "is not supported by the torch backend; use the Hugging Face "
+                                  "folder")
+
+
+def _paired_halves(array: Any, heads: int) -> Any:
+    """Undo the converter's turn from (half, half) to neighbouring pairs in each head."""
+    if array.shape[0] % (2 * heads):
+        raise ModelError(f"a projection of {array.shape[0]} rows for {heads} heads; the file is "
+                         "damaged")
+    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)

@@ -1,0 +1,215 @@
+"""Reads a model folder in Hugging Face's layout: config.json and the headers of its safetensors.
+
+Nothing is loaded, and neither torch nor transformers is needed: plans and the head work on
+headers. Every length and offset in a file is checked against its size before it is used. What
+a layer's tensors mean is `backends.torch_weights`' business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import ModelError
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+              "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+FLOATS = ("F64", "F32", "F16", "BF16")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_MOST_HEADER = 100 << 20
+_SAMPLE_BYTES = 1024
+#: GGUF's names of what the planner asks for, as config.json has them
+_KEYS = {
+    "context_length": ("max_position_embeddings",),
+    "feed_forward_length": ("intermediate_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: its file, type, shape (rows first), and where its bytes are in the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that the tensor belongs to; None for the embedding, the head and the norm."""
+        match = _LAYER.match(self.name)
+        return int(match[1]) if match else None
+
+    @property
+    def n_elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+class ModelDir:
+    """One model folder. Immutable; holds no open file. Raises ModelError for what can not be one.
+
+    config: config.json. tensors: name -> StoredTensor over all files. architecture: the model
+    type, such as "llama".
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.config = _read_json(self.path / "config.json", "is no Hugging Face model folder")
+        kind = self.config.get("model_type")
+        if not isinstance(kind, str) or not kind:
+            raise ModelError(f"{self.path}: config.json names no model_type")
+        self.architecture: str = kind
+        self.n_layers = self._count("num_hidden_layers")
+        self.n_embd = self._count("hidden_size")
+        self.n_vocab = self._count("vocab_size")
+        self.tensors: dict[str, StoredTensor] = {}
+        self.files = _files(self.path)
+        for file in self.files:
+            for tensor in _read_header(file):
+                if tensor.name in self.tensors:
+                    raise ModelError(f"{file}: tensor {tensor.name!r} appears twice")
+                self.tensors[tensor.name] = tensor
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of the tensors of each layer, as stored."""
+        sizes = [0] * self.n_layers
+        for tensor in self.tensors.values():
+            if tensor.layer is not None and tensor.layer < self.n_layers:
+                sizes[tensor.layer] += tensor.nbytes
+        return tuple(sizes)
+
+    def arch_get(self, key: str, default: Any = None) -> Any:
+        """What GGUF calls `<architecture>.key`, as far as plans ask for it."""
+        for name in _KEYS.get(key, ()):
+            if self.config.get(name) is not None:
+                return self.config[name]
+        return default
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hex digits over config, headers and a kilobyte of every tensor; see `gguf`."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+            try:
+                with tensor.file.open("rb") as file:
+                    file.seek(tensor.start + max(0, (tensor.nbytes - _SAMPLE_BYTES) // 2))
+                    digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
+            except OSError as error:
+                raise ModelError(
+                    f"{tensor.file}: can not be read: {error.strerror or error}") from None
+        return digest.hexdigest()
+
+    def _count(self, key: str) -> int:
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise ModelError(f"{self.path}: {key} in config.json is {value!r}, not a positive "
+                             "number; name a folder with a language model")
+        return value
+
+
+def is_model_dir(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a folder, which only the torch backend can load."""
+    return Path(path).is_dir()
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder."""
+    index = folder / _INDEX
+    if index.exists():
+        weights = _read_json(index, "is damaged").get("weight_map")
+        if not isinstance(weights, dict) or not weights:
+            raise ModelError(f"{index}: has no weight_map; fetch it again")
+        names = sorted(set(map(str, weights.values())))
+        if any(Path(name).name != name for name in names):
+            raise ModelError(f"{index}: names a file outside its folder")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder}: has no {missing[0]}, which its index names; fetch the "
+                             "model again")
+        return tuple(folder / name for name in names)
+    if (folder / _SINGLE).is_file():
+        return (folder / _SINGLE,)
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return (others[0],)
+    raise ModelError(f"{folder}: has no {_SINGLE} and no {_INDEX}; other kinds of weights have to "
+                     "be converted to safetensors")
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
+    """The tensor table of one file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            if size < 8 or not 2 <= length <= min(size - 8, _MOST_HEADER):
+                raise ModelError(f"{path}: is no safetensors file, or truncated; fetch it again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path}: its header is damaged; fetch it again") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: its header is damaged; fetch it again")
+    return [_entry(path, name, entry, 8 + length, size)
+            for name, entry in header.items() if name != "__metadata__"]
+
+
+def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        start, stop = map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise ModelError(f"{path}: tensor {name!r} is damaged; fetch the file again") from None
+    item = ITEM_BYTES.get(dtype)
+    if item is None:
+        raise ModelError(f"{path}: tensor {name!r} has type {dtype}, which is not supported")
+    if min(shape, default=0) < 0 or start < 0 or stop - start != item * math.prod(shape):
+        raise ModelError(f"{path}: tensor {name!r} of shape {list(shape)} has {stop - start} "
+                         "bytes; the file is damaged, fetch it again")
+    if data + stop > size:
+        raise ModelError(f"{path}: tensor {name!r} ends behind the end: the file is truncated, "
+                         "fetch it again")
+    return StoredTensor(name, path, dtype, shape, data + start, stop - start)
+
+
+def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent}: {otherwise} (it has no {path.name})") from None
+    except OSError as error:
+        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path}: is no JSON file; fetch it again") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: is no JSON object; fetch it again")
+    return data
