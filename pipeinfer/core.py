@@ -109,7 +109,17 @@ class SeqKeep:
     seq_id: int
 
 
-SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep
+@dataclass(frozen=True, slots=True)
+class SeqJoin:
+    """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
+    every row that looks through one of their ids, whatever the positions. Only backends with
+    `separate_views` can."""
+
+    src: int
+    dst: int
+
+
+SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ of a frame before it uses it and raises ProtocolError otherwise.
     header  magic "PIPE", version, op, flags, epoch, run id, parent run id,
             rows, sequence ids, operations, hidden size, payload bytes, spans   (64 bytes)
     DECODE  spans f64[s,2] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
-            ops i32[k,5] outputs u8[n] (padded to 4) hidden f32[n,d]
+            ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
+            hidden f32[n,d]
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pipeinfer.core import (
     Rows,
     SamplingParams,
     SeqCopy,
+    SeqJoin,
     SeqKeep,
     SeqOp,
     SeqRemove,
@@ -51,6 +53,7 @@ _BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
+_VIEWS = 8  # rows look through other ids than they are stored under
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
@@ -429,6 +432,11 @@ def _encode_decode(m: Decode) -> bytes:
         _ops_array(m.ops).tobytes() if m.ops else b"",
         rows.outputs.tobytes() + bytes(-n % 4),
     ]
+    if rows.views is not None:
+        flags |= _VIEWS
+        seen = [i for group in rows.views for i in group]
+        parts.append(np.array([0, *itertools.accumulate(map(len, rows.views)), *seen],
+                              "<i4").tobytes())
     d = 0
     if m.hidden is not None:
         if m.hidden.shape[0] != n:
@@ -456,15 +464,24 @@ def _decode_decode(
         raise ProtocolError(f"run {run_id} has rows without sequence ids")
     ops = _read_ops(reader, n_ops) if n_ops else ()
     outputs = reader.array("u1", n + -n % 4)[:n].astype(np.bool_)
+    views = _read_views(reader, run_id, n) if flags & _VIEWS else None
     hidden = None
     if flags & _HIDDEN:
         hidden = reader.array("<f4", n * d).reshape(n, d)
     seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
     return Decode(
-        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs), lanes, ops,
+        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views), lanes, ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, epoch=epoch, spans=spans,
     )
+
+
+def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], ...]:
+    offsets = reader.array("<i4", n + 1).tolist()
+    if offsets[0] != 0 or any(b <= a for a, b in itertools.pairwise(offsets)):
+        raise ProtocolError(f"run {run_id} has rows that look through no sequence id")
+    ids = reader.array("<i4", offsets[-1]).tolist()
+    return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
 
 
 def _decode_failure(reader: _Reader, epoch: int, run_id: int, node: int) -> WorkerFailed:
@@ -494,6 +511,8 @@ def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
                 row[:] = 1, src, dst, p0, p1
             case SeqKeep(seq_id):
                 row[:] = 2, seq_id, 0, 0, 0
+            case SeqJoin(src, dst):
+                row[:] = 3, src, dst, 0, 0
     return table
 
 
@@ -507,6 +526,8 @@ def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
                 ops.append(SeqCopy(a, b, p0, p1))
             case 2:
                 ops.append(SeqKeep(a))
+            case 3:
+                ops.append(SeqJoin(a, b))
             case _:
                 raise ProtocolError(f"unknown sequence operation {kind}")
     return tuple(ops)

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import Choice, SamplingParams, SeqCopy, SeqKeep, SeqRemove, make_rows
+from pipeinfer.core import (
+    Choice,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqJoin,
+    SeqKeep,
+    SeqRemove,
+    make_rows,
+)
 from pipeinfer.errors import ProtocolError
 from pipeinfer.protocol import (
     HEADER_BYTES,
@@ -38,7 +47,7 @@ spans = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e6)), max_size=5).m
     lambda pairs: np.array(pairs, np.float64).reshape(len(pairs), 2))
 ops = st.lists(st.one_of(
     st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
-    st.builds(SeqKeep, i32),
+    st.builds(SeqKeep, i32), st.builds(SeqJoin, i32, i32),
 ), max_size=6).map(tuple)
 row = st.tuples(i32, i32, st.lists(i32, min_size=1, max_size=4).map(tuple), st.booleans())
 choice = st.builds(Choice, i32, st.none() | floats, st.lists(st.tuples(i32, floats),
@@ -54,6 +63,9 @@ params = st.builds(
 def decodes(draw):
     rows = make_rows(draw(st.lists(row, max_size=9)))
     n = len(rows)
+    if draw(st.booleans()):
+        views = draw(st.lists(row, min_size=n, max_size=n).map(lambda rs: tuple(r[2] for r in rs)))
+        rows = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, views)
     hidden = None
     if draw(st.booleans()):
         d = draw(st.integers(1, 8))
@@ -181,3 +193,20 @@ def test_activations_must_match_the_rows():
     rows = make_rows([(1, 2, (0,), True)])
     with pytest.raises(ProtocolError, match="activations"):
         encode(Decode(1, 0, rows, np.zeros(1, np.int32), hidden=np.ones((2, 4), np.float32)))
+
+
+def test_views_cost_nothing_when_absent_and_are_checked():
+    rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False)])
+    seen = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0, 7), (5,)))
+    plain, wider = (encode(Decode(1, 0, r, np.zeros(2, np.int32))) for r in (rows, seen))
+    assert len(wider) == len(plain) + 4 * (3 + 3)
+    assert decode(wider).rows == seen
+    assert decode(plain).rows.views is None
+    assert decode(plain).rows != seen
+    for offsets in ((0, 2, 2), (0, 2, 4), (1, 2, 3), (0, 2, 1)):
+        frame = bytearray(wider)
+        frame[-24:-12] = np.array(offsets, "<i4").tobytes()
+        with pytest.raises(ProtocolError):
+            decode(frame)
+    with pytest.raises(ValueError, match="differ in length"):
+        Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0,),))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqKeep, SeqOp, SeqRemove
+from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
+from pipeinfer.errors import BackendError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Capabilities:
     """What a backend can do beyond rows that continue their sequence without a gap.
 
     free_positions: gaps and overlaps of positions within a sequence. separate_views: a row may
-    look through ids it is not stored under. embedding_rows: a row given as a vector, on the first
+    look through ids it is not stored under (`Rows.views`), and sequences can be joined
+    (`seq_join`). embedding_rows: a row given as a vector, on the first
     shard. stops_inside: a decode can be stopped at a layer boundary.
     """
 
@@ -100,7 +102,7 @@ class Backend(Protocol):
 
 
 def apply(backend: Backend, op: SeqOp) -> None:
-    """Execute a sequence operation."""
+    """Execute a sequence operation. Raises BackendError for a join on a backend without it."""
     match op:
         case SeqRemove(seq_id, p0, p1):
             backend.seq_rm(seq_id, p0, p1)
@@ -108,3 +110,9 @@ def apply(backend: Backend, op: SeqOp) -> None:
             backend.seq_cp(src, dst, p0, p1)
         case SeqKeep(seq_id):
             backend.seq_keep(seq_id)
+        case SeqJoin(src, dst):
+            join = getattr(backend, "seq_join", None)
+            if join is None:
+                raise BackendError(f"{type(backend).__name__} can not join sequences; use the "
+                                   "torch backend")
+            join(src, dst)
