@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
+#: what keeps the controller from finding that guesses do not pay here
+GUESSING = ("--no-adapt", "--draft-max", "2", "--credit", "5")
 PROMPT = "Write a function that reverses a string"
 #: what a browser itself writes: an answer is an error, no answer comes, this test reads pixels
 OWN = re.compile(r"Failed to load resource|net::ERR_|getImageData are faster")
@@ -39,7 +41,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(1, "--parallel", "2") as served:
+    with serve(1, "--parallel", "2", *GUESSING) as served:
         served.wait_until_ready()
         yield served
 
@@ -369,7 +371,7 @@ def test_a_server_that_goes_is_told_of(browser):
 @pytest.mark.parametrize(("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844)])
 def test_pictures(browser, name, width, height, scheme):
     folder = Path(os.environ["PIPEINFER_SCREENSHOTS"])
-    with serve(4) as served:
+    with serve(4, *GUESSING) as served:
         served.wait_until_ready()
         opened = Page(browser, served.url, viewport={"width": width, "height": height},
                       color_scheme=scheme).ready()

@@ -193,7 +193,7 @@ function showState(state, reason = "") {
 
 async function showHealth() {
   try {
-    const response = await fetch("/health", { cache: "no-store" });
+    const response = await fetch("health", { cache: "no-store" });
     const health = await response.json();
     if (response.ok) return true;
     showState(health.status, health.reason);
@@ -206,8 +206,8 @@ async function showHealth() {
   return false;
 }
 
-async function showModel() {
-  const props = await (await ask("/props")).json();
+async function showModel(signal) {
+  const props = await (await ask("props", { signal })).json();
   $("model").textContent = props.model_alias;
   document.title = `${props.model_alias} · pipeinfer`;
   for (const name of NUMBERS) {
@@ -221,12 +221,14 @@ async function showModel() {
 class Watcher {
   constructor() {
     this.controller = null;
+    this.changed = false; // something has, since the last rest
     this.wakeUp = () => {};
     document.addEventListener("visibilitychange", () => this.again());
     this.run();
   }
 
   again() {
+    this.changed = true;
     this.controller?.abort();
     this.wakeUp();
   }
@@ -244,18 +246,22 @@ class Watcher {
     }
   }
 
-  rest(seconds) {
-    return new Promise((resolve) => {
-      this.wakeUp = resolve;
-      if (seconds !== null) setTimeout(resolve, 1000 * seconds);
-    });
+  // Until something changes, at most so many seconds (null: no bound).
+  async rest(seconds) {
+    if (!this.changed) {
+      await new Promise((resolve) => {
+        this.wakeUp = resolve;
+        if (seconds !== null) setTimeout(resolve, 1000 * seconds);
+      });
+    }
+    this.changed = false;
   }
 
   async follow() {
     this.controller = new AbortController();
     try {
-      await showModel();
-      const response = await ask("/pipeline", { signal: this.controller.signal });
+      await showModel(this.controller.signal);
+      const response = await ask("pipeline", { signal: this.controller.signal });
       for await (const frame of events(response)) if (frame) show(frame);
     } catch (error) {
       if (error.name === "AbortError") return;
@@ -295,10 +301,12 @@ $("stop").addEventListener("click", () => {
 });
 $("new-chat").addEventListener("click", newChat);
 $("open-settings").addEventListener("click", openSettings);
-$("settings").addEventListener("close", () => {
-  save();
-  takeKey();
-});
+for (const [id, event] of [["settings-form", "submit"], ["settings", "close"]]) {
+  $(id).addEventListener(event, () => {
+    save();
+    takeKey();
+  });
+}
 $("mark").addEventListener("change", save);
 $("reset").addEventListener("click", () => {
   localStorage.removeItem(SAVED);

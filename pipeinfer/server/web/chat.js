@@ -67,7 +67,7 @@ export class Chat {
     const { system, params } = this.settings();
     const messages = system ? [{ role: "system", content: system }, ...this.messages]
       : this.messages;
-    const response = await ask("/v1/chat/completions", { signal, body: {
+    const response = await ask("v1/chat/completions", { signal, body: {
       ...params, messages, stream: true, pipeinfer: { detail: true } } });
     for await (const chunk of events(response)) {
       if (chunk === null) return;
