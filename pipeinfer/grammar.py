@@ -52,7 +52,7 @@ def _limits() -> Any:
     """Bounds on the work for one grammar and one mask; see LLParserLimits for their units."""
     return _llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
-        max_lexer_states=50_000, max_grammar_size=250_000, verbose_errors=False,
+        max_lexer_states=20_000, max_grammar_size=250_000, verbose_errors=False,
     )
 
 

@@ -2,8 +2,9 @@
 
 llguidance recurses as deep as a grammar is nested and takes as long as it takes: a hostile
 grammar overflows the stack, which no exception reports. The helper has a smaller stack than those
-who use the grammar later, is killed at a deadline, and started again when it is needed next. It
-takes one JSON object per line and answers with one. This module knows no grammar.
+who use the grammar later and bounded memory, is killed at a deadline (by the system, should this
+process be gone by then), and started again when it is needed next. It takes one JSON object per
+line and answers with one. This module knows no grammar.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import selectors
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from pipeinfer.errors import PipeinferError, RequestError
 SECONDS = 10.0  #: longest time for one answer
 _START_SECONDS = 60.0  #: longest time until the helper is up: a cold disk, a busy machine
 _STACK_BYTES = 2 * 1024 * 1024
+_MEMORY_BYTES = 4 * 1024**3  #: of addresses, which are more than is used
 
 
 class Helper:
@@ -119,6 +122,7 @@ def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
         handler: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         for line in sys.stdin.buffer:
             question, answer = json.loads(line), {}
+            _allow(resource.RLIMIT_CPU, int(time.process_time() + 2 * SECONDS) + 1)
             try:
                 if handler is None:
                     handler = begin(question)
@@ -129,7 +133,14 @@ def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
 
+    _allow(resource.RLIMIT_AS, _MEMORY_BYTES)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+
+
+def _allow(what: int, amount: int) -> None:
+    """Lower or raise a limit of this process, as far as the system's own allows."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (amount if hard < 0 else min(amount, hard), hard))

@@ -242,6 +242,16 @@ def test_a_compiler_that_takes_too_long_is_given_up(vocabulary):
     assert compile_grammar("regex", "after that", vocabulary)
 
 
+def test_a_compiler_can_not_take_all_memory_nor_outlive_us_for_long(vocabulary):
+    compile_grammar("regex", "any(thing)?", vocabulary)
+    limits = Path(f"/proc/{vocabulary.compiler._process.pid}/limits")
+    if not limits.exists():
+        pytest.skip("no /proc here")
+    soft = {line[:25].strip(): line[25:].split()[0] for line in limits.read_text().splitlines()}
+    assert int(soft["Max address space"]) <= 4 * 1024**3
+    assert int(soft["Max cpu time"]) < 60
+
+
 def test_a_parser_that_gives_up_allows_nothing(vocabulary, monkeypatch):
     import llguidance
 
