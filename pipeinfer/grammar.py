@@ -10,6 +10,7 @@ or sampling; the parser is llguidance, loaded when the first grammar is.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import re
@@ -122,6 +123,14 @@ class Vocabulary:
         found: str = _llguidance().LLMatcher.validate_grammar(
             compiled, self._tokenizer, limits=_limits())
         return "" if found.startswith("WARNING") else found
+
+    def prepare(self) -> None:
+        """Do in a thread what the first grammar would have to wait for: up to a second."""
+        def run() -> None:
+            with contextlib.suppress(UsageError):  # whoever needs it will hear
+                _ = self._tokenizer
+
+        threading.Thread(target=run, name="vocabulary").start()
 
     @property
     def _tokenizer(self) -> Any:
@@ -351,6 +360,8 @@ class Constraints:
 
     def __init__(self, vocabulary: Vocabulary | None, keep: int = 32) -> None:
         self._vocabulary, self._keep = vocabulary, keep
+        if vocabulary is not None:
+            vocabulary.prepare()
         self._made: OrderedDict[tuple[Hashable, str], Constraint] = OrderedDict()
 
     def of(self, lane: Hashable, compiled: str) -> Constraint:
