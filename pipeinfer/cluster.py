@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__, host, survey
 from pipeinfer.backends.exact import CURVE_ROWS
+from pipeinfer.backends.torch_options import missing_packages
 from pipeinfer.config import Config
 from pipeinfer.distribute import Sender
 from pipeinfer.errors import (
@@ -52,6 +53,7 @@ from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planner import (
     Plan,
+    backends_of,
     choose_policy,
     context_size,
     model_paths,
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from pipeinfer.models.gguf import ModelFile
 
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
-                              "keep_binding", "trace", "nodes", "given"})
+                              "keep_binding", "trace", "nodes", "given", "backend", "device"})
 _LAST_WORDS_SECONDS = 6.0
 
 
@@ -232,6 +234,7 @@ def hello(config: Config, place: Place) -> dict[str, Any]:
     return {
         "rank": place.rank, "version": __version__, "protocol": VERSION,
         "backend": llama_version(), "config": digest.hexdigest(),
+        "asked_backend": config.backend, "torch_missing": missing_packages(),
         "values": {k: repr(v)[:80] for k, v in shared.items()},
         **host.facts(place.cores, place.local_rank, place.local_size).to_json(),
     }
@@ -275,6 +278,8 @@ def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
     for rank in hosts:
         settings = nodes.of(rank["host"])
         rank["settings"] = dataclasses.asdict(settings)
+        rank["asked_backend"] = settings.options(config.given).get("backend",
+                                                                   rank["asked_backend"])
         if settings.memory is not None:
             rank["memory_available"] = min(rank["memory_available"], settings.memory)
 
@@ -312,10 +317,11 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
 
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
+    backends = backends_of(config, model, hosts)
     policy = choose_policy(config, draft_path)
     ensure_llama(config.numa)
     most = place.size if config.head_stage or place.size == 1 else place.size - 1
-    if most > 1:
+    if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     width = EXACT_LIMIT
     if config.exact == "off":
@@ -383,6 +389,9 @@ def _start(
     at_home = sum(int(states[node].ready["threads"]) for node, rank in enumerate(job.plan.ranks, 1)
                   if hosts[rank]["host"] == hosts[0]["host"])
     contended = at_home + threads_of(config.threads_draft, place) > hosts[0]["cores_host"]
+    if len({state.ready["backend"] for state in states.values()}) > 1:
+        notes.append("stages run on different backends: tokens equal plain decoding through the "
+                     "same stages, and that of one backend up to near-ties")
     limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
                                 n_stages=n_stages, curve=curve, spare=spare)
     head = Head(port, n_stages, Scheduler(limits), worker,

@@ -49,10 +49,22 @@ class Config:
 
     # model
     model: str = _opt("", "-m", "--model", kind="str", group="model",
-                      help="Target model, a GGUF file [default: the embedded one].")
+                      help="Target model: a GGUF file, or a Hugging Face folder for torch "
+                           "[default: the embedded one].")
     draft_model: str = _opt("", "-md", "--model-draft", kind="str", group="model",
                             help="Draft model (GGUF, same vocabulary) [default: the embedded one "
                                  "with the embedded target, else none].")
+    backend: str = _opt("auto", "--backend", kind="str", group="model",
+                        choices=("auto", "llamacpp", "torch"),
+                        help="What evaluates the target's layers; auto: torch for a Hugging Face "
+                             "folder, llama.cpp for GGUF. See docs/torch.md.")
+    device: str = _opt("auto", "--device", kind="str", group="model",
+                       help="Where torch computes: cpu, cuda or cuda:N; auto: a GPU that torch "
+                            "sees, else the processor. (llama.cpp: see -ngl.)")
+    dtype: str = _opt("auto", "--dtype", kind="str", group="model",
+                      choices=("auto", "float32", "bfloat16"),
+                      help="Type of torch's weights, cache and arithmetic; auto: float32 on "
+                           "processors, bfloat16 on GPUs.")
     distribute: bool = _opt(False, "--distribute", kind="flag", group="model",
                             help="Ranks without the model file get their layers from rank 0 and "
                                  "keep them; see docs/clusters.md.")

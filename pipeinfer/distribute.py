@@ -137,6 +137,21 @@ class Sender:
 # --- a stage ----------------------------------------------------------------------------------
 
 
+def own_model(setup: Mapping[str, Any]) -> Path:
+    """The model's path where this host has the one that rank 0 has.
+
+    Raises ModelError when it is not here, MismatchError for another model.
+    """
+    path = Path(setup["model"])
+    if not path.exists():
+        raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
+                         "the same path, or share its directory")
+    if open_model(path).fingerprint != setup["fingerprint"]:
+        raise MismatchError(f"{path} on {socket.gethostname()} is not what rank 0 has: copy the "
+                            "same model to every host")
+    return path
+
+
 def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Report
                 ) -> tuple[Path, int]:
     """This stage's shard, and how many bytes of it came from rank 0 just now.

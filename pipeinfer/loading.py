@@ -10,19 +10,20 @@ import dataclasses
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
+from pipeinfer.backends.torch_options import require_torch, torch_options, torch_version
 from pipeinfer.config import Config
-from pipeinfer.distribute import stage_shard
+from pipeinfer.distribute import own_model, stage_shard
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings
-from pipeinfer.planner import open_model
+from pipeinfer.planner import backend_for, open_model
 from pipeinfer.protocol import Notice, Tag, WorkerFailed
 from pipeinfer.stage import CancelPath, Stage
 from pipeinfer.strategies.worker import DraftWorker
@@ -55,7 +56,6 @@ def run_stage(config: Config, place: Place, port: Port, n_stages: int) -> bool:
 def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                 ) -> tuple[Stage, Backend]:
     from pipeinfer.backends.exact import known_widths
-    from pipeinfer.backends.llamacpp import LlamaCppBackend
 
     setup = _await_setup(config, port)
     config = settle(config, place, setup["settings"])
@@ -65,23 +65,32 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
             "phase": phase, "done": done, "total": total}))
 
     start, stop = setup["start"], setup["stop"]
-    shard, received = stage_shard(config, port, setup, report)
-    report("loading", 0, 1)
-    whole = start == 0 and stop == setup["n_layers"]
-    threads = threads_of(config.threads, place)
-    backend = LlamaCppBackend.load(
-        shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
-        last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
-        n_batch=setup["n_batch"], n_threads=threads,
-        options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
-    )
+    threads, received = threads_of(config.threads, place), 0
+    kind = backend_for(config.backend, Path(setup["model"]))
+    backend: Backend
+    if kind == "torch":
+        path = own_model(setup)
+        report("loading", 0, 1)
+        backend, version = load_torch(config, path, (start, stop), setup, threads), torch_version()
+    else:
+        from pipeinfer.backends.llamacpp import LlamaCppBackend
+
+        shard, received = stage_shard(config, port, setup, report)
+        report("loading", 0, 1)
+        whole, version = start == 0 and stop == setup["n_layers"], llama_version()
+        backend = LlamaCppBackend.load(
+            shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
+            last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
+            n_batch=setup["n_batch"], n_threads=threads,
+            options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
+        )
     widths = known_widths(
-        backend, (setup["fingerprint"], llama_version(), threads, *host.cpu_features()),
+        backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
         limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
-        "exact_width": widths.exact, "row_cost": widths.row_cost,
+        "backend": kind, "exact_width": widths.exact, "row_cost": widths.row_cost,
         "curve": widths.curve,
         "weight_bytes": backend.info.weight_bytes,
         "cache_bytes": backend.info.cache_bytes, "threads": threads, "received_bytes": received,
@@ -92,6 +101,19 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
                                         "exact_width": widths.exact, **host.memory_parts()})
     return stage, backend
+
+
+def load_torch(
+    config: Config, path: Path, layers: tuple[int, int], sizes: Mapping[str, Any], threads: int,
+) -> Backend:
+    """Layers of a model on the torch backend. Raises UsageError where torch is not installed."""
+    require_torch()
+    from pipeinfer.backends.pytorch import TorchBackend
+
+    return TorchBackend.load(
+        path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],
+        n_batch=sizes["n_batch"], n_threads=threads,
+        options=torch_options(config.device, config.dtype, exact=config.exact == "on"))
 
 
 def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:
@@ -129,18 +151,22 @@ def load_draft(
     config: Config, place: Place, path: Path, cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None = None,
 ) -> DraftWorker:
-    from pipeinfer.backends.llamacpp import LlamaCppBackend
     from pipeinfer.strategies.draft_model import DraftModel
 
     threads = threads_of(config.threads_draft, place)
     n_layers = open_model(path).n_layers
     paths = DRAFT_PATHS + config.parallel - 1
-    backend: Backend = LlamaCppBackend.load(
-        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
-        n_ctx=cells + 64 * paths, n_seq_max=paths + config.branches, n_batch=256,
-        n_threads=threads,
-        options=llama_options(config, draft=True),
-    )
+    sizes = {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.branches, "n_batch": 256}
+    backend: Backend
+    if path.is_dir():
+        backend = load_torch(dataclasses.replace(config, exact="off"), path, (0, n_layers), sizes,
+                             threads)
+    else:
+        from pipeinfer.backends.llamacpp import LlamaCppBackend
+
+        backend = LlamaCppBackend.load(
+            path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
+            n_threads=threads, options=llama_options(config, draft=True), **sizes)
     return DraftWorker(DraftModel(backend, n_vocab, paths=paths, vocabulary=vocabulary),
                        notify)
 

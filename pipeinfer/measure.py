@@ -140,22 +140,38 @@ def figures_here(config: Config, model: Any, threads: int, *, again: bool = Fals
 
 def _name(config: Config, model: Any, threads: int) -> str:
     """The file of everything that the figures depend on."""
+    from pipeinfer.backends.torch_options import torch_version
     from pipeinfer.loading import llama_options, llama_version
 
-    identity = (FORMAT, socket.gethostname(), model.fingerprint, llama_version(), threads,
+    own = (config.device, config.dtype, torch_version()) if _on_torch(config, model) else ()
+    identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_version(), threads,
                 os.cpu_count(), host.quota(), host.cpu_features(), llama_options(config),
                 os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return f"speed-{digest}.json"
 
 
+def _on_torch(config: Config, model: Any) -> bool:
+    from pipeinfer.planner import backend_for
+
+    return not isinstance(model, Hollow) and backend_for(config.backend, model.path) == "torch"
+
+
 def _measure(config: Config, model: Any, threads: int) -> Figures:
     from pipeinfer.backends.llamacpp import LlamaCppBackend
-    from pipeinfer.loading import llama_options
+    from pipeinfer.loading import llama_options, load_torch
     from pipeinfer.models.shard import extract_shard
 
     middle = model.n_layers // 2
     first, last = middle == 0, middle == model.n_layers - 1
+    if _on_torch(config, model):
+        sizes = {"n_ctx": 256, "n_seq_max": 1, "n_batch": max(ROWS)}
+        alone = load_torch(config, model.path, (middle, middle + 1), sizes, threads)
+        try:
+            seconds = layer_seconds(alone)
+        finally:
+            alone.close()
+        return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
     with tempfile.TemporaryDirectory(dir=cache_directory(), prefix="layer-",
                                      ignore_cleanup_errors=True) as folder:
         shard = model.write(folder) if isinstance(model, Hollow) else extract_shard(

@@ -32,7 +32,8 @@ _UNITS = {"": 1, "b": 1, **{
     for power, letter in enumerate("kmgt", 1) for kind, base in (("b", 1000), ("ib", 1024))
 }}
 #: settings that stand in for options of the same name
-_OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa")
+_OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
+BACKENDS = ("", "auto", "llamacpp", "torch")
 _ALL_LAYERS = 100_000
 
 
@@ -52,6 +53,7 @@ class NodeSettings:
 
     numa: llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the host's
     first rank on node 0, its second on node 1). device: cpu, gpu, or gpu:2 for the third one.
+    backend: llamacpp or torch.
     memory: bytes that the job may fill on this host. layers: how many layers its stage holds.
     """
 
@@ -65,16 +67,19 @@ class NodeSettings:
     layers: int | None = None
     gpu_layers: int | None = None
     gpu_layers_draft: int | None = None
+    backend: str = ""
 
     def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
         """Option values that these settings stand for, without those named in `given`.
 
         `device = "cpu"` means no layer on a GPU, a gpu device all of them, unless gpu_layers says
-        otherwise. The number of a NUMA node is no option of llama.cpp and is left out.
+        otherwise; torch takes the one GPU that is shown to the process. The number of a NUMA
+        node is no option of llama.cpp and is left out.
         """
         values: dict[str, Any] = {}
         if self.device:
             values["gpu_layers"] = 0 if self.device == "cpu" else _ALL_LAYERS
+            values["device"] = "cpu" if self.device == "cpu" else "cuda"
         for name in _OPTIONS:
             value = getattr(self, name)
             if value not in ("", None) and not (name.startswith("threads") and value == 0):
@@ -252,6 +257,10 @@ def _setting(name: str, value: Any, where: str) -> Any:
         case "device":
             if not isinstance(value, str) or not re.fullmatch(r"(cpu|gpu(:[0-9]+)?)?", value):
                 raise UsageError(f"{where} is {value!r}; choose from cpu, gpu, gpu:0, gpu:1, ...")
+        case "backend":
+            if value not in BACKENDS:
+                raise UsageError(f"{where} is {value!r}{_near(value, BACKENDS)}; choose from "
+                                 f"{', '.join(filter(None, BACKENDS))}")
         case "memory":
             value = parse_bytes(value, where)
         case "profile":

@@ -68,10 +68,43 @@ def model_paths(config: Config) -> tuple[Path, Path | None]:
 
 
 def open_model(path: Path) -> Any:
-    """The model's header. Raises ModelError."""
+    """The model's header: a ModelFile, or a ModelDir for a folder. Raises ModelError."""
     from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.models.safetensors_dir import ModelDir
 
-    return ModelFile(path)
+    return ModelDir(path) if path.is_dir() else ModelFile(path)
+
+
+def backend_for(asked: str, path: Path) -> str:
+    """llamacpp or torch. asked: that or auto. Raises UsageError when it can not take the model."""
+    if not path.is_dir():
+        return "llamacpp" if asked == "auto" else asked
+    if asked == "llamacpp":
+        raise UsageError(f"{path} is a folder, which llama.cpp can not load: leave out --backend "
+                         "llamacpp, or name a GGUF file")
+    return "torch"
+
+
+def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
+                ) -> tuple[str, ...]:
+    """The backend of each rank that may hold a stage; hosts: what the ranks told of themselves.
+
+    Raises UsageError and UnsupportedArchitecture for what is known to fail before anything loads.
+    """
+    from pipeinfer.backends.torch_options import check_family, require_torch
+
+    stages = hosts if config.head_stage or len(hosts) == 1 else hosts[1:]
+    kinds = [backend_for(str(rank.get("asked_backend", config.backend)), model.path)
+             for rank in stages]
+    for rank, kind in zip(stages, kinds, strict=True):
+        if kind == "torch":
+            require_torch(rank.get("torch_missing"), f"rank {rank['rank']} on {rank['host']}: ")
+    if "torch" in kinds:
+        if config.distribute:
+            raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
+                             "the model to every host, or share its directory")
+        check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())
+    return tuple(kinds)
 
 
 def context_size(config: Config, model: Any) -> int:
@@ -93,14 +126,14 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
     return Policy.ITERATIVE if draft is None else Policy.PIPEINFER
 
 
-def _cache_bytes(model: Any, n_layers: int, n_cells: int) -> int:
-    """A shard's cache with two bytes per element (quantised caches need less)."""
+def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -> int:
+    """A shard's cache; two bytes per element on llama.cpp (quantised caches need less)."""
     heads = int(model.arch_get("attention.head_count", 1) or 1)
     kv_heads = int(model.arch_get("attention.head_count_kv", heads) or heads)
     size = model.n_embd // heads
     widths = sum(int(model.arch_get(f"attention.{kind}_length", size) or size)
                  for kind in ("key", "value"))
-    return n_layers * n_cells * kv_heads * widths * 2
+    return n_layers * n_cells * kv_heads * widths * item_bytes
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -143,10 +176,34 @@ class Plan:
         return "plan: " + "; ".join(parts)
 
 
-def load_of(model: Any, n_cells: int, n_batch: int) -> Load:
-    """What a model's stages cost (bytes of weights that a row reads) and hold."""
+def torch_item_bytes(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of a weight where a rank runs torch, 0 where none does."""
+    from pipeinfer.backends.torch_options import itemsize
+
+    if "torch" not in backends_of(config, model, hosts):
+        return 0
+    devices = {str(rank["settings"].get("device", "")) for rank in hosts}
+    return max(itemsize(config.dtype, device or config.device) for device in devices)
+
+
+def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load:
+    """What a model's stages cost (bytes of weights that a row reads) and hold.
+
+    item_bytes: of a weight in torch's memory, where a rank runs torch (0: none does). Costs count
+    the file's bytes all the same: speeds of different backends are measured per such byte.
+    """
+    from pipeinfer.models.safetensors_dir import torch_parts
     from pipeinfer.models.shard import shard_bytes
 
+    if item_bytes or model.path.is_dir():
+        layers, embedding, head = torch_parts(model, item_bytes)
+        cache = _cache_bytes(model, 1, n_cells, item_bytes or 4)
+        _, _, head_cost = torch_parts(model, 0)
+        ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
+        return Load(
+            tuple(map(float, model.layer_bytes)), tuple(float(size + cache) for size in layers),
+            first_bytes=float(embedding), last_cost=float(head_cost), last_bytes=float(head),
+            scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + ff)))
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
     plain = list(model.layer_bytes)

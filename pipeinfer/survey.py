@@ -24,7 +24,15 @@ from pipeinfer.host import Place
 from pipeinfer.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.partition import Load, Member
-from pipeinfer.planner import Plan, asked_counts, estimate, level, load_of, make_plan
+from pipeinfer.planner import (
+    Plan,
+    asked_counts,
+    estimate,
+    level,
+    load_of,
+    make_plan,
+    torch_item_bytes,
+)
 from pipeinfer.policy import Policy
 
 Hosts = Sequence[Mapping[str, Any]]
@@ -49,7 +57,7 @@ def agree(
 
     head_bytes: what the draft takes of rank 0's memory. Raises PlanError and UsageError.
     """
-    load = load_of(model, n_cells, n_batch)
+    load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
     candidates = list(range(0 if config.head_stage or place.size == 1 else 1, place.size))
     nodes = load_nodes(config)
     counts = asked_counts(config, model, candidates, hosts,
@@ -99,7 +107,7 @@ def _ask(
     for rank in ranks:
         settings = hosts[rank]["settings"]
         kinds.setdefault((hosts[rank]["host"], hosts[rank]["cores"], *(
-            settings[key] for key in ("threads", "device", "gpu_layers", "numa"))),
+            settings[key] for key in ("threads", "device", "gpu_layers", "numa", "backend"))),
             []).append(rank)
     asked = [group[0] for group in kinds.values()]
     hollow = Hollow.of(model).to_json() if config.distribute else None

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with llama.cpp's own tokenizer on the model's file.
+"""Text to token ids and back, with llama.cpp's own tokenizer on a GGUF file.
 
 Only the vocabulary is loaded, no weights. Knows nothing about requests or sampling; stop strings
 and partial matches are the head's business, incomplete UTF-8 is handled here.
@@ -28,7 +28,18 @@ PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in 
 
 
 class Tokenizer:
-    """The vocabulary of one model file. Thread-safe: everything after loading only reads."""
+    """The vocabulary of one model. Thread-safe: everything after loading only reads.
+
+    Of a GGUF file this is llama.cpp's; a Hugging Face folder makes it a `FolderTokenizer`.
+    """
+
+    def __new__(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """The class that reads what is at `path`."""
+        if cls is Tokenizer and os.path.isdir(path):
+            from pipeinfer.folder_tokenizer import FolderTokenizer
+
+            cls = FolderTokenizer
+        return object.__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Load the vocabulary of the GGUF at `path`; ModelError when there is none."""
@@ -97,6 +108,15 @@ class Tokenizer:
         model's file says. special: whether control tokens written out in the text, such as
         `<|im_end|>`, become those tokens; leave it False for text that a user typed.
         """
+        tokens = self.split(text, special)
+        bos = self.bos_id
+        if (self.adds_bos if add_bos is None else add_bos) and bos is not None:
+            if tokens[:1] != [bos]:
+                tokens.insert(0, bos)
+        return tokens
+
+    def split(self, text: str, special: bool) -> list[int]:
+        """The tokens of the text alone, with nothing put before it; see `encode`."""
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
@@ -111,12 +131,7 @@ class Tokenizer:
             )
         if count < 0:
             raise RequestError(f"a text of {len(raw)} bytes can not be tokenised: {last_log()}")
-        tokens = list(buffer[:count])
-        bos = self.bos_id
-        if (self.adds_bos if add_bos is None else add_bos) and bos is not None:
-            if tokens[:1] != [bos]:
-                tokens.insert(0, bos)
-        return tokens
+        return list(buffer[:count])
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless `special`."""
@@ -194,13 +209,15 @@ class Tokenizer:
     def vocab_fingerprint(self) -> str:
         """64 hex digits over every token's text and kind, and the end-of-generation tokens."""
         digest = hashlib.sha256()
-        attributes = llama_cpp.llama_vocab_get_attr
         for token in range(self.n_vocab):
             text = self.token_text(token)
-            digest.update(b"%d %d %d " % (token, len(text), attributes(self._vocab, token)))
+            digest.update(b"%d %d %d " % (token, len(text), self._kind(token)))
             digest.update(text)
         digest.update(repr(sorted(self.eog_ids)).encode())
         return digest.hexdigest()
+
+    def _kind(self, token: int) -> int:
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.token_text(token).decode("utf-8", "replace")

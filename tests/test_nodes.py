@@ -120,7 +120,7 @@ def test_a_nodes_file(tmp_path):
         numa="1")
     assert nodes.of("big").options() == {
         "threads": 4, "threads_draft": 6, "gpu_layers": 20, "numa": "distribute"}
-    assert nodes.of("old3").options() == {"threads": 2, "gpu_layers": 100_000}
+    assert nodes.of("old3").options() == {"threads": 2, "gpu_layers": 100_000, "device": "cuda"}
     assert nodes.of("big").options(given={"threads", "numa"}) == {
         "threads_draft": 6, "gpu_layers": 20}
 

@@ -5,13 +5,18 @@ Everybody who only chooses a backend (options, plans, the head) stays free of th
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16")
+#: model types that tests compare with transformers' own forward pass
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+#: of these, what is taken back from GGUF; Mistral calls itself "llama" there
+GGUF_FAMILIES = ("gemma", "gemma2", "llama", "qwen2", "qwen3")
 _PACKAGES = ("torch", "transformers", "safetensors")
 #: rows of one matrix product. Fixed, or a row's bits would depend on how many come with it; these
 #: cost no more than a single row (docs/torch.md). 0: as many as there are, exact where measured.
@@ -34,6 +39,8 @@ class TorchOptions:
     def resolved(self, has_cuda: bool) -> TorchOptions:
         """With every auto replaced. Raises UsageError for a GPU that is not there."""
         device = self.device
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device) is None:
+            raise UsageError(f"--device {device}: choose from auto, cpu, cuda, cuda:0, cuda:1, ...")
         if device == "auto":
             device = "cuda" if has_cuda else "cpu"
         if device.startswith("cuda") and not has_cuda:
@@ -48,17 +55,31 @@ class TorchOptions:
 
 
 def itemsize(dtype: str, device: str) -> int:
-    """Bytes of one weight. auto is what `TorchOptions.resolved` makes of it."""
-    wide = dtype == "float32" or (dtype == "auto" and not device.startswith("cuda"))
-    return 4 if wide else 2
+    """Bytes of one weight; what auto will be is taken at its worst."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith(("cuda", "gpu"))) \
+        else 4
 
 
-def require_torch() -> None:
-    """Raise UsageError when a package that the torch backend needs is not installed."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+def missing_packages() -> list[str]:
+    """Which of the packages that the torch backend needs are not installed here."""
+    return [name for name in _PACKAGES if find_spec(name) is None]
+
+
+def require_torch(missing: list[str] | None = None, who: str = "") -> None:
+    """Raise UsageError when packages are missing (None: look here). who: begins the message."""
+    missing = missing_packages() if missing is None else missing
     if missing:
-        raise UsageError(f"the torch backend needs {', '.join(missing)}: "
+        raise UsageError(f"{who}the torch backend needs {', '.join(missing)}: "
                          "pip install 'pipeinfer[torch]'")
+
+
+def check_family(architecture: str, path: str, *, gguf: bool) -> None:
+    """Raise UnsupportedArchitecture for a model type that the torch backend does not know."""
+    known = GGUF_FAMILIES if gguf else FAMILIES
+    if architecture not in known:
+        what = "GGUF files of architecture" if gguf else "models of type"
+        raise UnsupportedArchitecture(f"{path}: {what} {architecture!r} are not supported by the "
+                                      f"torch backend (supported: {', '.join(known)})")
 
 
 def torch_version() -> str:
@@ -70,3 +91,8 @@ def torch_version() -> str:
         except PackageNotFoundError:
             found.append(f"{name} absent")
     return ", ".join(found)
+
+
+def torch_options(device: str, dtype: str, *, exact: bool) -> TorchOptions:
+    """Options of a job's config. exact: single rows' bits are worth a fixed tile."""
+    return TorchOptions(device=device, dtype=dtype, tile=None if exact else 0)

@@ -22,12 +22,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pipeinfer.backends.torch_attention import IMPLEMENTATION, attend
 from pipeinfer.backends.torch_gguf import GgufTensors, config_of
+from pipeinfer.backends.torch_options import check_family
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.safetensors_dir import FLOATS, ModelDir
 
-#: model types that tests compare with transformers' own forward pass
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 #: kinds of rotary embedding whose angles depend on the row's position alone
 ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -120,7 +119,8 @@ def load_shard(
             config, source = folder_config(folder), _FolderTensors(folder, stack)
         else:
             model = ModelFile(path)
-            config = CONFIG_MAPPING[_family(model)](**config_of(model))
+            check_family(model.architecture, os.fspath(path), gguf=True)
+            config = CONFIG_MAPPING[model.architecture](**config_of(model))
             source = gguf = GgufTensors(model)
             factors = gguf.rope_factors()
         check_config(config, os.fspath(path))
@@ -138,10 +138,7 @@ def load_shard(
 def folder_config(folder: ModelDir) -> Any:
     """transformers' config of a folder. Raises UnsupportedArchitecture and ModelError."""
     kind = folder.architecture
-    if kind not in FAMILIES:
-        raise UnsupportedArchitecture(
-            f"{folder.path}: models of type {kind!r} are not supported by the torch backend "
-            f"(supported: {', '.join(FAMILIES)})")
+    check_family(kind, os.fspath(folder.path), gguf=False)
     if folder.config.get("quantization_config"):
         raise UnsupportedArchitecture(f"{folder.path}: is quantised; the torch backend needs the "
                                       "float weights, llama.cpp takes quantised GGUF files")
@@ -163,17 +160,6 @@ def check_config(config: Any, path: str) -> None:
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedArchitecture(f"{path}: attends in both directions; it is no model to "
                                       "continue a text with")
-
-
-def _family(model: ModelFile) -> str:
-    """The transformers family of a GGUF."""
-    kind = {"gemma3": "gemma3_text"}.get(model.architecture, model.architecture)
-    if kind not in FAMILIES or kind == "gemma3_text":
-        known = ", ".join(name for name in FAMILIES if name not in ("gemma3_text", "mistral"))
-        raise UnsupportedArchitecture(
-            f"{model.path}: GGUF files of architecture {model.architecture!r} are not supported "
-            f"by the torch backend (supported: {known})")
-    return kind
 
 
 def _assemble(config: Any, start: int, stop: int, device: Any) -> Shard:

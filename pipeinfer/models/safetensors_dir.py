@@ -55,11 +55,6 @@ class StoredTensor:
         match = _LAYER.match(self.name)
         return int(match[1]) if match else None
 
-    @property
-    def n_elements(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
-
 
 class ModelDir:
     """One model folder. Immutable; holds no open file. Raises ModelError for what can not be one.
@@ -135,9 +130,21 @@ class ModelDir:
         return value
 
 
-def is_model_dir(path: str | os.PathLike[str]) -> bool:
-    """Whether the path is a folder, which only the torch backend can load."""
-    return Path(path).is_dir()
+def torch_parts(model: Any, item_bytes: int) -> tuple[list[int], int, int]:
+    """Bytes that torch holds: of each layer, the embedding and the head.
+
+    model: a ModelDir or a ModelFile. item_bytes: of one weight; 0 counts the bytes in the file.
+    """
+    layers = [0] * model.n_layers
+    others: dict[str, int] = {}
+    for tensor in model.tensors.values():
+        size = item_bytes * math.prod(tensor.shape) if item_bytes else tensor.nbytes
+        if tensor.layer is None:
+            others[tensor.name] = size
+        elif tensor.layer < model.n_layers:
+            layers[tensor.layer] += size
+    embedding = others.get("model.embed_tokens.weight", others.get("token_embd.weight", 0))
+    return layers, embedding, others.get("lm_head.weight", others.get("output.weight", embedding))
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
