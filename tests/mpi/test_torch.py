@@ -1,0 +1,192 @@
+"""Stages on torch over real ranks: a plain loop's tokens, mixed backends, folders, errors."""
+
+# ruff: noqa: E402  (skipped where a package is missing)
+from __future__ import annotations
+
+import json
+
+import pytest
+
+for _package in ("torch", "transformers", "safetensors"):
+    pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
+
+import numpy as np
+import torch
+
+from pipeinfer.backends.pytorch import TorchBackend, TorchOptions
+from pipeinfer.core import SamplingParams, make_rows
+from pipeinfer.sampling import choose, noise_key
+from pipeinfer.tokenizer import Tokenizer
+from tests.embedded_folder import write_folder
+from tests.mpi import launch
+from tests.mpi.served import serve
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT, COUNT = "class Stack:\n    def __init__(self):\n" * 6, 24
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1, "key": noise_key(5)}
+LIMITS = ({"policy": "iterative"}, {"policy": "speculative", "branches": 3, "p_split": 0.1},
+          {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
+          {"policy": "pipeinfer", "adapt": True})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(EMBEDDED / "target.gguf", tmp_path_factory.mktemp("hf") / "target")
+
+
+def plain(stages, prompt, count, params, chunk=64):
+    """The prompt in chunks, then one row at a time; no pipeline, no speculation."""
+    path = list(prompt)
+
+    def decode(tokens, first):
+        rows = make_rows([(t, first + i, (0,), i == len(tokens) - 1)
+                          for i, t in enumerate(tokens)])
+        hidden = None
+        for stage in stages:
+            hidden = stage.decode(rows, hidden)
+        return hidden[0]
+
+    for start in range(0, len(prompt), chunk):
+        logits = decode(path[start : start + chunk], start)
+    while len(path) < len(prompt) + count:
+        path.append(choose(logits, params, np.array(path, np.int32), len(path) - 1).token)
+        logits = decode(path[-1:], len(path) - 1)
+    for stage in stages:
+        stage.seq_rm(0, 0, 2**31 - 1)
+    return path[len(prompt):]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """(parameters, tokens) of the unsplit model."""
+    torch.set_num_threads(1)
+    whole = TorchBackend.load(EMBEDDED / "target.gguf", n_ctx=512, n_seq_max=1, n_batch=64,
+                              n_threads=1, options=TorchOptions("cpu"))
+    tokenizer = Tokenizer(EMBEDDED / "target.gguf")
+    prompt = tokenizer.encode(PROMPT)
+    assert len(prompt) > 64
+    found = [(params, plain([whole], prompt, COUNT, SamplingParams(**params)))
+             for params in (GREEDY, SEEDED)]
+    tokenizer.close()
+    return found
+
+
+def todo(wanted):
+    return [{"prompt": PROMPT, "params": params, "limits": limits, "count": COUNT}
+            for params, _ in wanted for limits in LIMITS]
+
+
+@pytest.mark.parametrize(("ranks", "source"), [(1, "gguf"), (2, "folder"), (3, "gguf"),
+                                               (4, "folder")])
+def test_every_policy_gives_a_plain_torch_loops_tokens(tmp_path, wanted, folder, ranks, source):
+    """With the embedded draft (on llama.cpp), with cancellations, from either kind of file."""
+    config = {"backend": "torch", "device": "cpu", "draft_model": str(EMBEDDED / "draft.gguf"),
+              "model": str(folder if source == "folder" else EMBEDDED / "target.gguf")}
+    answer = run_matrix(tmp_path, ranks, config, todo(wanted))
+    expected = [tokens for _, tokens in wanted for _ in LIMITS]
+    assert [result["tokens"] for result in answer["results"]] == expected
+    assert answer["exact_width"] >= 2
+    assert sum(result["accepted_speculative"] for result in answer["results"]) > 10
+    reports = answer["reports"].values()
+    assert sum(report["runs"]["computed"] for report in reports) > 0
+    if ranks > 2:
+        assert sum(result["cancelled_runs"] for result in answer["results"]) > 0
+
+
+def test_ranks_on_different_backends(tmp_path, folder):
+    """A nodes file can not tell ranks of one host apart, so each rank is asked for its own."""
+    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 2) export PIPEINFER_BACKEND=torch;; '
+             '*) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
+    job = ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n", "12", "--temp",
+           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu"]
+    done = launch.run(3, job)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    stages = answer["stats"]["stages"]
+    assert [stages[k]["backend"] for k in ("1", "2")] == ["llamacpp", "torch"]
+    assert "different backends" in done.stderr + json.dumps(answer)
+    from pipeinfer.backends.llamacpp import LlamaCppBackend, LlamaOptions
+    from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.models.shard import extract_shard
+
+    path = EMBEDDED / "target.gguf"
+    cut = stages["1"]["layers"][1]
+    first = LlamaCppBackend.load(
+        extract_shard(ModelFile(path), 0, cut), layers=(0, cut), n_layers_total=12, first=True,
+        last=False, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
+        options=LlamaOptions(layer_callbacks=True))
+    last = TorchBackend.load(path, layers=(cut, 12), n_ctx=512, n_seq_max=1, n_batch=64,
+                             n_threads=1, options=TorchOptions("cpu"))
+    tokenizer = Tokenizer(path)
+    expected = plain([first, last], tokenizer.encode(PROMPT), 12, SamplingParams())
+    first.close()
+    tokenizer.close()
+    assert answer["tokens"] == expected[: len(answer["tokens"])]
+    assert answer["tokens"]
+
+
+def test_the_command_line_with_a_folder_in_bfloat16(folder):
+    args = ["generate", "-m", str(folder), "-p", PROMPT, "-n", "10", "--temp", "0", "-c", "512",
+            "--dtype", "bfloat16", "--device", "cpu", "-t", "1", "--json"]
+    answers = []
+    for ranks in (1, 3):
+        done = launch.run(ranks, PIPEINFER + args)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["tokens"] == answers[1]["tokens"]
+    assert answers[0]["stats"]["model"] == "target"
+    assert {stage["backend"] for stage in answers[1]["stats"]["stages"].values()} == {"torch"}
+
+
+def test_a_folder_is_served(folder):
+    ask = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    with serve(2, "-m", str(folder), "-md", str(EMBEDDED / "draft.gguf"), "-c", "512", "-t", "1",
+               "--device", "cpu") as server:
+        server.wait_until_ready()
+        answers = [server.post("/v1/completions", ask) for _ in range(2)]
+        status, chat = server.post("/v1/chat/completions", {
+            "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
+    assert [code for code, _ in answers] == [200, 200]
+    texts = [answer["choices"][0]["text"] for _, answer in answers]
+    assert texts[0] == texts[1]
+    assert answers[0][1]["usage"]["completion_tokens"] == 8
+    assert answers[0][1]["model"] == "target"
+    assert status == 200, chat
+    assert chat["usage"]["prompt_tokens"] > 5
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["-m", "{folder}", "--backend", "llamacpp"], 2, "is a folder, which llama.cpp can not load"),
+    (["--backend", "torch", "--distribute"], 2, "--distribute sends llama.cpp's shards"),
+    (["--backend", "torch", "--device", "cuda:9"], 2, "torch sees no CUDA device here"),
+    (["--backend", "torch", "--device", "tpu"], 2, "choose from auto, cpu, cuda"),
+    (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
+    (["-m", "{folder}/nowhere"], 3, "no such file"),
+])
+def test_what_can_not_be_done_is_said(folder, args, code, says):
+    if "cuda:9" in args and torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    args = [arg.format(folder=folder) for arg in args]
+    done = launch.run(1, [*PIPEINFER, "generate", "-p", "x", "-n", "1", *args])
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_torch_its_absence_is_said_and_the_rest_works(tmp_path):
+    """What an installation without the extra sees: no torch, no transformers, no safetensors."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('torch', 'transformers', 'safetensors', 'tokenizers'):\n"
+        "    sys.modules[name] = None\n")
+    bare = ["sh", "-c", f'export PYTHONPATH="{tmp_path}:$PYTHONPATH"; exec "$@"', "sh", *PIPEINFER,
+            "generate", "-p", "def f(", "-n", "3", "--temp", "0", "-c", "256", "--json"]
+    done = launch.run(2, [*bare, "--backend", "torch"])
+    assert done.returncode == 2, done.stderr
+    assert "the torch backend needs torch, transformers, safetensors" in done.stderr
+    assert "pip install 'pipeinfer[torch]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = launch.run(2, bare)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["tokens"]) == 3
