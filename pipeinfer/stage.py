@@ -216,8 +216,11 @@ class Stage:
         self._run_at_hand = run.run_id
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
-            look = (self._should_stop if run.speculative
-                    else self._look if self._speculates else None)
+            look = None  # asking at each layer costs something
+            if run.speculative or not run.rows.outputs.all():  # a guess, or a part of a prompt
+                look = self._should_stop
+            elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
+                look = self._look
             result = self._backend.decode(run.rows, run.hidden, look)
         computed = time.time()
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
