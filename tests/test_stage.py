@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core import SamplingParams, make_rows
@@ -47,3 +48,44 @@ def test_a_run_brings_back_when_each_stage_worked_on_it():
     assert worked == [[True] * 3, [True, False, False], [True, False, False]]
     assert done[0].slowest == done[0].spans[:, 1].max()
     assert abs(done[0].computed - done[0].spans[:, 1].sum()) < 1e-12
+
+
+class Cancelling:
+    """A backend between whose layers the head's cancellation arrives."""
+
+    def __init__(self, inner, port):
+        self.inner, self.port = inner, port
+        self.info, self.capabilities = inner.info, inner.capabilities
+        self.seq_rm, self.seq_cp, self.seq_keep = inner.seq_rm, inner.seq_cp, inner.seq_keep
+
+    def decode(self, rows, hidden=None, should_stop=None):
+        asked = 0
+
+        def stop():
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                self.port.send(1, Tag.CANCEL, Cancel((0,)))
+                time.sleep(0.002)  # stages do not look more often than every half millisecond
+            return should_stop()
+
+        return self.inner.decode(rows, hidden, None if should_stop is None else stop)
+
+
+@pytest.mark.parametrize(("outputs", "speculative", "stopped"), [
+    ((False, False, True), False, True),  # the end of a prompt, whose client has left
+    ((True,), True, True),  # a guess
+    ((True,), False, False),  # an accepted token: computed to its end
+])
+def test_what_can_be_stopped_inside_a_run(outputs, speculative, stopped):
+    ports = local_ports(2)
+    stage = Stage(ports[1], 1, Cancelling(ToyBackend.load(SPEC), ports[0]))
+    ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
+    rows = make_rows([(3, k, (0,), wanted) for k, wanted in enumerate(outputs)])
+    ports[0].send(1, Tag.TRANSACTION, Decode(0, -1, rows, np.zeros(len(rows), np.int32),
+                                             speculative=speculative))
+    step(stage)
+    step(stage)
+    answer = ports[0].take(Tag.RESULT).message
+    assert isinstance(answer, RunCancelled if stopped else RunFinished)
+    assert stage.stats.runs["stopped" if stopped else "computed"] == 1
