@@ -401,7 +401,7 @@ def _start(
                                           contended=contended))
     return Session(
         config, head, limits, tokenizer, worker,
-        {node: state.ready for node, state in states.items()}, hosts, target_path.name,
+        {node: state.ready for node, state in states.items()}, hosts, target_path.resolve().name,
         draft_path.name if worker is not None and draft_path is not None else "",
         notes, time.monotonic() - started, job.plan,
     )

@@ -91,7 +91,7 @@ def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
 
     Raises UsageError and UnsupportedArchitecture for what is known to fail before anything loads.
     """
-    from pipeinfer.backends.torch_options import check_family, require_torch
+    from pipeinfer.backends.torch_options import check_device, check_family, require_torch
 
     stages = hosts if config.head_stage or len(hosts) == 1 else hosts[1:]
     kinds = [backend_for(str(rank.get("asked_backend", config.backend)), model.path)
@@ -103,6 +103,7 @@ def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
         if config.distribute:
             raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
                              "the model to every host, or share its directory")
+        check_device(config.device)
         check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())
     return tuple(kinds)
 

@@ -38,9 +38,8 @@ class TorchOptions:
 
     def resolved(self, has_cuda: bool) -> TorchOptions:
         """With every auto replaced. Raises UsageError for a GPU that is not there."""
+        check_device(self.device)
         device = self.device
-        if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device) is None:
-            raise UsageError(f"--device {device}: choose from auto, cpu, cuda, cuda:0, cuda:1, ...")
         if device == "auto":
             device = "cuda" if has_cuda else "cpu"
         if device.startswith("cuda") and not has_cuda:
@@ -80,6 +79,12 @@ def check_family(architecture: str, path: str, *, gguf: bool) -> None:
         what = "GGUF files of architecture" if gguf else "models of type"
         raise UnsupportedArchitecture(f"{path}: {what} {architecture!r} are not supported by the "
                                       f"torch backend (supported: {', '.join(known)})")
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError for a text that names no device."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device) is None:
+        raise UsageError(f"--device {device}: choose from auto, cpu, cuda, cuda:0, cuda:1, ...")
 
 
 def torch_version() -> str:

@@ -128,10 +128,11 @@ def _shared(config: Config) -> Config:
 def child_settings(config: Config) -> dict[str, Any]:
     """What the HTTP process has to know. Raises UsageError, ModelError."""
     target, _ = model_paths(config)
+    name = target.resolve().name if target.is_dir() else target.stem
     open_model(target)  # what is wrong with the file is said before anything starts
     params = sampling_params(config, 0)
     return {
-        "model": str(target), "name": config.alias or (target.stem if config.model else "embedded"),
+        "model": str(target), "name": config.alias or (name if config.model else "embedded"),
         "api_keys": api_keys(config), "parallel": config.parallel, "queue": config.queue,
         "max_body": config.max_body, "request_timeout": config.request_timeout,
         "client_timeout": config.client_timeout, "cors_origins": list(config.cors_origin),
