@@ -372,7 +372,7 @@ def _own_ranks(resolved: Resolved, n_predict: int) -> Iterator[Partner]:
 
     config = resolved.config
     params = dataclasses.replace(sampling_params(config, 0), grammar=compiled_grammar(config))
-    with open_session(config, progress_hook(config)) as session:
+    with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
         assert session is not None
         yield Own(session, params, n_predict)
 

@@ -180,7 +180,7 @@ def generate(resolved: Resolved) -> None:
         params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
         if config.trace:
             check_writable(Path(config.trace))
-    with open_session(config, progress_hook(config)) as session:
+    with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
         if session is None:
             return
         if config.chat:
