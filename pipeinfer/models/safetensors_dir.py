@@ -27,6 +27,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MOST_HEADER = 100 << 20
 _SAMPLE_BYTES = 1024
+_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  #: llama.cpp's numbers
 #: GGUF's names of what the planner asks for, as config.json has them
 _KEYS = {
     "context_length": ("max_position_embeddings",),
@@ -99,6 +100,13 @@ class ModelDir:
             if tensor.layer is not None and tensor.layer < self.n_layers:
                 sizes[tensor.layer] += tensor.nbytes
         return tuple(sizes)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What GGUF has under `key`, as far as plans ask for it."""
+        if key == "general.file_type" and self.tensors:
+            largest = max(self.tensors.values(), key=lambda tensor: tensor.nbytes)
+            return _FILE_TYPES.get(largest.dtype, default)
+        return default
 
     def arch_get(self, key: str, default: Any = None) -> Any:
         """What GGUF calls `<architecture>.key`, as far as plans ask for it."""
