@@ -44,7 +44,7 @@ from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for
 from pipeinfer.loading import (
     EXACT_LIMIT,
     llama_version,
-    load_draft,
+    load_proposers,
     run_stage,
     settle,
     threads_of,
@@ -56,6 +56,7 @@ from pipeinfer.planner import (
     backends_of,
     choose_policy,
     context_size,
+    draft_models,
     model_paths,
     open_model,
     sizes_for,
@@ -330,8 +331,8 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     n_ctx = context_size(config, model)
     cells = cells_for(config, n_ctx) + width * (2 * (config.credit or most + 1) + 4)
     head_bytes = 0
-    if draft_path is not None and policy is not Policy.ITERATIVE:
-        head_bytes = sum(open_model(draft_path).layer_bytes)
+    for path in draft_models(config, draft_path, policy):
+        head_bytes += sum(open_model(path).layer_bytes)
     found = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes)
     return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found)
@@ -343,7 +344,8 @@ def _start(
 ) -> Session:
     from pipeinfer.models.shard import ShardSource
 
-    target_path, draft_path, model, policy = job.target, job.draft, job.model, job.policy
+    target_path, model, policy = job.target, job.model, job.policy
+    drafts = draft_models(config, job.draft, policy)
     n_ctx, width, n_stages = job.n_ctx, job.width, len(job.plan.ranks)
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
     credit = config.credit or n_stages + 1
@@ -368,12 +370,13 @@ def _start(
             "settings": hosts[job.plan.ranks[node - 1]]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
     worker = None
-    if draft_path is not None and policy is not Policy.ITERATIVE:
-        draft_tokenizer = Tokenizer(draft_path)
-        check_draft_vocab(tokenizer, draft_tokenizer)
-        draft_tokenizer.close()
-        worker = load_draft(config, place, draft_path, cells, tokenizer.n_vocab, port.wake,
-                            vocabulary)
+    if policy is not Policy.ITERATIVE:
+        for path in drafts:
+            draft_tokenizer = Tokenizer(path)
+            check_draft_vocab(tokenizer, draft_tokenizer)
+            draft_tokenizer.close()
+        worker = load_proposers(config, place, drafts, cells, tokenizer.n_vocab, port.wake,
+                                vocabulary)
     _await_ready(config, port, states, progress, Sender(port, sources))
     exact = min(state.ready["exact_width"] for state in states.values())
     row_cost = max(state.ready["row_cost"] for state in states.values())
@@ -388,7 +391,8 @@ def _start(
                      "--policy speculative works like iterative; --exact off lifts the bound")
     at_home = sum(int(states[node].ready["threads"]) for node, rank in enumerate(job.plan.ranks, 1)
                   if hosts[rank]["host"] == hosts[0]["host"])
-    contended = at_home + threads_of(config.threads_draft, place) > hosts[0]["cores_host"]
+    drafting = threads_of(config.threads_draft, place) if drafts else 0
+    contended = at_home + drafting > hosts[0]["cores_host"]
     if len({state.ready["backend"] for state in states.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")
@@ -402,7 +406,7 @@ def _start(
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.resolve().name,
-        draft_path.name if worker is not None and draft_path is not None else "",
+        drafts[-1].name if drafts else "",
         notes, time.monotonic() - started, job.plan,
     )
 

@@ -65,6 +65,9 @@ class Config:
                       choices=("auto", "float32", "bfloat16"),
                       help="Type of torch's weights, cache and arithmetic; auto: float32 on "
                            "processors, bfloat16 on GPUs.")
+    draft_small: str = _opt("", "-mds", "--model-draft-small", kind="str", group="model",
+                            help="A second, smaller draft model that is asked first; the other "
+                                 "one where it is unsure.")
     distribute: bool = _opt(False, "--distribute", kind="flag", group="model",
                             help="Ranks without the model file get their layers from rank 0 and "
                                  "keep them; see docs/clusters.md.")
@@ -101,6 +104,12 @@ class Config:
     policy: str = _opt("", "--policy", kind="str", group="runtime",
                        choices=("", "iterative", "speculative", "pipeinfer"),
                        help="What to issue next [default: pipeinfer with a draft, else iterative].")
+    proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", group="runtime",
+                                     choices=("draft", "prompt-lookup"),
+                                     help="Where guesses come from (repeatable: asked in that "
+                                          "order until one is sure): the draft model, or what "
+                                          "followed when the same tokens came up before [default: "
+                                          "draft, if there is a draft model].")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")

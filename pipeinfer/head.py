@@ -198,7 +198,8 @@ class Head:
             some = True
             self._last_result = time.monotonic()
             guesses = sum(not proposal.spare for proposal in drafted.proposals)
-            if self._controller is not None and 0 < guesses == drafted.rows:
+            timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
+            if self._controller is not None and guesses and timed:
                 self._controller.drafted(guesses, drafted.seconds)
             self._feed(drafted)
         return some

@@ -10,7 +10,7 @@ import dataclasses
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from pipeinfer.nodes import NodeSettings
 from pipeinfer.planner import backend_for, open_model
 from pipeinfer.protocol import Notice, Tag, WorkerFailed
 from pipeinfer.stage import CancelPath, Stage
+from pipeinfer.strategies.base import Proposer
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.transport.base import Port
 
@@ -147,10 +148,26 @@ def llama_version() -> str:
         return "absent"
 
 
-def load_draft(
-    config: Config, place: Place, path: Path, cells: int, n_vocab: int,
+def load_proposers(
+    config: Config, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None = None,
 ) -> DraftWorker:
+    """The thread that names guesses, by what `--proposer` says."""
+    from pipeinfer.strategies.prompt_lookup import PromptLookup
+    from pipeinfer.strategies.several import Several
+
+    proposers: list[Proposer] = []
+    for name in config.proposer or ("draft",):
+        if name == "prompt-lookup":
+            proposers.append(PromptLookup())
+        else:
+            proposers += [_draft(config, place, path, cells, n_vocab, vocabulary)
+                          for path in drafts]
+    return DraftWorker(proposers[0] if len(proposers) == 1 else Several(proposers), notify)
+
+
+def _draft(config: Config, place: Place, path: Path, cells: int, n_vocab: int,
+           vocabulary: Vocabulary | None) -> Proposer:
     from pipeinfer.strategies.draft_model import DraftModel
 
     threads = threads_of(config.threads_draft, place)
@@ -167,8 +184,7 @@ def load_draft(
         backend = LlamaCppBackend.load(
             path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
             n_threads=threads, options=llama_options(config, draft=True), **sizes)
-    return DraftWorker(DraftModel(backend, n_vocab, paths=paths, vocabulary=vocabulary),
-                       notify)
+    return DraftModel(backend, n_vocab, paths=paths, vocabulary=vocabulary)
 
 
 def threads_of(asked: int, place: Place) -> int:

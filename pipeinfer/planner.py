@@ -119,12 +119,24 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
         if config.policy not in ("", Policy.ITERATIVE):
             raise UsageError(f"--speculation off and --policy {config.policy}: leave out one")
         return Policy.ITERATIVE
+    if "draft" in config.proposer and draft is None:
+        raise UsageError("--proposer draft needs a draft model: give one with -md")
+    guesses = draft is not None or bool(config.proposer)
     if config.policy:
         policy = Policy(config.policy)
-        if policy is not Policy.ITERATIVE and draft is None:
-            raise UsageError(f"--policy {policy} needs a draft model: give one with -md")
+        if policy is not Policy.ITERATIVE and not guesses:
+            raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
         return policy
-    return Policy.ITERATIVE if draft is None else Policy.PIPEINFER
+    return Policy.PIPEINFER if guesses else Policy.ITERATIVE
+
+
+def draft_models(config: Config, draft: Path | None, policy: Policy) -> list[Path]:
+    """The draft models to load, the one to ask first first. Raises UsageError."""
+    wanted = "draft" in config.proposer or not config.proposer
+    if policy is Policy.ITERATIVE or draft is None or not wanted:
+        return []
+    small = [Path(config.draft_small)] if config.draft_small else []
+    return [*small, draft]
 
 
 def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -> int:

@@ -118,6 +118,8 @@ class DelayedPort:
 class PacedDraft:
     """A draft model that takes `seconds(rows)` per evaluation; a `Proposer`."""
 
+    free = False
+
     def __init__(self, model: DraftModel, seconds: Callable[[int], float]) -> None:
         self._model, self._seconds = model, seconds
 

@@ -15,7 +15,9 @@ from pipeinfer.tree import Proposal
 
 
 class Proposer(Protocol):
-    """Proposes continuations; used by one thread."""
+    """Proposes continuations; used by one thread. free: it evaluates no model."""
+
+    free: bool
 
     @property
     def rows_evaluated(self) -> int:

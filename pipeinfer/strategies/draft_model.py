@@ -72,6 +72,8 @@ class DraftModel:
     vocabulary: with it guesses follow the lane's grammar; without it a grammar is not looked at.
     """
 
+    free = False
+
     def __init__(self, backend: Backend, n_vocab: int | None = None, *, paths: int = 1,
                  vocabulary: Vocabulary | None = None) -> None:
         self.backend = backend

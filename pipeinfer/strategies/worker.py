@@ -21,6 +21,7 @@ class DraftWorker:
 
     def __init__(self, proposer: Proposer, notify: Callable[[], None]) -> None:
         self.busy_seconds = 0.0
+        self.free = proposer.free
         self._proposer, self._notify = proposer, notify
         self._jobs: deque[StartDraft] = deque()
         self._results: deque[Drafted] = deque()

@@ -1,0 +1,60 @@
+"""Whoever names the guesses, the tokens are plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.core import SamplingParams
+from pipeinfer.sampling import noise_key
+from pipeinfer.tokenizer import Tokenizer
+from tests.mpi import launch
+from tests.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
+WAYS = {
+    "prompt-lookup": ("--proposer", "prompt-lookup"),
+    "both": ("--proposer", "prompt-lookup", "--proposer", "draft"),
+    "two-drafts": ("-mds", str(EMBEDDED / "draft.gguf")),
+}
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    prompt = tokenizer.encode(PROMPT)
+    params = {0.0: SamplingParams(), 0.8: SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(3))}
+    tokens = {t: loop.generate(prompt, 60, p) for t, p in params.items()}
+    loop.close()
+    tokenizer.close()
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("ranks", "policy"), [(1, "speculative"), (1, "pipeinfer"),
+                                               (3, "pipeinfer")])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_who_guesses(wanted, way, ranks, policy, temperature):
+    done = launch.run(ranks, [
+        sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--json",
+        "--ignore-eos", "--no-adapt", "--seed", "3", "--temp", str(temperature), "--policy",
+        policy, *WAYS[way]], timeout=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] == wanted[temperature]
+    assert found["stats"]["issued_speculative"] > 0
+
+
+def test_prompt_lookup_needs_no_draft_model():
+    target = str(EMBEDDED / "target.gguf")
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", target, "-p", PROMPT,
+                          "-n", "20", "--json", "--proposer", "prompt-lookup"], timeout=60)
+    assert json.loads(done.stdout)["stats"]["policy"] == "pipeinfer"
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", target, "-p", PROMPT,
+                          "--proposer", "draft"], timeout=60)
+    assert done.returncode == 2
+    assert "--proposer draft needs a draft model" in done.stderr
