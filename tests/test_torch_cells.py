@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from pipeinfer.backends.base import apply
 from pipeinfer.backends.torch_cells import CellTable
-from pipeinfer.core import ALL_SEQS, END, Rows, make_rows
+from pipeinfer.backends.toy import ToyBackend
+from pipeinfer.core import ALL_SEQS, END, Rows, SeqJoin, make_rows
 from pipeinfer.errors import BackendError
 from tests.test_torch_backend import TOLERANCE
 from tests.tiny_torch import (
@@ -309,3 +311,13 @@ def test_a_table_with_many_ids():
     table.keep(130)
     assert table.listing() == [(1, frozenset({130})), (2, frozenset({130}))]
     assert table.used() == 2
+
+
+def test_joins_are_sequence_operations_that_other_backends_refuse(llama):
+    backend = load(llama[1])
+    backend.decode(chain([1, 2], ids=(3,)))
+    apply(backend, SeqJoin(3, 0))
+    assert backend.cells() == [(0, frozenset([0, 3])), (1, frozenset([0, 3]))]
+    assert backend.decode(chain([5], 0)).shape == (1, VOCAB)
+    with pytest.raises(BackendError, match="ToyBackend can not join"):
+        apply(ToyBackend.load(), SeqJoin(3, 0))
