@@ -35,6 +35,8 @@ FAMILIES = {
     "llama-3-rope": ("llama", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    "llama-linear": ("llama", {"rope_parameters": {
+        "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama-yarn": ("llama", {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
         "original_max_position_embeddings": 256}}),
@@ -44,6 +46,8 @@ FAMILIES = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9,
                                "max_window_layers": 2}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 9,
+                               "max_window_layers": 2}),
     "gemma": ("gemma", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 24,
                           "tie_word_embeddings": True}),
