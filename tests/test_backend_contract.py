@@ -12,7 +12,7 @@ import pytest
 from pipeinfer.backends.exact import exact_width
 from pipeinfer.backends.llamacpp import LlamaCppBackend, LlamaOptions, check_rows
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
-from pipeinfer.core import ALL_SEQS, END, make_rows
+from pipeinfer.core import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.random_model import RandomSpec, write_random_model
@@ -227,6 +227,15 @@ def test_broken_rows_are_refused_and_change_nothing(make, rows):
     assert "\n" not in str(caught.value)
     assert backend.seq_bounds(0) == backend.seq_bounds(1) == (0, 2)
     assert np.array_equal(backend.decode(chain([4], 3)), fresh.decode(chain([4], 3)))
+
+
+def test_views_are_refused_where_they_would_be_ignored(make):
+    backend = make()
+    assert not backend.capabilities.separate_views  # the torch backend validates here
+    rows = chain([1, 2])
+    with pytest.raises(BackendError, match="need the torch backend"):
+        backend.decode(Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((1,), (0,))))
+    assert backend.seq_bounds(0) is None
 
 
 def test_a_full_cache_is_an_error_that_leaves_nothing(make):

@@ -15,6 +15,9 @@ from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, S
 from pipeinfer.errors import BackendError
 
 
+NO_VIEWS = "rows with views of their own need the torch backend (without validate)"
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a loaded shard is. Sizes in elements, memory in bytes.

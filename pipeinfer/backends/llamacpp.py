@@ -18,7 +18,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from pipeinfer.backends.base import Capabilities, ShardInfo
+from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.cellorder import CellOrder
 from pipeinfer.backends.llama_library import (
     CACHE_TYPES,
@@ -161,6 +161,8 @@ class LlamaCppBackend:
             raise BackendError("decode on a closed backend")
         if not 0 < n <= info.n_batch:
             raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+        if rows.views is not None:
+            raise BackendError(NO_VIEWS)
         if self.options.validate:
             check_rows(rows, info.n_seq_max)
         keep = self._fill(rows, hidden)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from pipeinfer.backends.base import Capabilities, ShardInfo
+from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.torch_attention import CellStore, Reading, reading
 from pipeinfer.backends.torch_cells import CellTable, check_rows
 from pipeinfer.backends.torch_options import TorchOptions
@@ -326,7 +326,7 @@ class TorchBackend:
 
     def _validate(self, rows: Rows) -> None:
         if rows.views is not None:
-            raise BackendError("views of their own, which validate refuses")
+            raise BackendError(NO_VIEWS)
         ids = {seq_id for group in rows.seq_ids for seq_id in group}
         if ids and not 0 <= min(ids) <= max(ids) < self.info.n_seq_max:
             raise BackendError(f"sequence ids {sorted(ids)} outside 0 to "

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.backends.base import Capabilities, ShardInfo
+from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.core import ALL_SEQS, FloatArray, Rows
 from pipeinfer.errors import BackendError, PlanError
 
@@ -253,6 +253,8 @@ class ToyBackend:
             raise BackendError("decode on a closed backend")
         if not 0 < n <= info.n_batch:
             raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+        if rows.views is not None:
+            raise BackendError(NO_VIEWS)
         if hidden is None and not info.first:
             raise BackendError("this shard needs the previous shard's hidden rows")
         if hidden is not None and hidden.shape != (n, info.n_embd):
