@@ -14,7 +14,7 @@ from typing import Protocol
 from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
 from pipeinfer.errors import BackendError
 
-
+#: why a backend without `separate_views` refuses a decode
 NO_VIEWS = "rows with views of their own need the torch backend (without validate)"
 
 
