@@ -10,7 +10,13 @@ import pytest
 
 from pipeinfer.backends.exact import exact_width
 from pipeinfer.core import ALL_SEQS, END, make_rows
-from pipeinfer.errors import BackendError, ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.errors import (
+    BackendError,
+    ModelError,
+    PlanError,
+    UnsupportedArchitecture,
+    UsageError,
+)
 from tests.tiny_torch import (
     FAMILIES,
     LAYERS,
@@ -291,3 +297,14 @@ def test_capabilities_follow_the_options(models):
     assert not strict.free_positions
     assert strict.embedding_rows
     assert strict.stops_inside
+
+
+def test_options_become_what_the_machine_has():
+    assert TorchOptions().resolved(False) == TorchOptions("cpu", "float32", 3)
+    assert TorchOptions().resolved(True) == TorchOptions("cuda", "bfloat16", 16)
+    assert TorchOptions("cuda:1", "float32", tile=0).resolved(True).tile == 0
+    assert TorchOptions("cpu").resolved(True) == TorchOptions("cpu", "float32", 3)
+    with pytest.raises(UsageError, match="torch sees no CUDA device here"):
+        TorchOptions("cuda:9").resolved(False)
+    with pytest.raises(UsageError, match="choose from auto, cpu, cuda"):
+        TorchOptions("gpu").resolved(True)

@@ -128,13 +128,13 @@ def test_ranks_on_different_backends(tmp_path, folder):
 
 
 def test_the_command_line_with_a_folder_in_bfloat16(folder):
-    done = launch.run(2, [*PIPEINFER, "generate", "-m", str(folder), "-p", PROMPT, "-n", "10",
+    done = launch.run(1, [*PIPEINFER, "generate", "-m", str(folder), "-p", PROMPT, "-n", "10",
                           "--temp", "0", "-c", "512", "--dtype", "bfloat16", "--device", "cpu",
-                          "-t", "1", "--json", "--ignore-eos", "--head-stage"])
+                          "-t", "1", "--json", "--ignore-eos"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["stats"]["model"] == "target"
-    assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch", "torch"]
+    assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch"]
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
                               options=TorchOptions("cpu", "bfloat16"))
     tokenizer = Tokenizer(folder)
@@ -161,14 +161,11 @@ def test_a_folder_is_served(folder):
 @pytest.mark.parametrize(("args", "code", "says"), [
     (["-m", "{folder}", "--backend", "llamacpp"], 2, "is a folder, which llama.cpp can not load"),
     (["--backend", "torch", "--distribute"], 2, "--distribute sends llama.cpp's shards"),
-    (["--backend", "torch", "--device", "cuda:9"], 2, "torch sees no CUDA device here"),
     (["--backend", "torch", "--device", "tpu"], 2, "choose from auto, cpu, cuda"),
     (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
     (["-m", "{folder}/nowhere"], 3, "no such file"),
 ])
 def test_what_can_not_be_done_is_said(folder, args, code, says):
-    if "cuda:9" in args and torch.cuda.is_available():
-        pytest.skip("this host has a GPU")
     args = [arg.format(folder=folder) for arg in args]
     done = launch.run(1, [*PIPEINFER, "generate", "-p", "x", "-n", "1", *args])
     assert done.returncode == code, done.stderr
