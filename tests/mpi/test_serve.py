@@ -31,7 +31,8 @@ KEY = "a-key-for-tests"
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(4, "-c", "4096", "--parallel", "4", "--queue", "2", "--alias", "code",
+    # tuning may find that guesses do not pay on few cores: some tests want to see them
+    with serve(4, "--no-adapt", "-c", "4096", "--parallel", "4", "--queue", "2", "--alias", "code",
                PIPEINFER_API_KEY=KEY) as served:
         served.wait_until_ready()
         yield served
