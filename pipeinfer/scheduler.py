@@ -187,8 +187,9 @@ class Scheduler:
                 self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
 
     def _make_room(self) -> None:
-        """The youngest lanes give way while the cache is too full; the oldest always fits."""
-        while len(self.lanes) > 1 and self.admission.over(self.lanes.values()):
+        """While the cache is too full remembered prompts go, then the youngest lanes; the oldest
+        always fits, once it is alone."""
+        while self.admission.over(self.lanes.values()) and len(self.lanes) > 1:
             lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
             self._close(lane)
             lane.ticket.output = lane.accepted[len(lane.request.prompt):]

@@ -246,6 +246,20 @@ def test_the_least_recently_used_prompt_goes_first():
     assert ask(7, 2) == 0
 
 
+@pytest.mark.parametrize("n_kept", [1, 4, 16])
+def test_remembered_prompts_give_way_to_a_request_that_is_alone(n_kept):
+    limits = Limits(n_ctx=60, policy=Policy.ITERATIVE, chunk=4, credit=2, parallel=4, cells=60,
+                    kept=n_kept, partitions=0)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, seed=7)
+    asked = [*(Request(i, (i % N_VOCAB,) * 13, 1) for i in range(4)), Request(4, (5, 6), 58)]
+    for request in asked:
+        pipeline.submit(request)
+        pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 60
+    check_at_rest(pipeline)
+
+
 def test_the_youngest_gives_way_when_cells_run_out_and_is_replayed():
     limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
     asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
