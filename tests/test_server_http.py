@@ -161,6 +161,17 @@ def test_detail_says_which_tokens_were_speculated(server):
     assert "pipeinfer" not in server.post("/v1/chat/completions", CHAT).json()
 
 
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", b'{"prompt": "\\ud83d", "echo": true, "max_tokens": 1}'),
+    ("/apply-template", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+])
+def test_half_a_surrogate_pair_is_answered_as_it_came(server, path, body):
+    answer = requests.post(server.url + path, data=body, timeout=10,
+                           headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
+    assert "\\ud83d" in answer.text
+
+
 def test_tokens_and_back(server):
     text = "def f(x): pass é"
     tokens = server.post("/tokenize", {"content": text}).json()["tokens"]
