@@ -40,6 +40,11 @@ class Run:
     in_flight: bool = True
 
     @property
+    def guesses(self) -> int:
+        """How many of its rows are guesses."""
+        return sum(node.speculative for node in self.nodes)
+
+    @property
     def cancelled(self) -> bool:
         """Whether it was found to be of no use while it was in flight."""
         return not self.useful

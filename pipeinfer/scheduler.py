@@ -202,7 +202,7 @@ class Scheduler:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
         was_useful, run.in_flight = run.useful, False
         self._retire(run)
-        self._guess_rows -= run.n_rows if run.speculative else 0
+        self._guess_rows -= run.guesses
         if choices is None:
             if was_useful:
                 raise ProtocolError(f"run {run_id} was skipped although it has live rows")
@@ -576,7 +576,10 @@ class Scheduler:
             lane.empty_since_accept += 1
             lane.stats.empty_drafts += 1
         size = limits.tree_max if limits.synchronous else limits.draft_max
-        first = sorted(planned, key=lambda node: -node.score)[:min(size, limits.exact_width - 1)]
+        size = min(size, limits.exact_width - 1)
+        if limits.guess_rows:
+            size = min(size, max(limits.guess_rows - self._guess_rows, 0))
+        first = sorted(planned, key=lambda node: -node.score)[:size]
         nodes = lane.tree.issue(first, self._next_run)
         lane.tree.widen(tip, nodes)
         self._send([(lane, node) for node in (tip, *nodes)], NO_RUN, speculative=False)
@@ -600,7 +603,7 @@ class Scheduler:
         self._useful += 1
         self._chunks += chunk
         self._plain += not (speculative or chunk)
-        self._guess_rows += run.n_rows if speculative else 0
+        self._guess_rows += run.guesses
         for lane in run.lanes:
             lane.useful += 1
             lane.stats.runs += 1

@@ -260,6 +260,24 @@ def test_remembered_prompts_give_way_to_a_request_that_is_alone(n_kept):
     check_at_rest(pipeline)
 
 
+@pytest.mark.parametrize("options", [{"policy": Policy.SPECULATIVE}, {"join_tip": True}])
+def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
+    limits = Limits(n_ctx=256, chunk=4, exact_width=16, credit=2, parallel=32, cells=640, kept=4,
+                    draft_max=8, tree_max=15, alone=True, guess_rows=64, **options)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, accuracy=0.2, seed=3)
+    asked = [Request(i, (1, 2, i % N_VOCAB), 60) for i in range(32)]
+    for request in asked:
+        pipeline.submit(request)
+    while pipeline.scheduler.lanes:  # a stage that is slower than the draft
+        options = pipeline.choices()
+        quick = [i for i, (kind, _) in enumerate(options) if kind != "stage"]
+        pipeline.step(quick[0] if quick else 0)
+        assert pipeline.scheduler._guess_rows <= 64
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 640 + 64
+
+
 def test_the_youngest_gives_way_when_cells_run_out_and_is_replayed():
     limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
     asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
