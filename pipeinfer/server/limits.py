@@ -156,5 +156,5 @@ def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozens
     if settings.cors_origins:
         inner = CORSMiddleware(
             inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key"])
+            allow_headers=["*"])
     return Accounting(inner, metrics, settings.log_requests)
