@@ -184,7 +184,8 @@ class Scheduler:
                 continue
             self._filling.append(lane)
             if self.limits.speculates and self.limits.path_min <= 1.0 and len(self.lanes) == 1:
-                self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
+                lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
+                self._out.append(lane.warm_up)
 
     def _make_room(self) -> None:
         """While the cache is too full remembered prompts go, then the youngest lanes; the oldest
@@ -367,6 +368,8 @@ class Scheduler:
         """Take a lane out of the pipeline, with all it has in flight."""
         lane.done = True
         self._drop_job(lane)
+        if lane.warm_up is not None:
+            self._out.append(StopDraft(lane.warm_up.job_id))
         lane.tree.kill()
         self._cancel(run for run in self.runs.values() if lane in run.owners)
         del self.lanes[lane.lane]

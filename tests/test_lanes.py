@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.core import Request
-from pipeinfer.events import Abort, Emit, Finish, IssueRun, Submit
+from pipeinfer.events import Abort, Emit, Finish, IssueRun, StartDraft, StopDraft, Submit
 from pipeinfer.policy import Limits, Policy
 from pipeinfer.sequences import SequencePool
 from tests.simulated import Pipeline, plain
@@ -311,6 +311,16 @@ def test_a_request_that_waits_can_leave():
     assert pipeline.finished[1] == "abort"
     pipeline.drain()
     assert pipeline.finished == {0: "length", 1: "abort", 2: "length"}
+
+
+def test_the_draft_hears_of_a_request_that_leaves_during_its_prompt():
+    limits = Limits(n_ctx=200, exact_width=4, credit=2, chunk=8, parallel=2)
+    pipeline = Pipeline(limits, n_vocab=N_VOCAB, seed=1)
+    pipeline.submit(Request(0, BASES[0], 9))
+    (job,) = (i for i in pipeline.log if isinstance(i, StartDraft))
+    assert job.max_tokens == 0
+    pipeline.abort(0)
+    assert StopDraft(job.job_id) in pipeline.log
 
 
 def test_lanes_take_turns():
