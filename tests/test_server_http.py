@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from pipeinfer.remote import Remote
 from tests.server_peer import FACTS, SECONDS, front
 
 pytestmark = pytest.mark.slow
@@ -183,6 +184,12 @@ def test_tokens_and_back(server):
         {"role": "developer", "content": [{"type": "text", "text": "a"},
                                           {"type": "text", "text": "b"}]}]}).json()["prompt"]
     assert prompt == "<|im_start|>system\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_terminals_client_takes_the_address_of_the_api_too(server, path):
+    remote = Remote(server.url + path, timeout=SECONDS)
+    assert remote.model() == "m"
 
 
 def test_models_props_and_slots(server):
