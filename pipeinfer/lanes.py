@@ -40,6 +40,11 @@ class Run:
     in_flight: bool = True
 
     @property
+    def guesses(self) -> int:
+        """How many of its rows are guesses."""
+        return sum(node.speculative for node in self.nodes)
+
+    @property
     def cancelled(self) -> bool:
         """Whether it was found to be of no use while it was in flight."""
         return not self.useful
@@ -64,8 +69,9 @@ class Lane:
     block: the last chunk of the prompt whose cells are shared with others. next_row: position of
     the first row that is not issued and not copied. waiting_tip: an accepted token that waits for
     guesses to travel with. unsent: the accepted token waits for room in the pipeline. job_node:
-    the node that the draft works below. empty: nodes below which the draft named nothing, until a
-    result. useful: its useful runs in flight.
+    the node that the draft works below. warm_up: the job that brings the draft up to the prompt.
+    empty: nodes below which the draft named nothing, until a result. useful: its useful runs in
+    flight.
     """
 
     lane: int
@@ -82,6 +88,7 @@ class Lane:
     unsent: bool = False
     job: StartDraft | None = None
     job_node: Node | None = None
+    warm_up: StartDraft | None = None
     empty: list[Node] = field(default_factory=list)
     runs_since_accept: int = 0
     empty_since_accept: int = 0

@@ -21,7 +21,10 @@ _POLL_SECONDS = 0.5  #: between two looks whether a server has loaded its model
 
 
 class Remote:
-    """A server at `url`, like http://host:8080; a path in it is put before every request's."""
+    """A server at `url`, like http://host:8080; a path in it is put before every request's.
+
+    A path may end in /v1, as in the addresses that other clients take.
+    """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
         """Raises UsageError for what is no such address."""
@@ -34,7 +37,7 @@ class Remote:
             raise UsageError(f"--url {url} is no address like http://host:8080")
         self.url, self._timeout = url, timeout
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
-        self._base = parts.path.rstrip("/")
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:

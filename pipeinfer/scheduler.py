@@ -184,11 +184,13 @@ class Scheduler:
                 continue
             self._filling.append(lane)
             if self.limits.speculates and self.limits.path_min <= 1.0 and len(self.lanes) == 1:
-                self._out.append(self._job(lane, (), max_tokens=0, max_depth=0))
+                lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
+                self._out.append(lane.warm_up)
 
     def _make_room(self) -> None:
-        """The youngest lanes give way while the cache is too full; the oldest always fits."""
-        while len(self.lanes) > 1 and self.admission.over(self.lanes.values()):
+        """While the cache is too full remembered prompts go, then the youngest lanes; the oldest
+        always fits, once it is alone."""
+        while self.admission.over(self.lanes.values()) and len(self.lanes) > 1:
             lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
             self._close(lane)
             lane.ticket.output = lane.accepted[len(lane.request.prompt):]
@@ -201,7 +203,7 @@ class Scheduler:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
         was_useful, run.in_flight = run.useful, False
         self._retire(run)
-        self._guess_rows -= run.n_rows if run.speculative else 0
+        self._guess_rows -= run.guesses
         if choices is None:
             if was_useful:
                 raise ProtocolError(f"run {run_id} was skipped although it has live rows")
@@ -366,6 +368,8 @@ class Scheduler:
         """Take a lane out of the pipeline, with all it has in flight."""
         lane.done = True
         self._drop_job(lane)
+        if lane.warm_up is not None:
+            self._out.append(StopDraft(lane.warm_up.job_id))
         lane.tree.kill()
         self._cancel(run for run in self.runs.values() if lane in run.owners)
         del self.lanes[lane.lane]
@@ -575,7 +579,10 @@ class Scheduler:
             lane.empty_since_accept += 1
             lane.stats.empty_drafts += 1
         size = limits.tree_max if limits.synchronous else limits.draft_max
-        first = sorted(planned, key=lambda node: -node.score)[:min(size, limits.exact_width - 1)]
+        size = min(size, limits.exact_width - 1)
+        if limits.guess_rows:
+            size = min(size, max(limits.guess_rows - self._guess_rows, 0))
+        first = sorted(planned, key=lambda node: -node.score)[:size]
         nodes = lane.tree.issue(first, self._next_run)
         lane.tree.widen(tip, nodes)
         self._send([(lane, node) for node in (tip, *nodes)], NO_RUN, speculative=False)
@@ -599,7 +606,7 @@ class Scheduler:
         self._useful += 1
         self._chunks += chunk
         self._plain += not (speculative or chunk)
-        self._guess_rows += run.n_rows if speculative else 0
+        self._guess_rows += run.guesses
         for lane in run.lanes:
             lane.useful += 1
             lane.stats.runs += 1

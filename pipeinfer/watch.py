@@ -24,7 +24,7 @@ class RunWatch:
     def issued(self, run: Run, when: float) -> None:
         """A run went out."""
         self._open[run.run_id] = run
-        guesses = sum(node.speculative for node in run.nodes)
+        guesses = run.guesses
         kind = "prompt" if run.chunk else "token" if not guesses else \
             "guess" if guesses == len(run.nodes) else "mixed"
         self._items.append({

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.core import Request
-from pipeinfer.events import Abort, Emit, Finish, IssueRun, Submit
+from pipeinfer.events import Abort, Emit, Finish, IssueRun, StartDraft, StopDraft, Submit
 from pipeinfer.policy import Limits, Policy
 from pipeinfer.sequences import SequencePool
 from tests.simulated import Pipeline, plain
@@ -246,6 +246,38 @@ def test_the_least_recently_used_prompt_goes_first():
     assert ask(7, 2) == 0
 
 
+@pytest.mark.parametrize("n_kept", [1, 4, 16])
+def test_remembered_prompts_give_way_to_a_request_that_is_alone(n_kept):
+    limits = Limits(n_ctx=60, policy=Policy.ITERATIVE, chunk=4, credit=2, parallel=4, cells=60,
+                    kept=n_kept, partitions=0)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, seed=7)
+    asked = [*(Request(i, (i % N_VOCAB,) * 13, 1) for i in range(4)), Request(4, (5, 6), 58)]
+    for request in asked:
+        pipeline.submit(request)
+        pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 60
+    check_at_rest(pipeline)
+
+
+@pytest.mark.parametrize("options", [{"policy": Policy.SPECULATIVE}, {"join_tip": True}])
+def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
+    limits = Limits(n_ctx=256, chunk=4, exact_width=16, credit=2, parallel=32, cells=640, kept=4,
+                    draft_max=8, tree_max=15, alone=True, guess_rows=64, **options)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, accuracy=0.2, seed=3)
+    asked = [Request(i, (1, 2, i % N_VOCAB), 60) for i in range(32)]
+    for request in asked:
+        pipeline.submit(request)
+    while pipeline.scheduler.lanes:  # a stage that is slower than the draft
+        options = pipeline.choices()
+        quick = [i for i, (kind, _) in enumerate(options) if kind != "stage"]
+        pipeline.step(quick[0] if quick else 0)
+        assert pipeline.scheduler._guess_rows <= 64
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 640 + 64
+
+
 def test_the_youngest_gives_way_when_cells_run_out_and_is_replayed():
     limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
     asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
@@ -279,6 +311,16 @@ def test_a_request_that_waits_can_leave():
     assert pipeline.finished[1] == "abort"
     pipeline.drain()
     assert pipeline.finished == {0: "length", 1: "abort", 2: "length"}
+
+
+def test_the_draft_hears_of_a_request_that_leaves_during_its_prompt():
+    limits = Limits(n_ctx=200, exact_width=4, credit=2, chunk=8, parallel=2)
+    pipeline = Pipeline(limits, n_vocab=N_VOCAB, seed=1)
+    pipeline.submit(Request(0, BASES[0], 9))
+    (job,) = (i for i in pipeline.log if isinstance(i, StartDraft))
+    assert job.max_tokens == 0
+    pipeline.abort(0)
+    assert StopDraft(job.job_id) in pipeline.log
 
 
 def test_lanes_take_turns():

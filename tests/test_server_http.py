@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from pipeinfer.remote import Remote
 from tests.server_peer import FACTS, SECONDS, front
 
 pytestmark = pytest.mark.slow
@@ -161,6 +162,17 @@ def test_detail_says_which_tokens_were_speculated(server):
     assert "pipeinfer" not in server.post("/v1/chat/completions", CHAT).json()
 
 
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", b'{"prompt": "\\ud83d", "echo": true, "max_tokens": 1}'),
+    ("/apply-template", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+])
+def test_half_a_surrogate_pair_is_answered_as_it_came(server, path, body):
+    answer = requests.post(server.url + path, data=body, timeout=10,
+                           headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
+    assert "\\ud83d" in answer.text
+
+
 def test_tokens_and_back(server):
     text = "def f(x): pass é"
     tokens = server.post("/tokenize", {"content": text}).json()["tokens"]
@@ -172,6 +184,12 @@ def test_tokens_and_back(server):
         {"role": "developer", "content": [{"type": "text", "text": "a"},
                                           {"type": "text", "text": "b"}]}]}).json()["prompt"]
     assert prompt == "<|im_start|>system\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_terminals_client_takes_the_address_of_the_api_too(server, path):
+    remote = Remote(server.url + path, timeout=SECONDS)
+    assert remote.model() == "m"
 
 
 def test_models_props_and_slots(server):
@@ -410,7 +428,8 @@ def test_keys_open_the_server_and_are_nowhere_to_be_seen():
         error(server.get("/pipeline"), 401)
         preflight = requests.options(server.url + "/v1/completions", timeout=SECONDS, headers={
             "Origin": "https://a.example", "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization"})
+            "Access-Control-Request-Headers": "authorization,x-stainless-lang"})
+        assert preflight.status_code == 200  # the JavaScript client sends headers of its own
         assert preflight.headers["Access-Control-Allow-Origin"] == "https://a.example"
         proc = Path(f"/proc/{server.child.process.pid}")
         for name in ("cmdline", "environ"):

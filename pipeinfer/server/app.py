@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -26,6 +26,7 @@ from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.hub import Hub
 from pipeinfer.server.limits import surround
 from pipeinfer.server.metrics import CONTENT_TYPE
+from pipeinfer.server.replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
 from pipeinfer.tokenizer import Tokenizer
 
@@ -102,7 +103,7 @@ class Server:
         if wanted.stream:
             return EventStream(events(job, writer), self.settings.client_timeout,
                                lambda: job.abort("disconnected"))
-        return JSONResponse(await whole(job, writer, request))
+        return Reply(await whole(job, writer, request))
 
     def _ready(self, body: openai.Sampling) -> Tokenizer:
         tokenizer = self.hub.check_ready()
@@ -133,10 +134,10 @@ class Server:
         tokens = await asked.encode(tokenizer, body.content, special=body.parse_special,
                                     add_bos=None if body.add_special else False)
         if not body.with_pieces:
-            return JSONResponse({"tokens": tokens})
+            return Reply({"tokens": tokens})
 
         def pieces() -> Response:
-            return JSONResponse({"tokens": [
+            return Reply({"tokens": [
                 {"id": token, "piece": _readable(tokenizer.piece(token, special=True))}
                 for token in tokens]})
 
@@ -147,25 +148,25 @@ class Server:
         tokenizer = self.hub.check_ready()
         tokens = asked.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
-        return JSONResponse({"content": content})
+        return Reply({"content": content})
 
     async def apply_template(self, body: openai.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
         offered = conversation.tool_list(body, tokenizer.chat_template or "")
         text = await conversation.render(body, tokenizer, offered, body.add_generation_prompt)
-        return JSONResponse({"prompt": text})
+        return Reply({"prompt": text})
 
     # --- looking ------------------------------------------------------------------------------
 
     async def models(self) -> Response:
         """The one model that is served."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return Reply({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
         """A model by its name."""
         self._check_model(name)
-        return JSONResponse(self._model())
+        return Reply(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {"id": self.settings.name, "object": "model", "created": self.created,
@@ -176,13 +177,13 @@ class Server:
         hub = self.hub
         state = "loading" if hub.tokenizer is None and hub.state == "ready" else hub.state
         if state == "ready":
-            return JSONResponse({"status": "ok"})
+            return Reply({"status": "ok"})
         body: dict[str, Any] = {"status": state}
         if state == "loading":
             body["stages"] = hub.loading
         if hub.reason:
             body["reason"] = hub.reason
-        return JSONResponse(body, 503, {"Retry-After": "2"})
+        return Reply(body, 503, {"Retry-After": "2"})
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -192,7 +193,7 @@ class Server:
     async def props(self) -> Response:
         """What the server is and does."""
         tokenizer, settings = self.hub.check_ready(), self.settings
-        return JSONResponse({
+        return Reply({
             "model_alias": settings.name, "total_slots": settings.parallel, "n_ctx": self._n_ctx,
             "chat_template": tokenizer.chat_template or "",
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
@@ -205,7 +206,7 @@ class Server:
         """The places for requests and who has them, as of the engine's last report."""
         self.hub.check_ready()
         lanes = list(self.hub.status.get("lanes", ()))
-        return JSONResponse([
+        return Reply([
             {"id": i, "n_ctx": self._n_ctx, "is_processing": i < len(lanes),
              "lane": lanes[i] if i < len(lanes) else None}
             for i in range(max(self.settings.parallel, len(lanes)))])
@@ -260,7 +261,7 @@ class Server:
         def reply(error: ApiError) -> Response:
             if error.status in (429, 503):
                 metrics.refused()
-            return JSONResponse(error.body(), error.status, error.headers)
+            return Reply(error.body(), error.status, error.headers)
 
         async def api(_: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)

@@ -14,12 +14,12 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.replies import Reply
 from pipeinfer.server.settings import Settings
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -71,7 +71,7 @@ class Guard:
             self._check_key(scope["path"], headers)
             self._check_length(headers)
         except ApiError as error:
-            response = JSONResponse(error.body(), error.status, error.headers)
+            response = Reply(error.body(), error.status, error.headers)
             await response(scope, receive, send)
             return
         await self._app(scope, self._bounded(receive), send)
@@ -156,5 +156,5 @@ def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozens
     if settings.cors_origins:
         inner = CORSMiddleware(
             inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key"])
+            allow_headers=["*"])
     return Accounting(inner, metrics, settings.log_requests)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
+
+
+class Reply(JSONResponse):
+    """A JSON answer that may hold half a surrogate pair, which a request's JSON can bring."""
+
+    def render(self, content: Any) -> bytes:
+        """The body: UTF-8, halves of pairs as escapes."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 class ErrorDetail(BaseModel):
