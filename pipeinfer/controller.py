@@ -213,11 +213,12 @@ class Controller:
         return limits.policy is Policy.PIPEINFER and not limits.ablations
 
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
-                     gaps: Sequence[float] = ()) -> None:
+                     gaps: Sequence[float] | None = ()) -> None:
         """A run of generated tokens came back computed by every stage; seconds.
 
         gaps: when other requests were about, the times between stages that worked on it, head
-        first and last: they may hold queueing behind others' runs.
+        first and last: they may hold queueing behind others' runs. None: prompts are on their
+        way, behind which everything queues everywhere.
         """
         self._results += 1
         if rows == 1 or not self._slowest.count:
@@ -228,6 +229,8 @@ class Controller:
         else:
             relative = slowest / max(self._slowest.value, 1e-9)
             self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
+        if gaps is None:
+            return
         if gaps:
             self._gaps.append(tuple(gaps))
             del self._gaps[:-_WINDOW]
@@ -242,10 +245,8 @@ class Controller:
 
     @property
     def timing(self) -> Timing | None:
-        """What was measured, None before the first run and draft came back."""
-        asks = self.limits.policy is not Policy.ITERATIVE
-        if not self._slowest.count or max(len(self._transit), len(self._gaps)) < _SAMPLES or (
-                asks and not self._draft.count):
+        """What was measured, None before enough runs came back."""
+        if not self._slowest.count or max(len(self._transit), len(self._gaps)) < _SAMPLES:
             return None
         points = dict(self.curve)
         points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
@@ -282,7 +283,7 @@ class Controller:
         timing = self.timing
         if not self.active or timing is None or self._results % _EVERY:
             return None
-        if self.limits.policy is Policy.ITERATIVE:
+        if self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
         if self.probe is not None and not self.probe.speculate:

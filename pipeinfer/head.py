@@ -226,9 +226,10 @@ class Head:
             return
         when, rows = issued
         now = time.time()
-        crowd = len(self.scheduler.lanes) > 1
-        self._controller.run_returned(rows, slowest, computed, now - when,
-                                      gaps(when, now, message.spans) if crowd else ())
+        lanes = self.scheduler.company[0]
+        self._controller.run_returned(
+            rows, slowest, computed, now - when,
+            gaps(when, now, message.spans) if lanes > 1 else () if lanes else None)
         scheduler, calibration = self.scheduler, self.scheduler.calibration
         for limits in (
             self._controller.advise(calibration.acceptance, calibration.second),

@@ -447,10 +447,11 @@ class Simulation:
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
             when, spans = self.issued[item.run_id], np.array(packet.spans)
-            crowd = len(self.scheduler.lanes) > 1
+            lanes = self.scheduler.company[0]
             self.controller.run_returned(
                 len(item.rows), float(spans[:, 1].max()), float(spans[:, 1].sum()),
-                self.now - when, gaps(when, self.now, spans) if crowd else ())
+                self.now - when,
+                gaps(when, self.now, spans) if lanes > 1 else () if lanes else None)
         self.feed(RunDone(item.run_id, choices))
 
     def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:
