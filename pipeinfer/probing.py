@@ -22,7 +22,8 @@ _MARGIN = 1.02  #: how much faster plain decoding has to be
 class _Kind:
     """Speeds of both kinds at some number of requests, tokens per second; 0: not tried.
 
-    left: spans until the worse one is tried again. trying: this is such a span.
+    left: spans until the worse one is tried again. trying: this is such a span. tokens, seconds:
+    what the present span has so far, from requests that were shorter than it.
     """
 
     guessing: float = 0.0
@@ -30,6 +31,8 @@ class _Kind:
     left: int = 0
     patience: int = _FIRST
     trying: bool = True
+    tokens: int = 0
+    seconds: float = 0.0
 
     @property
     def better(self) -> bool:
@@ -43,8 +46,15 @@ class _Kind:
             return not self.guessing
         return self.better != self.trying
 
-    def learn(self, guessed: bool, speed: float) -> None:
-        """A span brought so much."""
+    def add(self, guessed: bool, tokens: int, seconds: float) -> None:
+        """A part of a span; the span may be whole now."""
+        self.tokens += tokens
+        self.seconds += seconds
+        if self.tokens >= WINDOW and self.seconds > 0.0:
+            self._learn(guessed, self.tokens / self.seconds)
+            self.tokens, self.seconds = 0, 0.0
+
+    def _learn(self, guessed: bool, speed: float) -> None:
         before = self.better
         old = self.guessing if guessed else self.plain
         new = _MEMORY * old + (1 - _MEMORY) * speed if old else speed
@@ -72,6 +82,7 @@ class Probe:
     _kinds: dict[int, _Kind] = field(default_factory=dict)
     _key: object = None
     _from: tuple[int, float] | None = None
+    _last: tuple[int, float, int] | None = None
     _skip_to: int = 0
 
     def tokens(self, total: int, now: float, lanes: int, key: object) -> bool:
@@ -82,25 +93,36 @@ class Probe:
         """
         before = self.speculate
         if not lanes or key != self._key:
+            self._bank()
             self._key = key
             self._settle(total, lanes)
         elif self._from is None:
             if total >= self._skip_to:
                 self._from = (total, now)
-        elif total - self._from[0] >= WINDOW and now > self._from[1]:
-            start, since = self._from
-            kind = self._kinds.setdefault(_bucket(lanes), _Kind())
-            kind.learn(self.speculate, (total - start) / (now - since))
-            self._from = (total, now)
-            if kind.now != self.speculate:
-                self._settle(total, lanes)
+        else:
+            self._last = (total, now, lanes)
+            if total - self._from[0] >= WINDOW:
+                kind = self._bank()
+                self._from = (total, now)
+                if kind is not None and kind.now != self.speculate:
+                    self._settle(total, lanes)
         return self.speculate != before
+
+    def _bank(self) -> _Kind | None:
+        """Put what was measured since `_from` to its kind."""
+        if self._from is None or self._last is None:
+            return None
+        (start, since), (total, until, lanes) = self._from, self._last
+        self._last = None
+        kind = self._kinds.setdefault(_bucket(lanes), _Kind())
+        kind.add(self.speculate, total - start, until - since)
+        return kind
 
     def _settle(self, total: int, lanes: int) -> None:
         """Begin anew, with what is right at this number of requests."""
         if lanes:
             self.speculate = self._kinds.setdefault(_bucket(lanes), _Kind()).now
-        self._from, self._skip_to = None, total + _SETTLE * lanes
+        self._from, self._last, self._skip_to = None, None, total + _SETTLE * lanes
 
 
 def _bucket(lanes: int) -> int:

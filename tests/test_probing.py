@@ -50,17 +50,21 @@ def test_numbers_of_requests_are_judged_apart():
     assert probe.speculate
 
 
-def test_spans_with_prompts_in_them_do_not_count():
-    probe = Probe()
-    total, now = 0, 0.0
-    for _ in range(500):  # a request comes every 20 tokens: no span is ever whole
-        for _ in range(20):
-            total, now = total + 1, now + 1.0
-            probe.tokens(total, now, 1, total // 20)
-        now += 50.0
-        probe.tokens(total, now, 0, None)
-    assert probe.speculate
-    assert not any(kind.guessing for kind in probe._kinds.values())
+@pytest.mark.parametrize(("guessing", "plain"), [(2.0, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("length", [8, 20, 50])
+def test_requests_shorter_than_a_span_are_added_up_and_prompts_do_not_count(guessing, plain,
+                                                                            length):
+    probe, at, counts = Probe(), (0, 0.0), {True: 0, False: 0}
+    for key in range(4000 // length):
+        found, (total, now) = run(probe, length, guessing, plain, key=key, start=at)
+        at = (total, now + 1000.0)  # the next one's prompt
+        probe.tokens(*at, 0, None)
+        for kind in counts:
+            counts[kind] += found[kind]
+    assert counts[guessing > plain] > 0.85 * 4000
+    (kind,) = probe._kinds.values()
+    assert kind.guessing == pytest.approx(guessing)
+    assert kind.plain == pytest.approx(plain)
 
 
 def test_the_controller_falls_silent_and_speaks_again():
