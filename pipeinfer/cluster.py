@@ -40,7 +40,7 @@ from pipeinfer.errors import (
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
-from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for
+from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for, spare_cells
 from pipeinfer.loading import (
     EXACT_LIMIT,
     llama_version,
@@ -306,10 +306,6 @@ class Job:
         """Who holds what."""
         return self.survey.plan
 
-    def spare_cells(self, credit: int) -> int:
-        """Cells of a stage's cache for guesses, beyond what requests hold."""
-        return self.width * (2 * credit + 4)
-
 
 def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
@@ -329,7 +325,7 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
         width = max(width, config.tree_max + 1, config.draft_max)
     n_batch = max(min(config.chunk, config.ubatch or config.chunk), width)
     n_ctx = context_size(config, model)
-    cells = cells_for(config, n_ctx) + width * (2 * (config.credit or most + 1) + 4)
+    cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1)
     head_bytes = 0
     for path in draft_models(config, draft_path, policy):
         head_bytes += sum(open_model(path).layer_bytes)
@@ -350,7 +346,7 @@ def _start(
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
     credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
-    spare = job.spare_cells(credit)
+    spare = spare_cells(width, credit)
     cells = cells_for(config, n_ctx) + spare
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,

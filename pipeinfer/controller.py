@@ -156,8 +156,12 @@ def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
     All lanes get a token per cycle: the latency of a run, or the time the slowest stage takes for
     all of them, whichever is longer. width: most rows of a run. Index: lanes - 1.
     """
+    sizes = range(1, min(width, lanes) + 1)
+    costs = {size: (timing.latency(size), timing.slot(size)) for size in sizes}
+
     def cycle(count: int, size: int) -> float:
-        return max(timing.latency(size), -(-count // size) * timing.slot(size))
+        latency, slot = costs[size]
+        return max(latency, -(-count // size) * slot)
 
     return tuple(min(range(1, min(count, width) + 1), key=lambda size: cycle(count, size))
                  for count in range(1, lanes + 1))
@@ -283,11 +287,10 @@ class Controller:
         timing = self.timing
         if not self.active or timing is None or self._results % _EVERY:
             return None
-        if self.limits.policy is Policy.ITERATIVE or not self._draft.count:
+        quiet = self.probe is not None and not self.probe.speculate
+        if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
-        if self.probe is not None and not self.probe.speculate:
-            return self._change({"credit": self._credit(timing, 1)}, timing)
         size = max(setting.size, 1)
         credit = self._credit(timing, size)
         return self._change({

@@ -55,6 +55,11 @@ def cells_for(config: Config, n_ctx: int) -> int:
     return config.cache_tokens or (n_ctx if config.parallel == 1 else 2 * n_ctx)
 
 
+def spare_cells(width: int, credit: int) -> int:
+    """Cells of a stage's cache for guesses, in runs of `width` rows, beyond `cells_for`."""
+    return width * (2 * credit + 4)
+
+
 def limits_for(
     config: Config, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
     n_stages: int, curve: Curve, spare: int,

@@ -68,7 +68,6 @@ class Scheduler:
         self._next_run = 0
         self._next_job = 0
         self._next_order = 0
-        self._next_lane = 0
         self._out: list[Instruction] = []
 
     @property
@@ -136,7 +135,7 @@ class Scheduler:
         that changes when one comes or goes."""
         if self._chunks or self._filling or not self.lanes:
             return 0, None
-        return len(self.lanes), (self._next_lane, len(self.lanes))
+        return len(self.lanes), tuple(self.lanes)
 
     def snapshot(self) -> dict[str, Any]:
         """What is going on, for people: counts, and one entry per lane."""
@@ -176,7 +175,6 @@ class Scheduler:
     def _admit(self) -> None:
         while (lane := self.admission.next_lane(self.lanes.values())) is not None:
             self.lanes[lane.lane] = lane
-            self._next_lane = lane.lane + 1
             request = lane.request
             self._out.append(OpenLane(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
@@ -456,7 +454,7 @@ class Scheduler:
     def _speculate(self) -> None:
         """Issue the best guesses of all lanes while there is room for them (ALGORITHMS 1.6)."""
         limits = self.limits
-        if limits.synchronous or not limits.speculates:
+        if limits.synchronous or not limits.speculates or not self._room_to_guess():
             return
         alone = Ablation.CONTINUOUS in limits.ablations
         most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
@@ -539,7 +537,7 @@ class Scheduler:
         for lane in self.lanes.values():
             if lane.waiting_tip is not None:
                 self._start_draft(lane, lane.waiting_tip)
-        if self.limits.synchronous:
+        if self.limits.synchronous or not self._room_to_guess():
             return
         jobs = sum(lane.job is not None for lane in self.lanes.values())
         wanted = []
@@ -611,8 +609,7 @@ class Scheduler:
             lane.useful += 1
             lane.stats.runs += 1
             lane.stats.speculative_runs += speculative
-        lanes = tuple(lane.lane for lane in owners) if nodes and not chunk \
-            else (owners[0].lane,) * len(rows)
+        lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
         self._out.append(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
                                   speculative))
         return run_id
