@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "events", "policy",
         "errors", "partition", "lanes", "admission", "prefixes", "reserve", "calibration",
-        "controller", "probing", "watch", "strategies/base",
+        "controller", "probing", "watch", "flight", "speculation", "strategies/base",
         "strategies/draft_model", "strategies/prompt_lookup", "strategies/several")
 FORBIDDEN = {"mpi4py", "torch", "time", "threading", "socket", "asyncio", "subprocess",
              "llama_cpp", "multiprocessing", "random", "click", "psutil"}

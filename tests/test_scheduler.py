@@ -25,6 +25,7 @@ from pipeinfer.events import (
     StopDraft,
     Submit,
 )
+from pipeinfer.flight import Flight
 from pipeinfer.policy import Ablation, Limits, Policy
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.sequences import SequencePool
@@ -137,10 +138,10 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
     """
     def cancel_anything(self, runs):
         for run in list(self.runs.values())[:1]:
-            self._retire(run)
-            self._out.append(CancelRuns((run.run_id,)))
+            self.retire(run)
+            self.out.append(CancelRuns((run.run_id,)))
 
-    monkeypatch.setattr(Scheduler, "_cancel", cancel_anything)
+    monkeypatch.setattr(Flight, "cancel", cancel_anything)
     noticed = 0
     for seed in range(20):
         try:
