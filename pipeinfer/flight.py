@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pipeinfer.admission import Admission
 from pipeinfer.core import Rows, make_rows
@@ -46,20 +47,26 @@ class Flight:
         """Lanes beyond their prompt, at least one."""
         return max(1, sum(lane.root_issued for lane in self.lanes.values()))
 
-    def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool) -> None:
-        """Issue rows of one or several lanes in one run."""
-        rows = make_rows([(n.token, n.pos, n.seq_ids, True) for _, n in parts])
-        run_id = self.launch([lane for lane, _ in parts], rows, [node for _, node in parts],
-                             parent_id, speculative=speculative)
+    def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool,
+             probe: bool = False) -> Run:
+        """Issue rows of one or several lanes in one run. probe: results are hints, see `Run`."""
+        rows = make_rows([(n.token, n.pos, n.seq_ids, n.wanted) for _, n in parts])
+        if any(node.sees for _, node in parts):
+            rows = replace(rows, views=tuple((*n.seq_ids, *n.sees) for _, n in parts))
+        run_id = self.launch([lane for lane, _ in parts], rows,
+                             [node for _, node in parts if node.wanted], parent_id,
+                             speculative=speculative, probe=probe)
         for lane, node in parts:
             node.run_id = run_id
             lane.stats.issued_speculative += node.speculative
+        return self.runs[run_id]
 
     def launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
-               speculative: bool, chunk: bool = False, block: Block | None = None) -> int:
+               speculative: bool, chunk: bool = False, block: Block | None = None,
+               probe: bool = False) -> int:
         """Issue a run with the operations that wait; returns its id. nodes: of its output rows."""
         run_id, self.next_run = self.next_run, self.next_run + 1
-        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block)
+        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block, probe)
         self.runs[run_id] = run
         self.useful += 1
         self.chunks += chunk

@@ -27,6 +27,7 @@ class Ticket:
 class Run:
     """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
     chunk without outputs: its lane). block: the chunk that becomes known when it is back.
+    probe: its rows' results are hints, wanted whatever becomes of the rows while the lane lasts.
     useful: neither back nor cancelled. in_flight: not back."""
 
     run_id: int
@@ -36,6 +37,7 @@ class Run:
     speculative: bool
     chunk: bool = False
     block: Block | None = None
+    probe: bool = False
     useful: bool = True
     in_flight: bool = True
 
@@ -52,7 +54,7 @@ class Run:
     @property
     def alive(self) -> bool:
         """Whether any of its rows can still matter."""
-        if not self.nodes:
+        if self.probe or not self.nodes:
             return not self.owners[0].done
         return any(node.alive for node in self.nodes)
 

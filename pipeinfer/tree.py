@@ -46,7 +46,8 @@ class Node:
     its first child continues. score: log of the estimated probability of the guesses that lead
     to it. priority: the score by which it waits for room. ranked: a draft has named what may
     follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
-    the frontier has reached it.
+    the frontier has reached it. probe: its result is a hint for whoever proposed it, and it is
+    never accepted. wanted: its choice is asked for. sees: ids that it looks through besides.
     """
 
     token: int
@@ -63,10 +64,13 @@ class Node:
     choice: Choice | None = None
     alive: bool = True
     accepted: bool = False
+    probe: bool = False
+    wanted: bool = True
+    sees: tuple[int, ...] = ()
 
     def child(self, token: int) -> Node | None:
-        """The child that carries `token`, if any."""
-        return next((c for c in self.children if c.token == token), None)
+        """The child that carries `token` and may be accepted, if any."""
+        return next((c for c in self.children if c.token == token and not c.probe), None)
 
     def subtree(self) -> Iterator[Node]:
         """This node and everything below it."""
@@ -133,9 +137,9 @@ class Tree:
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
         """Issue planned nodes, parents first, in one run; returns those issued, in row order.
 
-        Nodes that repeat a sibling's token, or for which no id is left, are dropped together
-        with what hangs below them. A parent may be a row of the same run (synchronous trees): it
-        then gets the new ids as well, see `widen`.
+        Nodes that repeat a sibling's token (probes: another probe's), or for which no id is left,
+        are dropped together with what hangs below them. A parent may be a row of the same run
+        (synchronous trees): it then gets the new ids as well, see `widen`.
         """
         kept = self._affordable(nodes)
         children: dict[int, list[Node]] = {}
@@ -223,7 +227,7 @@ class Tree:
         budget = self.pool.available
         inside = {id(node) for node in nodes}
         continued: dict[int, bool] = {}
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, int, bool]] = set()
         kept: list[Node] = []
         kept_ids: set[int] = set()
         for node in nodes:
@@ -234,15 +238,15 @@ class Tree:
                 continue
             if key not in continued:
                 continued[key] = bool(parent.children)
-                seen.update((key, child.token) for child in parent.children)
-            if (key, node.token) in seen:
+                seen.update((key, child.token, child.probe) for child in parent.children)
+            if (key, node.token, node.probe) in seen:
                 continue
             if continued[key]:
                 if budget == 0:
                     continue
                 budget -= 1
             continued[key] = True
-            seen.add((key, node.token))
+            seen.add((key, node.token, node.probe))
             kept.append(node)
             kept_ids.add(id(node))
         return kept
