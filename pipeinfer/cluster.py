@@ -40,7 +40,15 @@ from pipeinfer.errors import (
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
 from pipeinfer.host import Place
-from pipeinfer.knobs import cells_for, controller_for, ids_for, limits_for, spare_cells
+from pipeinfer.knobs import (
+    cells_for,
+    controller_for,
+    ids_for,
+    limits_for,
+    row_proposer,
+    spare_cells,
+    widths_for,
+)
 from pipeinfer.loading import (
     EXACT_LIMIT,
     llama_version,
@@ -320,12 +328,11 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     most = place.size if config.head_stage or place.size == 1 else place.size - 1
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
-    width = EXACT_LIMIT
-    if config.exact == "off":
-        width = max(width, config.tree_max + 1, config.draft_max)
-    n_batch = max(min(config.chunk, config.ubatch or config.chunk), width)
+    width, probes = widths_for(config, EXACT_LIMIT)
+    n_batch = max(min(config.chunk, config.ubatch or config.chunk), width, probes)
     n_ctx = context_size(config, model)
-    cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1)
+    cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1) \
+        + probes * config.parallel
     head_bytes = 0
     for path in draft_models(config, draft_path, policy):
         head_bytes += sum(open_model(path).layer_bytes)
@@ -347,7 +354,7 @@ def _start(
     credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
     spare = spare_cells(width, credit)
-    cells = cells_for(config, n_ctx) + spare
+    cells = cells_for(config, n_ctx) + spare + widths_for(config, EXACT_LIMIT)[1] * config.parallel
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
         "n_seq_max": ids_for(config, credit), "n_batch": job.n_batch,
@@ -394,7 +401,8 @@ def _start(
                      "same stages, and that of one backend up to near-ties")
     limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
                                 n_stages=n_stages, curve=curve, spare=spare)
-    head = Head(port, n_stages, Scheduler(limits), worker,
+    rows = None if policy is Policy.ITERATIVE else row_proposer(config)
+    head = Head(port, n_stages, Scheduler(limits, rows, drafts=worker is not None), worker,
                 cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
                 timeout=config.timeout,
                 controller=controller_for(config, limits, pinned, curve, spare,

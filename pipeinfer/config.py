@@ -105,11 +105,20 @@ class Config:
                        choices=("", "iterative", "speculative", "pipeinfer"),
                        help="What to issue next [default: pipeinfer with a draft, else iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", group="runtime",
-                                     choices=("draft", "prompt-lookup"),
+                                     choices=("draft", "prompt-lookup", "lookahead"),
                                      help="Where guesses come from (repeatable: asked in that "
-                                          "order until one is sure): the draft model, or what "
-                                          "followed when the same tokens came up before [default: "
-                                          "draft, if there is a draft model].")
+                                          "order until one is sure): the draft model, what "
+                                          "followed when the same tokens came up before, or "
+                                          "n-grams that the target makes in spare rows (asked "
+                                          "first; docs/lookahead.md) [default: draft, if there "
+                                          "is a draft model].")
+    lookahead_window: int = _opt(5, "--lookahead-window", group="runtime", low=0, high=128,
+                                 help="Columns of --proposer lookahead (W): n-grams per step.")
+    lookahead_ngram: int = _opt(3, "--lookahead-ngram", group="runtime", low=2, high=16,
+                                help="Tokens of an n-gram of --proposer lookahead (N).")
+    lookahead_candidates: int = _opt(2, "--lookahead-candidates", group="runtime", low=0, high=128,
+                                     help="Most n-grams that --proposer lookahead verifies in a "
+                                          "step (G).")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")

@@ -20,6 +20,8 @@ from pipeinfer.errors import UsageError
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
 from pipeinfer.probing import Probe
+from pipeinfer.strategies.lookahead import Lookahead
+from pipeinfer.strategies.rows import RowProposer
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
@@ -27,9 +29,19 @@ _MOST_KEPT = 32  #: remembered prompts, each with an id
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
 
 
+def row_proposer(config: Config) -> RowProposer | None:
+    """What proposes from rows of its own in the target's runs, if anything does."""
+    if "lookahead" not in config.proposer:
+        return None
+    return Lookahead(config.lookahead_window, config.lookahead_ngram, config.lookahead_candidates)
+
+
 def partitions_for(config: Config, credit: int) -> int:
     """Sequence ids beside a lane's first."""
-    return config.partitions if config.partitions >= 0 else min(max(8, 2 * credit), _MOST_IDS)
+    if config.partitions >= 0:
+        return config.partitions
+    rows = row_proposer(config)
+    return min(max(8, 2 * credit), _MOST_IDS) + (0 if rows is None else rows.paths)
 
 
 def kept_for(config: Config) -> int:
@@ -58,6 +70,17 @@ def cells_for(config: Config, n_ctx: int) -> int:
 def spare_cells(width: int, credit: int) -> int:
     """Cells of a stage's cache for guesses, in runs of `width` rows, beyond `cells_for`."""
     return width * (2 * credit + 4)
+
+
+def widths_for(config: Config, exact: int) -> tuple[int, int]:
+    """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
+    run of probes."""
+    rows = row_proposer(config)
+    probes = 0 if rows is None else rows.rows
+    if config.exact == "on":
+        return exact, probes
+    guesses = max(config.tree_max, 0 if rows is None else rows.candidates + probes)
+    return max(exact, guesses + 1, config.draft_max), probes
 
 
 def limits_for(

@@ -151,8 +151,8 @@ def llama_version() -> str:
 def load_proposers(
     config: Config, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None = None,
-) -> DraftWorker:
-    """The thread that names guesses, by what `--proposer` says."""
+) -> DraftWorker | None:
+    """The thread that names guesses, by what `--proposer` says; None without work for one."""
     from pipeinfer.strategies.prompt_lookup import PromptLookup
     from pipeinfer.strategies.several import Several
 
@@ -160,9 +160,11 @@ def load_proposers(
     for name in config.proposer or ("draft",):
         if name == "prompt-lookup":
             proposers.append(PromptLookup())
-        else:
+        elif name == "draft":
             proposers += [_draft(config, place, path, cells, n_vocab, vocabulary)
                           for path in drafts]
+    if not proposers:
+        return None
     return DraftWorker(proposers[0] if len(proposers) == 1 else Several(proposers), notify)
 
 

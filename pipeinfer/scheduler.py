@@ -41,15 +41,20 @@ from pipeinfer.policy import Limits
 from pipeinfer.protocol import NO_RUN
 from pipeinfer.sequences import SequencePool
 from pipeinfer.speculation import Speculation
+from pipeinfer.strategies.rows import RowProposer
 from pipeinfer.tree import Node
 
 
 class Scheduler:
-    """Owns every lane, run and sequence id; see the module docstring."""
+    """Owns every lane, run and sequence id; see the module docstring.
 
-    def __init__(self, limits: Limits) -> None:
+    rows: a proposer that puts rows of its own into runs. drafts: whether a draft can be asked.
+    """
+
+    def __init__(self, limits: Limits, rows: RowProposer | None = None, *, drafts: bool = True
+                 ) -> None:
         self.flight = Flight(limits)
-        self.speculation = Speculation(self.flight)
+        self.speculation = Speculation(self.flight, rows, drafts=drafts)
         self.lanes, self.runs = self.flight.lanes, self.flight.runs
         self.calibration = self.speculation.calibration
         self.totals = LaneStats()  # of all requests: tokens and how many were guessed

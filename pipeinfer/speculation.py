@@ -1,7 +1,8 @@
 """What is guessed, and when: drafts are asked, guesses wait, the best go out while there is room.
 
 The drafting half of the scheduler. Nothing here can change a token: guesses become tokens only
-through the walk (`scheduler`). It knows no clock, thread or model.
+through the walk (`scheduler`). A proposer of the target's own rows is asked first and inline; where
+it knows nothing, the draft in its thread is. It knows no clock, thread or model.
 """
 
 from __future__ import annotations
@@ -13,18 +14,28 @@ from pipeinfer.events import StartDraft, StopDraft
 from pipeinfer.flight import Flight
 from pipeinfer.lanes import Lane
 from pipeinfer.policy import Ablation, Limits
+from pipeinfer.probes import Probes
 from pipeinfer.protocol import NO_RUN
 from pipeinfer.reserve import probability
-from pipeinfer.tree import Node, Proposal
+from pipeinfer.strategies.rows import RowProposer
+from pipeinfer.strategies.several import ENOUGH
+from pipeinfer.tree import PLANNED, Node, Proposal
 
 _MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
+_MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
 
 
 class Speculation:
-    """Asks the draft and issues guesses; see the module docstring."""
+    """Asks the draft and issues guesses; see the module docstring.
 
-    def __init__(self, flight: Flight) -> None:
+    rows: the proposer of the target's own rows, if any. drafts: whether there is a draft.
+    """
+
+    def __init__(self, flight: Flight, rows: RowProposer | None = None, *, drafts: bool = True
+                 ) -> None:
         self.flight = flight
+        self.probes = None if rows is None else Probes(rows)
+        self._drafts = drafts
         self.calibration = Calibration()
         self._next_job = 0
 
@@ -35,13 +46,15 @@ class Speculation:
 
     def warm_up(self, lane: Lane) -> None:
         """Let the draft read the prompt while the stages do."""
-        if self.limits.speculates and self.limits.path_min <= 1.0 and \
+        if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
                 len(self.flight.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
             self.flight.out.append(lane.warm_up)
 
     def news(self, lane: Lane) -> None:
         """A result is back: what brought nothing before is worth another question."""
+        if self.probes is not None:
+            self.probes.back(lane)
         for node in lane.empty:
             node.ranked = False
             lane.reserve.add_leaf(node)
@@ -54,7 +67,8 @@ class Speculation:
         lane.empty.clear()
         self.drop_job(lane)
         hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
-        if self.limits.joins and hopeful and self.may_guess(lane) \
+        quick = self.probes is not None
+        if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
                 and self._depth_left(lane, tip) > 0:
             lane.waiting_tip = tip
             return True
@@ -71,7 +85,9 @@ class Speculation:
         lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
         planned = self._plan(lane, node, proposals)
         if node is lane.waiting_tip:
-            self._issue_tree(lane, node, planned)
+            limits = self.limits
+            self._issue_tree(lane, node, planned,
+                             limits.tree_max if limits.synchronous else limits.draft_max)
             return
         node.ranked = True
         lane.reserve.add(planned)
@@ -114,6 +130,8 @@ class Speculation:
         if lane.job is not None:
             self.flight.out.append(StopDraft(lane.job.job_id))
             lane.job = lane.job_node = None
+        if lane.done and self.probes is not None:
+            self.probes.closed(lane)
 
     def room_to_guess(self) -> bool:
         """Whether requests' own tokens leave stages idle."""
@@ -135,6 +153,7 @@ class Speculation:
         limits = self.limits
         if limits.synchronous or not limits.speculates or not self.room_to_guess():
             return
+        self._probe()
         alone = Ablation.CONTINUOUS in limits.ablations
         most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
         open_lanes = {lane.lane: lane for lane in self.flight.lanes.values()}
@@ -156,6 +175,36 @@ class Speculation:
             self.flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
                              speculative=True)
             lane.runs_since_accept += 1
+
+    def _probe(self) -> None:
+        """Probes below frontiers that moved without a miss: no run of theirs was issued anew."""
+        if self.probes is None:
+            return
+        for lane in self.flight.lanes.values():
+            tip = lane.tree.frontier
+            if self.flight.useful < self.limits.credit and self.may_guess(lane) \
+                    and not lane.unsent and lane.waiting_tip is None and tip.choice is None \
+                    and self.probes.due(lane):
+                self._send_probes(lane, self.probes.plan(lane, [tip], self._last_pos))
+
+    def _send_probes(self, lane: Lane, planned: list[Node]) -> None:
+        """Probes in a run of their own, behind that of the rows that they hang below."""
+        ready: list[Node] = []
+        for node in planned:  # a guess that they hang below may have found no room
+            assert node.parent is not None
+            if node.parent.run_id != PLANNED or node.parent in ready:
+                ready.append(node)
+        nodes = lane.tree.issue(ready, self.flight.next_run)
+        if nodes and self.probes is not None:
+            assert nodes[0].parent is not None
+            run = self.flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+                                   speculative=True, probe=True)
+            self.probes.sent(lane, run)
+
+    @property
+    def _last_pos(self) -> int:
+        """The highest position of a row."""
+        return self.limits.n_ctx - 1
 
     def _floor(self, lane: Lane) -> float:
         """The least priority of a guess that is issued."""
@@ -219,6 +268,9 @@ class Speculation:
                 self._start_draft(lane, lane.waiting_tip)
         if self.limits.synchronous or not self.room_to_guess():
             return
+        self._ask_rows()
+        if not self._drafts:
+            return
         jobs = sum(lane.job is not None for lane in self.flight.lanes.values())
         wanted = []
         for lane in self.flight.lanes.values():
@@ -229,9 +281,53 @@ class Speculation:
                 :max(_MOST_JOBS - jobs, 0)]:
             self._start_draft(lane, leaf)
 
+    def _ask_rows(self) -> None:
+        """Let the proposer without a thread name what it knows below the best leaves."""
+        if self.probes is None:
+            return
+        found = False
+        for lane in self.flight.lanes.values():
+            for _ in range(_MOST_ASKED):
+                leaf = self._wanted_leaf(lane) if self.may_guess(lane) else None
+                if leaf is None or lane.job is not None:
+                    break
+                planned = self._quick(lane, leaf)
+                if planned:
+                    found = True
+                    lane.reserve.add(planned)
+                elif self._drafts:
+                    break
+                else:
+                    leaf.ranked = True
+                    self._empty(lane, leaf)
+        if found:
+            self.speculate()
+
+    def _quick(self, lane: Lane, node: Node) -> list[Node]:
+        """What the proposer without a thread names below a node, planned; nothing where it is
+        unsure and a draft can be asked."""
+        assert self.probes is not None
+        room = self.limits.exact_width - (node is lane.waiting_tip)
+        suffix = tuple(node.path_from(lane.tree.frontier))
+        job = self._job(lane, suffix, min(self.probes.proposer.candidates, room),
+                        self._depth_left(lane, node))
+        proposals = self.probes.propose(lane, job)
+        if self._drafts and proposals and ENOUGH > self.calibration.estimate(
+                proposals[0].confidence, first=True):
+            return []
+        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        return self._plan(lane, node, proposals)
+
     def _start_draft(self, lane: Lane, node: Node) -> None:
         if lane.job is not None:
             return
+        if self.probes is not None and node is lane.waiting_tip:
+            if self.limits.synchronous and self.probes.out(lane):
+                return  # what was asked with the last token is still on its way
+            planned = self._quick(lane, node)
+            if planned or not (self._drafts and self.limits.joins):
+                self._issue_tree(lane, node, planned, len(planned))
+                return
         single = self.limits.synchronous or Ablation.CONTINUOUS in self.limits.ablations
         room = self.limits.exact_width - (node is lane.waiting_tip)
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
@@ -250,21 +346,30 @@ class Speculation:
             self.limits.spares,
         )
 
-    def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node]) -> None:
-        """Tip and tree in one run; guesses that find no room in it wait."""
+    def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
+        """Tip and tree of at most `size` guesses in one run, and the probes if they fit, else in
+        one behind it; guesses that find no room wait."""
         limits = self.limits
         lane.waiting_tip = None
         if not planned:
             lane.empty_since_accept += 1
             lane.stats.empty_drafts += 1
-        size = limits.tree_max if limits.synchronous else limits.draft_max
         size = min(size, limits.exact_width - 1)
         if limits.guess_rows:
             size = min(size, max(limits.guess_rows - self.flight.guess_rows, 0))
         first = sorted(planned, key=lambda node: -node.score)[:size]
-        nodes = lane.tree.issue(first, self.flight.next_run)
+        due = self.probes is not None and self.probes.due(lane)
+        asked = self.probes.plan(lane, [tip, *first], self._last_pos) \
+            if due and self.probes is not None else []
+        joined = 1 + len(first) + len(asked) <= limits.exact_width
+        nodes = lane.tree.issue([*first, *asked] if joined else first, self.flight.next_run)
         lane.tree.widen(tip, nodes)
-        self.flight.send([(lane, node) for node in (tip, *nodes)], NO_RUN, speculative=False)
+        run = self.flight.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
+                               speculative=False)
+        if due and self.probes is not None:
+            self.probes.sent(lane, run)
+            if not joined:
+                self._send_probes(lane, asked)
         if not limits.synchronous:
             lane.reserve.add_leaf(tip)
             lane.reserve.add(planned)
