@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
+from pipeinfer.core import Request
 from pipeinfer.lanes import Lane, Ticket
 from pipeinfer.policy import Limits
 from pipeinfer.prefixes import Block, Prefixes
@@ -43,11 +44,11 @@ class Admission:
 
     def next_lane(self, lanes: Collection[Lane]) -> Lane | None:
         """A lane for the request that waits longest, None when it has to go on waiting."""
-        if not self.waiting or len(lanes) >= self.limits.parallel:
+        if not self.waiting or sum(not lane.thread for lane in lanes) >= self.limits.parallel:
             return None
         ticket = self.waiting[0]
         prompt = ticket.request.prompt
-        accepted = [*prompt, *ticket.output]
+        accepted = [*prompt, *(() if ticket.decompose else ticket.output)]
         block = self._known(accepted[:len(prompt)])
         self.prefixes.touch(block)
         margin = self.limits.chunk * (len(lanes) + 1) if lanes else 0
@@ -60,13 +61,38 @@ class Admission:
                     > self.limits.cells and self._evict():
                 pass
         self.waiting.popleft()
+        lane = self._open(ticket, accepted)
+        self.catch_up(lane)
+        return lane
+
+    def fork(self, parent: Lane, own: Request, thread: int, keep: int) -> Lane:
+        """A lane for a thread that sees the first `keep` tokens of `parent`; its path is the prompt
+        of `own`."""
+        lane = self._open(parent.ticket, list(own.prompt), own, thread,
+                          [jump for jump in parent.jumps if jump[0] < keep], keep)
+        if keep:
+            self.pool.share(parent.main_id, lane.main_id, 0, parent.position(keep - 1) + 1)
+        else:
+            self.catch_up(lane)
+        return lane
+
+    def new_path(self) -> int:
+        """A number that no lane has, for what becomes of a lane that is cut back."""
+        self._next_lane += 1
+        return self._next_lane - 1
+
+    def _open(self, ticket: Ticket, accepted: list[int], own: Request | None = None,
+              thread: int = 0, jumps: list[tuple[int, int]] | None = None, base: int = 0) -> Lane:
         lane_id, self._next_lane = self._next_lane, self._next_lane + 1
         seq_id = self.pool.acquire(lane_id)
-        root = Node(accepted[-1], len(accepted) - 1, None, (seq_id,), NO_RUN, speculative=False)
-        lane = Lane(lane_id, ticket, Tree(lane_id, self.pool, root), accepted, self.prefixes.root)
+        jumps = jumps or []
+        last = len(accepted) - 1
+        root = Node(accepted[-1], last + (jumps[-1][1] if jumps else 0), None, (seq_id,), NO_RUN,
+                    speculative=False)
+        lane = Lane(lane_id, ticket, Tree(lane_id, self.pool, root), accepted, self.prefixes.root,
+                    next_row=base, thread=thread, own=own, base=base, jumps=jumps)
         self._running[lane_id] = lane
         self._reserve()
-        self.catch_up(lane)
         return lane
 
     def catch_up(self, lane: Lane) -> bool:
@@ -143,7 +169,7 @@ class Admission:
     def _reserve(self) -> None:
         """Leave ids to lanes that may start and to prompts that may be remembered."""
         limits, kept = self.limits, len(self.prefixes.kept)
-        self.pool.reserved = limits.parallel - len(self._running) + limits.kept - kept
+        self.pool.reserved = limits.lanes - len(self._running) + limits.kept - kept
 
 
 def _kept(seq_id: int) -> int:

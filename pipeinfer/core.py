@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
+ANY = -1  #: in `SamplingParams.bans`: every token, every position
 NO_TOKEN = -1  #: `Choice.token` where the sampling rule admits no token at all
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -112,7 +113,8 @@ class SeqKeep:
 @dataclass(frozen=True, slots=True)
 class SeqJoin:
     """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
-    every row that looks through one of their ids, whatever the positions. Only backends with
+    every row that looks through one of their ids, whatever the positions, and belong to the start
+    of the sequence: copies and removals have them when their range begins at 0. Only backends with
     `separate_views` can."""
 
     src: int
@@ -131,7 +133,9 @@ class SamplingParams:
     whole history. logit_bias: (token id, added logit) pairs. key: 64-bit key of the noise.
     n_logprobs: how many top log-probabilities to report per token (-1: none at all).
     grammar: a compiled grammar that the output must follow (`grammar.compile_grammar`), empty for
-    none; its first token is the one at position grammar_start.
+    none; its first token is the one at position grammar_start. bans: (after, at, token) triples:
+    `token` may not follow the token `after` (ANY: whatever it is) standing at position `at` (ANY:
+    wherever).
     """
 
     temperature: float = 0.0
@@ -147,6 +151,7 @@ class SamplingParams:
     n_logprobs: int = -1
     grammar: str = ""
     grammar_start: int = 0
+    bans: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def uses_history(self) -> bool:

@@ -5,10 +5,12 @@ Whoever executes instructions feeds what comes of them back as events; nothing h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from pipeinfer.core import Choice, Request, Rows, SamplingParams, SeqOp
+from pipeinfer.decomposers.base import Decomposer
 from pipeinfer.errors import RequestError
 from pipeinfer.tree import Proposal
 
@@ -16,10 +18,12 @@ from pipeinfer.tree import Proposal
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A new request. output: tokens that it has brought before and that are not emitted again;
-    they are replayed, as after the loss of a cluster that had computed them."""
+    they are replayed, as after the loss of a cluster that had computed them. decompose: makes the
+    decomposer of a response with threads, None for an ordinary one."""
 
     request: Request
     output: tuple[int, ...] = ()
+    decompose: Callable[[], Decomposer] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,8 @@ class StartDraft:
     is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
     tokens in all; max_tokens 0 only brings the draft's cache up to the path. spares: how many
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
-    output when the target chooses them.
+    output when the target chooses them. shift: by how much the target's positions exceed those of
+    the path.
     """
 
     job_id: int
@@ -145,6 +150,7 @@ class StartDraft:
     p_split: float
     stop_ids: frozenset[int]
     spares: int = 0
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +162,17 @@ class StopDraft:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """An output token of a request."""
+    """An output token of a request, in reading order.
+
+    Of a response with threads: the thread that brought it, and what the reader sees of it (UTF-8,
+    maybe a part of a character; text that nobody chose may be in it). None: the token's own text.
+    """
 
     request_id: int
     choice: Choice
     speculated: bool
+    thread: int = 0
+    text: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

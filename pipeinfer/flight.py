@@ -45,7 +45,7 @@ class Flight:
     @property
     def decoding(self) -> int:
         """Lanes beyond their prompt, at least one."""
-        return max(1, sum(lane.root_issued for lane in self.lanes.values()))
+        return max(1, sum(lane.root_issued and not lane.closing for lane in self.lanes.values()))
 
     def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool,
              probe: bool = False) -> Run:
@@ -80,6 +80,16 @@ class Flight:
         self.out.append(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
                                   speculative))
         return run_id
+
+    def wait(self, lane: Lane, node: Node) -> None:
+        """An accepted token is to be issued as soon as there is room."""
+        lane.unsent = True
+        self.tips.append((lane, node))
+
+    def withdraw(self, lane: Lane) -> None:
+        """The lane's accepted token is not to be issued after all."""
+        lane.unsent = False
+        self.tips = deque(tip for tip in self.tips if tip[0] is not lane)
 
     def cancel(self, runs: Iterable[Run]) -> None:
         """Signal those of `runs` that have no live row left and were not signalled before."""

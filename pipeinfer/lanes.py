@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeinfer.core import Request
+from pipeinfer.core import Choice, Request
+from pipeinfer.decomposers.base import Decomposer
 from pipeinfer.events import LaneStats, StartDraft
 from pipeinfer.prefixes import Block
 from pipeinfer.protocol import NO_RUN
@@ -15,12 +17,15 @@ from pipeinfer.tree import Node, Tree
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A request on its way to a lane. order: of submission. output: what it has brought already
-    (it had a lane before and gave it up, or another cluster's was lost)."""
+    (it had a lane before and gave it up, or another cluster's was lost). decompose: makes the
+    decomposer of a response with threads; past: what its threads have brought already."""
 
     order: int
     request: Request
     output: list[int] = field(default_factory=list)
     stats: LaneStats = field(default_factory=LaneStats)
+    decompose: Callable[[], Decomposer] | None = None
+    past: dict[int, list[Choice]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +79,11 @@ class Lane:
     the node that the draft works below. warm_up: the job that brings the draft up to the prompt.
     empty: nodes below which the draft named nothing, until a result. useful: its useful runs in
     flight.
+
+    Of a response with threads: thread: which one. own: what a forked thread works for. base: tokens
+    whose cells it shares with its parent. given: tokens that nobody chose reach up to here. jumps:
+    (index, by how much positions exceed indices from there on). joined: cells that it got from
+    other threads. closing: no further token is wanted. path_id: names its path to proposers.
     """
 
     lane: int
@@ -96,11 +106,40 @@ class Lane:
     empty_since_accept: int = 0
     useful: int = 0
     done: bool = False
+    thread: int = 0
+    own: Request | None = None
+    base: int = 0
+    given: int = 0
+    jumps: list[tuple[int, int]] = field(default_factory=list)
+    joined: int = 0
+    closing: bool = False
+    path_id: int = -1
+
+    def __post_init__(self) -> None:
+        self.given = max(self.given, len(self.request.prompt))
+        if self.path_id < 0:
+            self.path_id = self.lane
 
     @property
     def request(self) -> Request:
         """What it works for."""
-        return self.ticket.request
+        return self.own or self.ticket.request
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether it is a thread of a response that is decomposed."""
+        return self.ticket.decompose is not None
+
+    @property
+    def issued(self) -> int:
+        """How many of its tokens have been issued, counted from the first."""
+        if not self.root_issued:
+            return self.next_row
+        return len(self.accepted) - (self.tree.frontier.run_id == NO_RUN)
+
+    def position(self, index: int) -> int:
+        """The position of its token number `index`."""
+        return index + next((shift for at, shift in reversed(self.jumps) if at <= index), 0)
 
     @property
     def stats(self) -> LaneStats:
@@ -120,15 +159,15 @@ class Lane:
     @property
     def private_cells(self) -> int:
         """Cells that it needs for itself alone, prompt still to be computed included."""
-        return len(self.accepted) - self.block.stop
+        return len(self.accepted) - max(self.block.stop, self.base) + self.joined
 
     def next_piece(self, chunk: int, width: int) -> tuple[int, int]:
-        """Positions `[start, stop)` of the next run that brings its cache up to date.
+        """Indices `[start, stop)` of the next run that brings its cache up to date.
 
-        Chunks of the prompt are cut at multiples of `chunk`; output that is replayed goes in runs
-        of at most `width` rows, as it was made.
+        Chunks of what nobody chose are cut at multiples of `chunk`; output that is replayed goes
+        in runs of at most `width` rows, as it was made.
         """
-        start, n_prompt = self.next_row, len(self.request.prompt)
-        if start < n_prompt:
-            return start, min(start - start % chunk + chunk, n_prompt)
+        start = self.next_row
+        if start < self.given:
+            return start, min(start - start % chunk + chunk, self.given)
         return start, min(start + width, len(self.accepted))

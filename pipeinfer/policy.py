@@ -46,6 +46,7 @@ class Limits:
     alone: guess in every lane as if it were the only one. guess_rows: most guesses in flight, 0
     no bound. share: into how large groups so many lanes are best put, a run for each group
     (index: lanes - 1; empty: into as many as `credit` suggests).
+    threads: most threads of a response beside its main one.
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
     (one pass over the weights instead of two; pays where the draft is fast and stages are few).
     """
@@ -74,6 +75,7 @@ class Limits:
     alone: bool = False
     guess_rows: int = 0
     share: tuple[int, ...] = ()
+    threads: int = 0
 
     @property
     def synchronous(self) -> bool:
@@ -97,7 +99,12 @@ class Limits:
     @property
     def n_ids(self) -> int:
         """Sequence ids in all."""
-        return self.parallel + self.kept + self.partitions
+        return self.lanes + self.kept + self.partitions
+
+    @property
+    def lanes(self) -> int:
+        """Causal threads in all."""
+        return self.parallel * (1 + self.threads)
 
     def group(self, lanes: int) -> int:
         """How many of so many lanes share a run, so that the runs fill the pipeline."""

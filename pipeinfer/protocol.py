@@ -40,14 +40,14 @@ from pipeinfer.core import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 3
+VERSION = 4
 NO_RUN = -1
 
 _HEADER = struct.Struct("<4sBBHIIqqIIIIIII")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
-_PARAMS = struct.Struct("<didddddiqQiii")
+_PARAMS = struct.Struct("<didddddiqQiiii")
 _BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
 # Header flags of a DECODE frame (plain integers: an enum costs a microsecond each time)
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
@@ -537,23 +537,25 @@ def _encode_params(p: SamplingParams) -> bytes:
     grammar = p.grammar.encode()
     head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
                         p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
-                        p.key, len(p.logit_bias), p.grammar_start, len(grammar))
-    return head + np.array(list(p.logit_bias), _BIAS).tobytes() + grammar
+                        p.key, len(p.logit_bias), p.grammar_start, len(grammar), len(p.bans))
+    bans = np.array(p.bans, "<i4").tobytes()
+    return head + np.array(list(p.logit_bias), _BIAS).tobytes() + bans + grammar
 
 
 def _decode_params(reader: _Reader) -> SamplingParams:
     (t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias, start,
-     n_grammar) = _PARAMS.unpack(reader.take(_PARAMS.size))
-    if min(n_bias, start, n_grammar) < 0:
-        raise ProtocolError("a negative number of logit biases, or a negative grammar")
+     n_grammar, n_bans) = _PARAMS.unpack(reader.take(_PARAMS.size))
+    if min(n_bias, start, n_grammar, n_bans) < 0:
+        raise ProtocolError("a negative number of logit biases or bans, or a negative grammar")
     bias = reader.array(_BIAS, n_bias)
+    bans = reader.array("<i4", 3 * n_bans).reshape(n_bans, 3)
     try:
         grammar = str(reader.take(n_grammar), "utf-8")
     except UnicodeDecodeError as error:
         raise ProtocolError(f"a grammar that is no text: {error}") from error
     return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
                           tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs,
-                          grammar, start)
+                          grammar, start, tuple((a, at, t) for a, at, t in bans.tolist()))
 
 
 def _encode_choices(choices: tuple[Choice, ...]) -> bytes:

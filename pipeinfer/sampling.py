@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core import NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
+from pipeinfer.core import ANY, NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
 
 _U64 = np.uint64
 _MIX_A, _MIX_B = _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
@@ -32,6 +32,14 @@ _MASK = (1 << 64) - 1
 def noise_key(seed: int, choice_index: int = 0, thread: tuple[int, ...] = ()) -> int:
     """The 64-bit key of one causal thread of one choice of one request."""
     text = f"{seed}/{choice_index}/{','.join(map(str, thread))}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def thread_key(key: int, thread: int) -> int:
+    """The key of a thread inside a response whose own key is `key`; thread 0 has that itself."""
+    if not thread:
+        return key
+    text = f"{key}/{thread}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -76,8 +84,9 @@ def candidates(
     """Perturbed scores of the tokens that may follow the row at `position`.
 
     logits: float[V], raw. history: int32[position + 1], the path's tokens up to and with that
-    row (read only when a penalty is on). allowed: bool[n], the tokens that a grammar allows; ids
-    from n on are not (None: no grammar). None may be left.
+    row (read only when a penalty is on, and its last token when something is banned). allowed:
+    bool[n], the tokens that a grammar allows; ids from n on are not (None: no grammar). None may
+    be left.
     """
     x = logits.astype(np.float64)
     for token, bias in params.logit_bias:
@@ -85,6 +94,8 @@ def candidates(
             x[token] += bias
     if params.uses_history:
         _penalise(x, params, history)
+    if params.bans:
+        allowed = _without_banned(params, int(history[-1]), position, len(x), allowed)
     within = None if allowed is None else np.flatnonzero(allowed[: len(x)])
     if within is not None and not within.size:
         return Candidates(within, x[within])
@@ -105,7 +116,7 @@ def choose(
     without any, when no token is allowed.
     """
     if (params.temperature <= 0 and not params.logit_bias and not params.uses_history
-            and allowed is None):
+            and not params.bans and allowed is None):
         token = int(np.argmax(logits))
     else:
         token = candidates(logits, params, history, position, allowed).best()
@@ -116,6 +127,20 @@ def choose(
     x -= np.log(np.exp(x).sum())
     order = _descending(x, params.n_logprobs).tolist() if params.n_logprobs else []
     return Choice(token, float(x[token]), tuple((i, float(x[i])) for i in order))
+
+
+def _without_banned(params: SamplingParams, token: int, position: int, n_vocab: int,
+                    allowed: BoolArray | None) -> BoolArray:
+    """`allowed` without what may not follow `token` at `position`."""
+    mask = np.zeros(n_vocab, np.bool_)
+    if allowed is None:
+        mask[:] = True
+    else:
+        mask[: len(allowed)] = allowed[:n_vocab]
+    for after, at, banned in params.bans:
+        if after in (ANY, token) and at in (ANY, position) and 0 <= banned < n_vocab:
+            mask[banned] = False
+    return mask
 
 
 def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntArray) -> None:

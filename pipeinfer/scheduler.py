@@ -14,10 +14,12 @@ can change them (DESIGN section 3).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from pipeinfer.admission import Admission
 from pipeinfer.core import NO_TOKEN, Choice, Request, make_rows
+from pipeinfer.decomposers.base import MAIN, Decomposer
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
 from pipeinfer.events import (
     Abort,
@@ -42,6 +44,7 @@ from pipeinfer.protocol import NO_RUN
 from pipeinfer.sequences import SequencePool
 from pipeinfer.speculation import Speculation
 from pipeinfer.strategies.rows import RowProposer
+from pipeinfer.threads import Threads
 from pipeinfer.tree import Node
 
 
@@ -59,6 +62,7 @@ class Scheduler:
         self.calibration = self.speculation.calibration
         self.totals = LaneStats()  # of all requests: tokens and how many were guessed
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
+        self.threads = Threads(self.flight, self.speculation, self._filling.append, self._close)
         self._next_order = 0
 
     @property
@@ -103,7 +107,7 @@ class Scheduler:
         """
         old = self.limits
         fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
-                 "cells", "kept")
+                 "cells", "kept", "threads")
         if any(getattr(limits, name) != getattr(old, name) for name in fixed):
             raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
         self.flight.limits = self.admission.limits = limits
@@ -111,8 +115,8 @@ class Scheduler:
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; returns the instructions to execute, in order."""
         match event:
-            case Submit(request, output):
-                self._submit(request, output)
+            case Submit(request, output, decompose):
+                self._submit(request, output, decompose)
             case RunDone(run_id, choices):
                 self._run_done(run_id, choices)
             case Drafted(job_id, proposals):
@@ -124,7 +128,10 @@ class Scheduler:
         self._make_room()
         self._admit()
         self._issue_tips()
+        self.threads.advance()
         self._prefill()
+        self.threads.advance()
+        self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
         out, self.flight.out = self.flight.out, []
@@ -162,7 +169,8 @@ class Scheduler:
 
     # --- events -------------------------------------------------------------------------------
 
-    def _submit(self, request: Request, output: tuple[int, ...]) -> None:
+    def _submit(self, request: Request, output: tuple[int, ...],
+                decompose: Callable[[], Decomposer] | None) -> None:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
             self.flight.out.append(Refuse(request.request_id, ContextOverflow(
@@ -171,11 +179,13 @@ class Scheduler:
             )))
             return
         self._next_order += 1
-        self.waiting.append(Ticket(self._next_order, request, list(output)))
+        self.waiting.append(Ticket(self._next_order, request, list(output), decompose=decompose))
 
     def _admit(self) -> None:
         while (lane := self.admission.next_lane(self.lanes.values())) is not None:
             self.lanes[lane.lane] = lane
+            if lane.has_threads:
+                self.threads.start(lane)
             request = lane.request
             self.flight.out.append(OpenLane(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
@@ -185,14 +195,25 @@ class Scheduler:
             self.speculation.warm_up(lane)
 
     def _make_room(self) -> None:
-        """While the cache is too full remembered prompts go, then the youngest lanes; the oldest
-        always fits, once it is alone."""
-        while self.admission.over(self.lanes.values()) and len(self.lanes) > 1:
+        """While the cache is too full remembered prompts go, then the youngest requests; the oldest
+        always fits, once it is alone, unless its threads together outgrow the cache."""
+        while self.lanes and self.admission.over(self.lanes.values()):
             lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
-            self._close(lane)
-            lane.ticket.output = lane.accepted[len(lane.request.prompt):]
+            if all(other.ticket is lane.ticket for other in self.lanes.values()):
+                if lane.has_threads:
+                    self._finish(lane, "context")
+                return
+            self._give_up(lane)
             lane.stats.preempted += 1
             self.waiting.appendleft(lane.ticket)
+
+    def _give_up(self, lane: Lane) -> None:
+        """Take a request out of the pipeline; its ticket keeps what it has brought."""
+        if lane.has_threads:
+            self.threads.give_up(self.threads.of(lane))
+        else:
+            self._close(lane)
+            lane.ticket.output = lane.accepted[len(lane.request.prompt):]
 
     def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None) -> None:
         run = self.runs.pop(run_id, None)
@@ -227,19 +248,21 @@ class Scheduler:
                 self.flight.out.append(Finish(request_id, reason, ticket.stats))
                 return
         for lane in list(self.lanes.values()):
-            if lane.request.request_id == request_id:
+            if lane.request.request_id == request_id and not lane.thread:
                 self._finish(lane, reason)
 
     # --- the walk -----------------------------------------------------------------------------
 
     def _walk(self, lane: Lane) -> None:
         dead: list[Node] = []
-        while not lane.done and (choice := lane.tree.frontier.choice) is not None:
+        while not (lane.done or lane.closing) and (choice := lane.tree.frontier.choice) is not None:
+            if lane.has_threads:
+                choice = self.threads.of(lane).choice(lane.thread, choice)
             if choice.token in lane.request.stop_ids:
-                self._finish(lane, "stop")
+                self._end(lane, "stop")
                 break
             if choice.token == NO_TOKEN:
-                self._close(lane)
+                self._give_up(lane)
                 self.flight.out.append(Refuse(lane.request.request_id, RequestError(
                     f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
@@ -255,11 +278,18 @@ class Scheduler:
                 stats.accepted += 1
                 stats.guesses_tested += had_guess
                 stats.accepted_speculative += survivor is not None
-            self.flight.out.append(Emit(lane.request.request_id, choice, survivor is not None))
-            if lane.n_output >= lane.request.max_tokens:
-                self._finish(lane, "length")
-            elif len(lane.accepted) >= self.limits.n_ctx:
-                self._finish(lane, "context")
+            if lane.has_threads:
+                self.threads.accepted(lane, choice, survivor, self._miss)
+            else:
+                self.flight.out.append(Emit(lane.request.request_id, choice, survivor is not None))
+            if lane.done or lane.closing:
+                pass
+            elif lane.n_output >= lane.request.max_tokens:
+                self._end(lane, "length")
+            elif lane.position(len(lane.accepted)) >= self.limits.n_ctx:
+                self._end(lane, "context")
+            elif lane.has_threads:
+                pass
             elif survivor is None:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
@@ -270,26 +300,48 @@ class Scheduler:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
         node = lane.tree.add(token, NO_RUN)
         if not self.speculation.missed(lane, node):
-            lane.unsent = True
-            self.flight.tips.append((lane, node))
+            self.flight.wait(lane, node)
+
+    def _end(self, lane: Lane, reason: str) -> None:
+        """A lane has all its tokens."""
+        if lane.has_threads:
+            self.threads.ended(lane)
+        else:
+            self._finish(lane, reason)
+
+    def _hand_out(self) -> None:
+        """Text of responses with threads, in reading order; and their end."""
+        for response in list(self.threads.responses.values()):
+            decomposer, most = response.decomposer, response.ticket.request.max_tokens
+            self.threads.hand_out(response, decomposer.take())
+            if len(response.ticket.output) >= most:
+                self._finish(response.lanes[MAIN], "length")
+            elif decomposer.complete:
+                self._finish(response.lanes[MAIN], "stop")
 
     def _finish(self, lane: Lane, reason: str) -> None:
-        self._close(lane)
-        self.flight.out.append(Finish(lane.request.request_id, reason, lane.stats))
+        ticket = lane.ticket
+        if lane.has_threads and lane.thread == MAIN and ticket.order in self.threads.responses:
+            response = self.threads.of(lane)
+            if reason != "length":
+                self.threads.hand_out(response, response.decomposer.flush())
+        self._give_up(lane)
+        self.flight.out.append(Finish(ticket.request.request_id, reason, ticket.stats))
 
-    def _close(self, lane: Lane) -> None:
-        """Take a lane out of the pipeline, with all it has in flight."""
+    def _close(self, lane: Lane, useless: bool = True) -> None:
+        """Take a lane out of the pipeline, with all it has in flight where that is useless."""
         lane.done = True
         self.speculation.drop_job(lane)
         if lane.warm_up is not None:
             self.flight.out.append(StopDraft(lane.warm_up.job_id))
-        lane.tree.kill()
-        self.flight.cancel(run for run in self.runs.values() if lane in run.owners)
+        if useless:
+            lane.tree.kill()
+            self.flight.cancel(run for run in self.runs.values() if lane in run.owners)
         del self.lanes[lane.lane]
         if lane in self._filling:
             self._filling.remove(lane)
         if lane.unsent:
-            self.flight.tips = deque(tip for tip in self.flight.tips if tip[0] is not lane)
+            self.flight.withdraw(lane)
         self.admission.leave(lane)
         self.flight.out.append(SendOps(self.pool.take_ops()))
         self.flight.out.append(CloseLane(lane.lane))
@@ -341,7 +393,8 @@ class Scheduler:
         start, stop = lane.next_piece(limits.chunk, limits.exact_width)
         last = stop == len(tokens)
         seq = root.seq_ids[:1]
-        rows = make_rows([(tokens[i], i, seq, i == len(tokens) - 1) for i in range(start, stop)])
+        rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
+                          for i in range(start, stop)])
         run_id = self.flight.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
                               speculative=False, chunk=True,
                               block=self.admission.shareable(lane, start, stop))

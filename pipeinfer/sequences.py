@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pipeinfer.core import END, SeqCopy, SeqOp, SeqRemove
+from pipeinfer.core import END, SeqCopy, SeqJoin, SeqOp, SeqRemove
 
 NO_LANE = -1  #: owner of an id that is kept for its prompt
 
@@ -85,6 +85,19 @@ class SequencePool:
             self.warm[seq_id] = warm
             self.warm_lane[seq_id] = lane
         self.free.append(seq_id)
+
+    def cool(self, lane: int, length: int) -> None:
+        """What the lane's warm ids hold from position `length` on is no longer what it was."""
+        for seq_id in [i for i, warm in self.warm.items()
+                       if self.warm_lane[i] == lane and warm > length]:
+            self.ops.append(SeqRemove(seq_id, length, END))
+            self.warm[seq_id] = length
+            if not length:
+                del self.warm[seq_id]
+
+    def join(self, src: int, dst: int) -> None:
+        """All that `src` holds becomes visible through `dst`, whatever the positions."""
+        self.ops.append(SeqJoin(src, dst))
 
     def release_lane(self, lane: int) -> None:
         """Free and empty every id of a lane, warm ones included."""

@@ -60,12 +60,16 @@ class Speculation:
             lane.reserve.add_leaf(node)
         lane.empty.clear()
 
-    def missed(self, lane: Lane, tip: Node) -> bool:
-        """Nothing below the walk was right, `tip` is issued next: forget what hung there; whether
-        the tip is to wait for guesses that travel with it."""
+    def forget(self, lane: Lane) -> None:
+        """Guesses that wait, and those that are being drafted, are of no use."""
         lane.reserve.clear()
         lane.empty.clear()
         self.drop_job(lane)
+
+    def missed(self, lane: Lane, tip: Node) -> bool:
+        """Nothing below the walk was right, `tip` is issued next: forget what hung there; whether
+        the tip is to wait for guesses that travel with it."""
+        self.forget(lane)
         hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
         quick = self.probes is not None
         if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
@@ -145,7 +149,7 @@ class Speculation:
 
     def may_guess(self, lane: Lane) -> bool:
         """Whether the policy speculates at all in this lane now."""
-        return self.limits.speculates and not lane.done and lane.root_issued \
+        return self.limits.speculates and not (lane.done or lane.closing) and lane.root_issued \
             and self.room_to_guess()
 
     def speculate(self) -> None:
@@ -340,10 +344,10 @@ class Speculation:
              ) -> StartDraft:
         self._next_job += 1
         return StartDraft(
-            self._next_job, lane.lane, lane.accepted, len(lane.accepted), suffix,
+            self._next_job, lane.path_id, lane.accepted, len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
-            self.limits.spares,
+            self.limits.spares, lane.position(len(lane.accepted)) - len(lane.accepted),
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
@@ -382,5 +386,7 @@ class Speculation:
 
     def _depth_left(self, lane: Lane, tip: Node) -> int:
         """Levels below `tip` that could still be part of the output."""
-        last = len(lane.request.prompt) + lane.request.max_tokens
-        return min(last, self.limits.n_ctx) - 1 - (tip.pos + 1)
+        frontier = lane.tree.frontier
+        below = 0 if tip is frontier else tip.pos - frontier.next_pos + 1
+        tokens = lane.request.max_tokens - lane.n_output - below
+        return min(tokens, self.limits.n_ctx - tip.next_pos) - 1

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.core import Choice
+from pipeinfer.protocol import NO_RUN
 from pipeinfer.sequences import SequencePool
 
 PLANNED = -2  #: `run_id` of a node that has not been issued
@@ -46,8 +47,9 @@ class Node:
     its first child continues. score: log of the estimated probability of the guesses that lead
     to it. priority: the score by which it waits for room. ranked: a draft has named what may
     follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
-    the frontier has reached it. probe: its result is a hint for whoever proposed it, and it is
-    never accepted. wanted: its choice is asked for. sees: ids that it looks through besides.
+    the frontier has reached it. skip: positions that are left free behind it. probe: its result
+    is a hint for whoever proposed it, and it is never accepted. wanted: its choice is asked for.
+    sees: ids that it looks through besides.
     """
 
     token: int
@@ -64,9 +66,15 @@ class Node:
     choice: Choice | None = None
     alive: bool = True
     accepted: bool = False
+    skip: int = 0
     probe: bool = False
     wanted: bool = True
     sees: tuple[int, ...] = ()
+
+    @property
+    def next_pos(self) -> int:
+        """The position of its children."""
+        return self.pos + 1 + self.skip
 
     def child(self, token: int) -> Node | None:
         """The child that carries `token` and may be accepted, if any."""
@@ -130,7 +138,7 @@ class Tree:
             parent = tip if proposal.parent < 0 else nodes[proposal.parent]
             score = parent.score + math.log(max(proposal.confidence, 1e-9))
             weight = math.log(spare_weight) if proposal.spare else 0.0
-            nodes.append(Node(proposal.token, parent.pos + 1, parent, (), PLANNED,
+            nodes.append(Node(proposal.token, parent.next_pos, parent, (), PLANNED,
                               speculative=True, score=score, priority=score + weight))
         return nodes
 
@@ -203,6 +211,35 @@ class Tree:
             self.frontier = survivor
         return survivor, dead
 
+    def prune(self) -> list[Node]:
+        """Everything below the frontier dies; returns it."""
+        here = self.frontier
+        if not here.children:
+            return []
+        dead = [node for node in here.subtree() if node is not here]
+        self._drop(dead, here.seq_ids[0], here.pos + 1)
+        here.children = []
+        return dead
+
+    def restart(self, token: int, pos: int) -> list[Node]:
+        """The frontier and all below it die; a row that is not issued takes its place.
+
+        What the lane's first id holds from `pos` on is dropped. Returns the nodes that died.
+        """
+        here = self.frontier
+        dead = list(here.subtree())
+        main = here.seq_ids[0]
+        self._drop(dead, main, pos)
+        self.frontier = Node(token, pos, None, (main,), NO_RUN, speculative=False, accepted=True)
+        return dead
+
+    def _drop(self, dead: Sequence[Node], main: int, length: int) -> None:
+        self.pool.truncate(main, length)
+        for seq_id in dict.fromkeys(i for node in dead for i in node.seq_ids if i != main):
+            self.pool.release(seq_id, length)
+        for node in dead:
+            node.alive = False
+
     def kill(self) -> list[Node]:
         """Everything in the tree dies (the lane ends); the caller releases the lane's ids."""
         nodes = list(self.frontier.subtree())
@@ -214,7 +251,7 @@ class Tree:
         self, parent: Node, token: int, seq_ids: tuple[int, ...], run_id: int, *,
         speculative: bool,
     ) -> Node:
-        node = Node(token, parent.pos + 1, parent, seq_ids, run_id, speculative,
+        node = Node(token, parent.next_pos, parent, seq_ids, run_id, speculative,
                     score=parent.score, priority=parent.score)
         parent.children.append(node)
         return node

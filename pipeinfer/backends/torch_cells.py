@@ -57,9 +57,10 @@ class CellTable:
         self.n_cells, self.n_seqs = n_cells, n_seqs
         self._pos = np.full(n_cells, -1, np.int64)
         self._sets = np.zeros((n_cells, -(-n_seqs // 64)), np.uint64)
-        self._joined = np.zeros(n_cells, np.bool_)
+        self._joined = np.zeros(n_cells, np.int64)  #: number of the join, 0 none
+        self._joins = 0
         self._pinned = np.zeros(n_cells, np.bool_)
-        self._born = np.zeros(n_cells, np.int64)  #: order of arrival, for cells of one position
+        self._born = np.zeros(n_cells, np.int64)  #: order of arrival, the last tie-break
         self._clock = 0
 
     # --- claiming and freeing -----------------------------------------------------------------
@@ -87,7 +88,7 @@ class CellTable:
     def free(self, cells: Indices) -> None:
         """Free these cells."""
         self._pos[cells], self._sets[cells] = -1, 0
-        self._joined[cells] = self._pinned[cells] = False
+        self._joined[cells], self._pinned[cells] = 0, False
 
     def _take(self, count: int, problem: str) -> Indices:
         free = np.flatnonzero(self._pos < 0)[:count]
@@ -108,7 +109,10 @@ class CellTable:
     # --- sequence operations ------------------------------------------------------------------
 
     def remove(self, seq_id: int, p0: int, p1: int) -> None:
-        """Take the id (ALL_SEQS: every id) off cells in `[p0, p1)`; free those without one."""
+        """Take the id (ALL_SEQS: every id) off cells in `[p0, p1)`; free those without one.
+
+        Joined cells belong to the start of a sequence: only a range that begins at 0 has them.
+        """
         inside = self._within(p0, p1)
         if seq_id == ALL_SEQS:
             self._sets[inside] = 0
@@ -128,7 +132,8 @@ class CellTable:
 
     def join(self, src: int, dst: int) -> None:
         """Give `dst` all cells of `src`, visible to it at whatever position it is."""
-        self._joined[self.copy(src, dst, 0, np.iinfo(np.int64).max)] = True
+        self._joins += 1
+        self._joined[self.copy(src, dst, 0, np.iinfo(np.int64).max)] = self._joins
 
     def keep(self, seq_id: int) -> None:
         """Drop every other id and free the cells without this one."""
@@ -138,8 +143,10 @@ class CellTable:
         self._sweep()
 
     def _within(self, p0: int, p1: int) -> Mask:
-        found: Mask = (self._pos >= max(p0, 0)) & (self._pos < p1) & ~self._pinned
-        return found
+        found: Mask = (self._pos >= max(p0, 0)) & (self._pos < p1) & (self._joined == 0)
+        if p0 <= 0:
+            found |= (self._joined > 0) & (self._pos >= 0)
+        return found & ~self._pinned
 
     def _has(self, seq_id: int) -> Mask:
         bit = np.uint64(1 << (seq_id & 63))
@@ -232,7 +239,7 @@ class CellTable:
 
     def _order(self, view: Bits) -> _Sorted:
         cells = self._by_position(np.flatnonzero((self._sets & view).any(axis=1)))
-        pinned, joined = self._pinned[cells], self._joined[cells]
+        pinned, joined = self._pinned[cells], self._joined[cells] > 0
         plain = not joined.any() and not pinned.any()
         return _Sorted(cells, self._pos[cells], joined, pinned, plain)
 
@@ -240,7 +247,7 @@ class CellTable:
         keys = self._pos[cells] - self._pinned[cells]
         if (keys[1:] > keys[:-1]).all():
             return cells
-        return cells[np.lexsort((self._born[cells], keys))]
+        return cells[np.lexsort((self._born[cells], self._joined[cells], keys))]
 
     @staticmethod
     def _seen(order: _Sorted, pos: int, window: int | None) -> Mask:

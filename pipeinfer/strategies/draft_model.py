@@ -312,7 +312,8 @@ class DraftModel:
             allowed = constraint.allowed(history[params.grammar_start :])
             if allowed is None:
                 return Ranking([], [])
-        found = candidates(logits[: self._n_vocab], params, history, position, allowed)
+        found = candidates(logits[: self._n_vocab], params, history, position + job.shift,
+                           allowed)
         if not found.ids.size:
             return Ranking([], [])
         ids, scores = found.ranked(8) if len(found.ids) <= 64 else _top(found.ids, found.scores, 8)
