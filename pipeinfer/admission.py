@@ -127,7 +127,7 @@ class Admission:
         known, main = lane.block, lane.main_id
         while not known.computed and known.parent is not None:
             known = known.parent
-        if self.limits.kept and known.stop:
+        if self.limits.kept and known.stop and not lane.joined:  # joined cells would stay with it
             self.prefixes.adopt(known, _kept(main))
             for other in self.prefixes.keep(known, _kept(main)):
                 self.pool.release(self._id_of(other), 0)

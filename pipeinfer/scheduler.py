@@ -284,7 +284,7 @@ class Scheduler:
                 self.flight.out.append(Emit(lane.request.request_id, choice, survivor is not None))
             if lane.done or lane.closing:
                 pass
-            elif lane.n_output >= lane.request.max_tokens:
+            elif self._n_chosen(lane) >= lane.request.max_tokens:
                 self._end(lane, "length")
             elif lane.position(len(lane.accepted)) >= self.limits.n_ctx:
                 self._end(lane, "context")
@@ -301,6 +301,12 @@ class Scheduler:
         node = lane.tree.add(token, NO_RUN)
         if not self.speculation.missed(lane, node):
             self.flight.wait(lane, node)
+
+    def _n_chosen(self, lane: Lane) -> int:
+        """How many tokens the model chose in this lane."""
+        if lane.has_threads:
+            return len(self.threads.of(lane).chosen[lane.thread])
+        return lane.n_output
 
     def _end(self, lane: Lane, reason: str) -> None:
         """A lane has all its tokens."""

@@ -227,11 +227,12 @@ class Tree:
         What the lane's first id holds from `pos` on is dropped. Returns the nodes that died.
         """
         here = self.frontier
-        dead = list(here.subtree())
+        below = [node for node in here.subtree() if node is not here]
         main = here.seq_ids[0]
-        self._drop(dead, main, pos)
+        self._drop(below, main, pos)
+        here.alive = False
         self.frontier = Node(token, pos, None, (main,), NO_RUN, speculative=False, accepted=True)
-        return dead
+        return [here, *below]
 
     def _drop(self, dead: Sequence[Node], main: int, length: int) -> None:
         self.pool.truncate(main, length)

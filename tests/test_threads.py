@@ -1,0 +1,161 @@
+"""Responses in threads: every interleaving gives the tokens of a reference without a pipeline."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from pipeinfer.core import Request
+from pipeinfer.decomposers.apar import Apar
+from pipeinfer.decomposers.pasta import Pasta
+from pipeinfer.decomposers.pdos import Pdos
+from pipeinfer.decomposers.skeleton import Prompts, Skeleton
+from pipeinfer.events import Finish, Submit
+from pipeinfer.policy import Ablation, Limits, Policy
+from tests.test_lanes import check_at_rest
+from tests.threaded import EOS, ThreadedPipeline, Words, reference
+
+N_CTX, MOST = 400, 90
+#: special tokens first, then plain words; the weights make tags frequent
+PASTA = Words(
+    [b"", b'<promise topic="a b" tokens=1/>', b'<promise topic="c" tokens=', b"2", b"/>", b"<async>",
+     b"</async>", b"<sync/>", b"a", b"b ", b" <", b"sync", b"/> c", b"0", b"\xc3", b"\xa4", b"12"],
+    [2, 6, 5, 6, 6, 3, 8, 6, 9, 9, 4, 4, 4, 4, 3, 3, 3])
+PDOS = Words([b"", b"####", b"%%%%", b"......", b"...", b"\n\n", b":", b":\n", b"a", b"b", b"c"],
+             [1, 12, 10, 2, 2, 2, 12, 3, 9, 9, 9])
+APAR = Words([b"", b"[Fork]", b"[Child]", b"a", b"b", b"c", b"\n"], [2, 6, 4, 9, 9, 9, 3])
+SOT = Words([b"", b"1", b"2", b"3", b".", b" ", b"\n", b"a", b"b"], [2, 6, 6, 5, 12, 7, 7, 9, 9])
+
+
+def pasta(words, prompt):
+    return Pasta(words.vocabulary(), start=len(prompt), room=N_CTX, most=4)
+
+
+def pdos(words, prompt):
+    return Pdos(words.vocabulary(), n_prompt=len(prompt))
+
+
+def apar(words, prompt):
+    return Apar(words.vocabulary(), n_prompt=len(prompt), most=6)
+
+
+def skeleton(words, prompt):
+    def point(outline, number, text):
+        return (*prompt, *words.encode(text), 1 + number % 3)
+
+    prompts = Prompts((*prompt, 7), point, lambda number, text: f"{number}. ")
+    return Skeleton(words.vocabulary(), prompts, most=5)
+
+
+METHODS = {"pasta": (PASTA, pasta), "pdos": (PDOS, pdos), "apar": (APAR, apar),
+           "skeleton": (SOT, skeleton)}
+LIMITS = {
+    "iterative": Limits(n_ctx=N_CTX, policy=Policy.ITERATIVE, exact_width=4, credit=4, threads=5),
+    "pipeinfer": Limits(n_ctx=N_CTX, exact_width=4, credit=5, threads=5),
+    "wide": Limits(n_ctx=N_CTX, exact_width=16, credit=9, threads=7, draft_max=2, parallel=2,
+                   alternatives=3, alone=True, partitions=20, kept=2),
+    "speculative": Limits(n_ctx=N_CTX, policy=Policy.SPECULATIVE, exact_width=8, branches=2,
+                          threads=4),
+    "joined": Limits(n_ctx=N_CTX, exact_width=8, join_tip=True, threads=4),
+    "no async": Limits(n_ctx=N_CTX, exact_width=8, threads=4,
+                       ablations=frozenset({Ablation.ASYNC})),
+    "no cancel": Limits(n_ctx=N_CTX, exact_width=4, credit=6, threads=6,
+                        ablations=frozenset({Ablation.CANCEL})),
+    "single id": Limits(n_ctx=N_CTX, exact_width=4, credit=6, threads=4,
+                        ablations=frozenset({Ablation.MULTIBUFFER})),
+}
+
+
+def prompt_of(seed):
+    return tuple(7 + (seed * 7 + k * k) % 2 for k in range(3 + seed % 9))
+
+
+@functools.cache
+def expected(method, seed):
+    words, make = METHODS[method]
+    prompt = prompt_of(seed)
+    return reference(words, prompt, make(words, prompt), MOST, N_CTX)
+
+
+def run(method, limits, seeds, order=0, **options):
+    words, make = METHODS[method]
+    pipeline = ThreadedPipeline(limits, words, seed=order, **options)
+    for k, seed in enumerate(seeds):
+        prompt = prompt_of(seed)
+        pipeline.output[k] = []
+        pipeline.feed(Submit(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
+                             decompose=functools.partial(make, words, prompt)))
+    pipeline.drain()
+    return pipeline
+
+
+def text_of(pipeline, request):
+    return b"".join(e.text for e in pipeline.emitted if e.request_id == request)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_interleaving_gives_the_reference(method, limits):
+    for seed in range(24):
+        pipeline = run(method, LIMITS[limits], [seed], order=seed, n_stages=1 + seed % 4)
+        chosen, text = expected(method, seed)
+        assert text_of(pipeline, 0) == text, seed
+        by_thread = {}
+        for emit in pipeline.emitted:
+            by_thread.setdefault(emit.thread, []).append(emit.choice.token)
+        for thread, tokens in by_thread.items():
+            assert tokens == chosen[thread][: len(tokens)]
+        assert pipeline.finished[0] in ("stop", "length")
+        check_at_rest(pipeline)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_programs_are_worth_testing(method):
+    """Enough threads, joins and malformed tags among the random programs."""
+    words, make = METHODS[method]
+    forks = [len(expected(method, seed)[0]) - 1 for seed in range(24)]
+    assert sum(forks) > 15
+    assert max(forks) > 2
+    if method == "pasta":
+        joined = [f for f in range(24) if b"<" in expected(method, f)[1]]
+        assert joined  # something that looks like a tag stayed text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_responses_share_the_pipeline_and_a_cache_that_is_too_small(method):
+    longest = 0
+    for order in range(6):
+        limits = Limits(n_ctx=N_CTX, exact_width=4, credit=6, parallel=3, threads=4,
+                        cells=80 if method == "pasta" else 120, kept=2, chunk=8)
+        seeds = [order, order + 1, order + 2, order + 3]
+        pipeline = run(method, limits, seeds, order=order, n_stages=3)
+        preempted = 0
+        for k, seed in enumerate(seeds):
+            stats = next(i.stats for i in pipeline.log
+                         if isinstance(i, Finish) and i.request_id == k)
+            preempted += stats.preempted
+            if pipeline.finished[k] != "context":
+                assert text_of(pipeline, k) == expected(method, seed)[1]
+        longest = max(longest, preempted)
+        check_at_rest(pipeline)
+    assert longest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_client_that_leaves_takes_all_threads_along(method):
+    for order in range(12):
+        words, make = METHODS[method]
+        pipeline = ThreadedPipeline(LIMITS["pipeinfer"], words, seed=order)
+        prompt = prompt_of(order)
+        pipeline.output[0] = []
+        pipeline.feed(Submit(Request(0, prompt, MOST, eos_ids=frozenset({EOS})),
+                             decompose=functools.partial(make, words, prompt)))
+        for _ in range(20 + 11 * order):
+            pipeline.step()
+        pipeline.abort(0)
+        pipeline.drain()
+        assert 0 in pipeline.finished
+        _, text = expected(method, order)
+        assert text.startswith(text_of(pipeline, 0)) or pipeline.finished[0] == "abort"
+        check_at_rest(pipeline)
