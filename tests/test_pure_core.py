@@ -12,8 +12,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "events", "policy",
         "errors", "partition", "lanes", "admission", "prefixes", "reserve", "calibration",
-        "controller", "probing", "watch", "flight", "speculation", "strategies/base",
-        "strategies/draft_model", "strategies/prompt_lookup", "strategies/several")
+        "controller", "probing", "watch", "flight", "speculation", "probes",
+        "strategies/base", "strategies/draft_model", "strategies/prompt_lookup",
+        "strategies/several", "strategies/rows", "strategies/lookahead")
 FORBIDDEN = {"mpi4py", "torch", "time", "threading", "socket", "asyncio", "subprocess",
              "llama_cpp", "multiprocessing", "random", "click", "psutil"}
 

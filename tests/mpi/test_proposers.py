@@ -11,6 +11,7 @@ from pipeinfer.core import SamplingParams
 from pipeinfer.sampling import noise_key
 from pipeinfer.tokenizer import Tokenizer
 from tests.mpi import launch
+from tests.mpi.test_jobs import run_matrix
 from tests.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -20,6 +21,8 @@ WAYS = {
     "prompt-lookup": ("--proposer", "prompt-lookup"),
     "both": ("--proposer", "prompt-lookup", "--proposer", "draft"),
     "two-drafts": ("-mds", str(EMBEDDED / "draft.gguf")),
+    "lookahead": ("--proposer", "lookahead"),
+    "lookahead-and-draft": ("--proposer", "lookahead", "--proposer", "draft"),
 }
 
 
@@ -47,6 +50,31 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, ranks, policy, tempera
     found = json.loads(done.stdout)
     assert found["tokens"] == wanted[temperature]
     assert found["stats"]["issued_speculative"] > 0
+
+
+@pytest.mark.parametrize(("ranks", "backend", "drafts"), [
+    (1, "llamacpp", ()), (2, "llamacpp", ("draft",)), (3, "torch", ("draft",)), (4, "llamacpp", ()),
+    (2, "torch", ())])
+def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, drafts):
+    """A window beside the rows that verify or, where it does not fit, behind them (R of 4)."""
+    if backend == "torch":
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+    config = {"proposer": ["lookahead", *drafts], "backend": backend, "device": "cpu"}
+    policies = [{"policy": "speculative"}, {"policy": "pipeinfer", "path_min": 0.001},
+                {"policy": "pipeinfer", "exact_width": 4, "join_tip": True},
+                {"policy": "speculative", "exact_width": 4}, {"policy": "iterative"}]
+    todo = [{"prompt": PROMPT, "limits": limits, "count": 60, "params": params}
+            for params in ({}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
+                                "key": noise_key(3)}) for limits in policies]
+    answer = run_matrix(tmp_path, ranks, config, todo)
+    found = [result["tokens"] for result in answer["results"]]
+    if backend == "llamacpp":
+        assert found == [wanted[t] for t in (0.0, 0.8) for _ in policies]
+    else:  # rounds otherwise than llama.cpp: its own plain tokens are those of `iterative`
+        assert found == [found[k] for k in (4, 9) for _ in policies]
+    assert answer["results"][0]["runs"] < 60 / 1.2
+    assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
 
 
 def test_prompt_lookup_needs_no_draft_model():
