@@ -157,7 +157,10 @@ class Speculation:
         limits = self.limits
         if limits.synchronous or not limits.speculates or not self.room_to_guess():
             return
+        self._guess(limits)
         self._probe()
+
+    def _guess(self, limits: Limits) -> None:
         alone = Ablation.CONTINUOUS in limits.ablations
         most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
         open_lanes = {lane.lane: lane for lane in self.flight.lanes.values()}
@@ -181,14 +184,17 @@ class Speculation:
             lane.runs_since_accept += 1
 
     def _probe(self) -> None:
-        """Probes below frontiers that moved without a miss: no run of theirs was issued anew."""
+        """Probes below frontiers whose run is on its way without them, if guesses leave room:
+        behind a guess that was right, or where they never fit into the run of a tip."""
         if self.probes is None:
             return
+        apart = self.probes.proposer.rows >= self.limits.exact_width
         for lane in self.flight.lanes.values():
             tip = lane.tree.frontier
-            if self.flight.useful < self.limits.credit and self.may_guess(lane) \
-                    and not lane.unsent and lane.waiting_tip is None and tip.choice is None \
-                    and self.probes.due(lane):
+            if self.flight.useful + self._drafts >= self.limits.credit:
+                return
+            if self.may_guess(lane) and (apart or tip.speculative) and self.probes.due(lane) \
+                    and not (lane.unsent or lane.waiting_tip or tip.choice):
                 self._send_probes(lane, self.probes.plan(lane, [tip], self._last_pos))
 
     def _send_probes(self, lane: Lane, planned: list[Node]) -> None:
