@@ -91,6 +91,7 @@ class _Main(click.Group):
         "plan": ("pipeinfer.plan", "plan_command"),
         "bench": ("pipeinfer.bench", "bench_command"),
         "chat": ("pipeinfer.chat", "chat_command"),
+        "train": ("pipeinfer.training.__main__", "main"),
         "serve": ("pipeinfer.server.serve", "serve_command"),
     }
 
@@ -170,6 +171,9 @@ def generate(resolved: Resolved) -> None:
     """
     from pipeinfer import generate as gen
     from pipeinfer.cluster import open_session
+    from pipeinfer.decompose import Decomposition
+    from pipeinfer.decompose import check as check_decomposer
+    from pipeinfer.planner import model_paths
 
     config = resolved.config
     out = gen.Generated()
@@ -178,17 +182,24 @@ def generate(resolved: Resolved) -> None:
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads
         text, params = _prompt_text(config), gen.sampling_params(config, seed)
         params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
+        check_decomposer(config, params)
         if config.trace:
             check_writable(Path(config.trace))
     with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
         if session is None:
             return
-        if config.chat:
+        prompt: Any
+        if config.decomposer:
+            prompt = Decomposition.of(
+                config, session.tokenizer, model_paths(config)[0], session.limits.n_ctx
+            ).opening(config.decomposer, [{"role": "user", "content": text}])
+        elif config.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)
         else:
             prompt = session.tokenizer.encode(text)
-        if not config.json and not config.no_display_prompt and not config.chat:
+        bare = not (config.chat or config.decomposer)
+        if not config.json and not config.no_display_prompt and bare:
             _write(text)
         try:
             gen.run_request(

@@ -36,6 +36,7 @@ from pipeinfer.errors import (
     ClusterError,
     MismatchError,
     TransportTimeout,
+    UsageError,
 )
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
@@ -326,6 +327,9 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     policy = choose_policy(config, draft_path)
     ensure_llama(config.numa)
     most = place.size if config.head_stage or place.size == 1 else place.size - 1
+    if config.decomposer == "pasta" and "llamacpp" in backends:
+        raise UsageError("--decomposer pasta needs positions with gaps, which llama.cpp refuses: "
+                         "add --backend torch (docs/decomposers.md)")
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     width, probes = widths_for(config, EXACT_LIMIT)

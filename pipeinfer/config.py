@@ -49,8 +49,8 @@ class Config:
 
     # model
     model: str = _opt("", "-m", "--model", kind="str", group="model",
-                      help="Target model: a GGUF file, or a Hugging Face folder for torch "
-                           "[default: the embedded one].")
+                      help="Target model: a GGUF file, a Hugging Face folder for torch, or task, "
+                           "the embedded model for --decomposer [default: the embedded one].")
     draft_model: str = _opt("", "-md", "--model-draft", kind="str", group="model",
                             help="Draft model (GGUF, same vocabulary) [default: the embedded one "
                                  "with the embedded target, else none].")
@@ -119,6 +119,16 @@ class Config:
     lookahead_candidates: int = _opt(2, "--lookahead-candidates", group="runtime", low=0, high=128,
                                      help="Most n-grams that --proposer lookahead verifies in a "
                                           "step (G).")
+    decomposer: str = _opt("", "--decomposer", kind="str", group="runtime",
+                           choices=("", "pasta", "pdos", "skeleton", "apar"),
+                           help="Decode a response in several threads at once; see "
+                                "docs/decomposers.md. The prompt becomes a chat message; the model "
+                                "is by default a small embedded one that was trained for it.")
+    decompose_threads: int = _opt(8, "--decompose-threads", group="runtime", low=1, high=64,
+                                  help="Most threads of a response beside its main one.")
+    pasta_positions: str = _opt("pred-10x", "--pasta-positions", kind="str", group="runtime",
+                                help="How far the main thread moves on behind a promise: pred-10x "
+                                     "(ten times its attribute), pred-1x, fixed or fixed:N.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")

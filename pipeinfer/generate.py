@@ -20,6 +20,7 @@ from typing import Any
 from pipeinfer.cluster import Session
 from pipeinfer.config import Config
 from pipeinfer.core import Request, SamplingParams
+from pipeinfer.decompose import Opening
 from pipeinfer.errors import UsageError
 from pipeinfer.events import Emit, Finish, LaneStats, Refuse
 from pipeinfer.grammar import Vocabulary, compile_grammar
@@ -35,7 +36,8 @@ class Generated:
     """What a request brought. Times in seconds since its submission.
 
     reason: stop (end of text or stop string), length, context, interrupted. speculated: per
-    token, whether it was in flight before it was accepted.
+    token, whether it was in flight before it was accepted. threads: of a response in threads,
+    which one brought each token (tokens are in reading order).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Generated:
     logprobs: list[float | None] = field(default_factory=list)
     lane: LaneStats = field(default_factory=LaneStats)
     seed: int = 0
+    threads: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -154,7 +157,7 @@ def draw_seed(config: Config) -> int:
 
 
 def run_request(
-    session: Session, prompt: Sequence[int], params: SamplingParams, max_tokens: int, *,
+    session: Session, prompt: Sequence[int] | Opening, params: SamplingParams, max_tokens: int, *,
     stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
     on_text: Callable[[str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
@@ -164,6 +167,8 @@ def run_request(
     `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
     """
     out = Generated() if into is None else into
+    decompose = prompt.decompose if isinstance(prompt, Opening) else None
+    prompt = prompt.prompt if isinstance(prompt, Opening) else prompt
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
         raise UsageError("the prompt is empty: give at least one token")
@@ -181,19 +186,21 @@ def run_request(
             if on_text is not None:
                 on_text(text)
 
-    head.submit(request)
+    head.submit(request, decompose)
     asked_to_end = stopped = False
     while True:
         if interrupted() and not asked_to_end:
             asked_to_end = True
             head.abort(request.request_id, "interrupted")
         match head.next_news(0.1):
-            case Emit(_, choice, speculated) if not stopped:
+            case Emit(_, choice, speculated, thread, seen) if not stopped:
                 out.tokens.append(choice.token)
+                out.threads.append(thread)
                 out.times.append(time.monotonic() - start)
                 out.speculated.append(speculated)
                 out.logprobs.append(choice.logprob)
-                text, stopped = stopper.push(pieces.push(choice.token))
+                text, stopped = stopper.push(
+                    pieces.push(choice.token) if seen is None else pieces.push_bytes(seen))
                 show(text)
                 if stopped:
                     head.abort(request.request_id, "stop")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from pipeinfer.controller import Controller, gaps
 from pipeinfer.core import Request
+from pipeinfer.decomposers.base import Decomposer
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
 from pipeinfer.events import (
     Abort,
@@ -108,9 +110,12 @@ class Head:
         self.scheduler.reconfigure(limits)
         self._controller = controller
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; its tokens and its one terminal event come from `next_news`."""
-        self._feed(Submit(request))
+    def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
+        """Queue a request; its tokens and its one terminal event come from `next_news`.
+
+        decompose: makes the decomposer of a response in threads.
+        """
+        self._feed(Submit(request, decompose=decompose))
 
     def abort(self, request_id: int, reason: str) -> None:
         """End a request now; harmless when it has ended already."""

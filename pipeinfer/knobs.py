@@ -44,6 +44,16 @@ def partitions_for(config: Config, credit: int) -> int:
     return min(max(8, 2 * credit), _MOST_IDS) + (0 if rows is None else rows.paths)
 
 
+def lanes_of(config: Config) -> int:
+    """Causal threads at a time."""
+    return config.parallel * (1 + threads_of(config))
+
+
+def threads_of(config: Config) -> int:
+    """Threads of a response beside its main one."""
+    return config.decompose_threads if config.decomposer else 0
+
+
 def kept_for(config: Config) -> int:
     """Prompts of ended requests that are remembered."""
     return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
@@ -51,10 +61,11 @@ def kept_for(config: Config) -> int:
 
 def ids_for(config: Config, credit: int) -> int:
     """Sequence ids in all. Raises UsageError beyond what llama.cpp can tell apart."""
-    count = config.parallel + kept_for(config) + partitions_for(config, credit)
+    count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
     if count > _ALL_IDS:
         raise UsageError(
-            f"--parallel {config.parallel} and --partitions {partitions_for(config, credit)} need "
+            f"--parallel {config.parallel} (with --decompose-threads {config.decompose_threads}, "
+            f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
             f"{count} sequence ids, and a cache has {_ALL_IDS}: lower one of them")
     return count
 
@@ -64,7 +75,8 @@ def cells_for(config: Config, n_ctx: int) -> int:
     if config.cache_tokens and config.cache_tokens < n_ctx:
         raise UsageError(f"--cache-tokens {config.cache_tokens} is less than one request's context "
                          f"of {n_ctx}: raise it, or lower -c")
-    return config.cache_tokens or (n_ctx if config.parallel == 1 else 2 * n_ctx)
+    one = config.parallel == 1 and not config.decomposer
+    return config.cache_tokens or (n_ctx if one else 2 * n_ctx)
 
 
 def spare_cells(width: int, credit: int) -> int:
@@ -119,7 +131,8 @@ def limits_for(
         p_recovery=config.p_recovery, p_decay=config.p_decay,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
-        share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, config.parallel), **values,
+        share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
+        threads=threads_of(config), **values,
     )
     return limits, frozenset(pinned)
 

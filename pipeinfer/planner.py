@@ -56,14 +56,20 @@ def sizes_for(row_cost: float) -> Sizes:
     return Sizes(3, 7, join=True)
 
 
+TASK_MODEL = "task"  #: names the embedded model that knows the methods of `decomposers`
+
+
 def model_paths(config: Config) -> tuple[Path, Path | None]:
     """Target and draft files; the embedded pair when no target is named."""
     embedded = Path(__file__).parent / "models" / "embedded"
-    target = Path(config.model) if config.model else embedded / "target.gguf"
+    tasks = config.model == TASK_MODEL or (bool(config.decomposer) and not config.model)
+    target = embedded / ("task.gguf" if tasks else "target.gguf")
+    if config.model and not tasks:
+        target = Path(config.model)
     if config.draft_model:
         draft: Path | None = Path(config.draft_model)
     else:
-        draft = None if config.model else embedded / "draft.gguf"
+        draft = None if config.model or tasks else embedded / "draft.gguf"
     return target, draft
 
 

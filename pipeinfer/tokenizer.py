@@ -232,7 +232,11 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that became complete with `token`; often empty inside a character."""
-        return self._decoder.decode(self._tokenizer.piece(token, self._special))
+        return self.push_bytes(self._tokenizer.piece(token, self._special))
+
+    def push_bytes(self, data: bytes) -> str:
+        """The text that became complete with these bytes."""
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that never became complete."""

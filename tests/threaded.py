@@ -152,20 +152,55 @@ class ThreadedPipeline(Pipeline):
 
 
 @dataclass
+class Graph:
+    """Every row of a response: token, position, and which rows it saw when it was evaluated."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    seen: list[list[int]] = field(default_factory=list)
+
+    def add(self, token, pos, others):
+        self.tokens.append(token)
+        self.positions.append(pos)
+        self.seen.append([*others, len(self.tokens) - 1])
+        return len(self.tokens) - 1
+
+    def pairs(self, row):
+        return [(self.positions[c], self.tokens[c]) for c in self.seen[row]]
+
+
+@dataclass
 class _Thread:
     tokens: list[int]  # its path
-    at: list[int]  # their positions
+    cells: list[int]  # the rows of those that are evaluated
     bans: tuple
-    extra: list = field(default_factory=list)  # joined (position, token) pairs
+    extra: list[int] = field(default_factory=list)  # rows that were joined
+    base: int = 0
     chosen: list[int] = field(default_factory=list)
-    shift: int = 0
+    jumps: list[tuple[int, int]] = field(default_factory=list)
     waiting: bool = False
     over: bool = False
 
+    def position(self, index):
+        return index + next((s for at, s in reversed(self.jumps) if at <= index), 0)
 
-def reference(words, prompt, decomposer, most, n_ctx):
-    """Every thread's chosen tokens, and the text: one thread after the other, no cache."""
-    threads = {MAIN: _Thread(list(prompt), list(range(len(prompt))), decomposer.bans)}
+    def evaluate(self, graph):
+        while len(self.cells) < len(self.tokens):
+            index = len(self.cells)
+            self.cells.append(graph.add(self.tokens[index], self.position(index),
+                                        [*self.cells, *self.extra]))
+
+
+def reference(words, prompt, decomposer, most, n_ctx, choose=None):
+    """Every thread's chosen tokens, the text, and the graph: one thread after the other, and each
+    token from what its row saw. choose(graph, row, thread, bans): the model, by default a hash."""
+    graph = Graph()
+
+    def by_hash(graph, row, thread, bans):
+        return words.choose(graph.pairs(row), graph.tokens[row], graph.positions[row], bans)
+
+    choose = choose or by_hash
+    threads = {MAIN: _Thread(list(prompt), [], decomposer.bans)}
     pieces = []
 
     def execute(actions):
@@ -174,54 +209,50 @@ def reference(words, prompt, decomposer, most, n_ctx):
             match action:
                 case Fork(k, parent, keep, tokens, bans):
                     base = threads[parent]
-                    shift = (base.at[keep - 1] - (keep - 1)) if keep else 0
-                    path = [*base.tokens[:keep], *tokens]
-                    at = [*base.at[:keep], *(keep + i + shift for i in range(len(tokens)))]
-                    threads[k] = _Thread(path, at, bans, list(base.extra) if keep else [],
-                                         shift=shift)
+                    if keep:
+                        base.evaluate(graph)
+                    threads[k] = _Thread(
+                        [*base.tokens[:keep], *tokens], base.cells[:keep], bans,
+                        list(base.extra) if keep else [], keep,
+                        jumps=[jump for jump in base.jumps if jump[0] < keep])
                 case Feed(_, tokens):
-                    for token in tokens:
-                        thread.tokens.append(token)
-                        thread.at.append(len(thread.tokens) - 1 + thread.shift)
+                    thread.tokens += tokens
                     thread.waiting = False
                 case Skip(_, count):
-                    thread.shift += count
+                    at = len(thread.tokens)
+                    thread.jumps.append((at, thread.position(at) - at + count))
                 case Hold():
                     thread.waiting = True
                 case Cut(_, keep):
-                    del thread.tokens[keep:], thread.at[keep:]
+                    del thread.tokens[keep:], thread.cells[keep:]
+                    thread.jumps = [jump for jump in thread.jumps if jump[0] < keep]
                     thread.waiting = True
                 case Join(_, others):
                     for other in others:
-                        start = next(i for i, (a, b) in enumerate(
-                            zip(threads[other].tokens, threads[other].at, strict=True))
-                            if i >= len(thread.tokens) or (a, b) != (thread.tokens[i],
-                                                                    thread.at[i]))
-                        thread.extra += list(zip(threads[other].at, threads[other].tokens,
-                                                 strict=True))[start:]
+                        thread.extra += threads[other].cells[threads[other].base :]
                 case Close(k, evaluate):
                     thread.over = True
                     if evaluate:
+                        thread.evaluate(graph)
                         execute(decomposer.settled(k))
 
     while not decomposer.complete and len(pieces) < most:
         # the newest runnable thread first, so that none runs beside another
         k = max(t for t, thread in threads.items() if not (thread.over or thread.waiting))
         thread = threads[k]
-        seen = [*zip(thread.at, thread.tokens, strict=True), *thread.extra]
-        token = words.choose(seen, thread.tokens[-1], thread.at[-1], thread.bans)
+        thread.evaluate(graph)
+        token = choose(graph, thread.cells[-1], k, thread.bans)
         if token == EOS:
             thread.over = True
             execute(decomposer.ended(k))
         else:
             thread.tokens.append(token)
-            thread.at.append(len(thread.tokens) - 1 + thread.shift)
             thread.chosen.append(token)
             execute(decomposer.accepted(k, token))
             if not thread.over and (len(thread.chosen) >= most
-                                    or len(thread.tokens) + thread.shift >= n_ctx):
+                                    or thread.position(len(thread.tokens)) >= n_ctx):
                 thread.over = True
                 execute(decomposer.ended(k))
         pieces += decomposer.take()
     chosen = {k: thread.chosen for k, thread in threads.items()}
-    return chosen, b"".join(piece.text for piece in pieces[:most])
+    return chosen, b"".join(piece.text for piece in pieces[:most]), graph
