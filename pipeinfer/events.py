@@ -67,7 +67,8 @@ class LaneStats:
 
     guesses_tested: accepted positions at which a speculated child was there to be compared.
     reused: prompt tokens that were not computed again. preempted: how often its lane was given up
-    for lack of cells and replayed.
+    for lack of cells and replayed. steps: the longest chain of passes through the pipeline that
+    had to wait for one another, prompt not counted (plain decoding: one per token).
     """
 
     accepted: int = 0
@@ -82,6 +83,7 @@ class LaneStats:
     empty_drafts: int = 0
     reused: int = 0
     preempted: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

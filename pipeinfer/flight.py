@@ -57,7 +57,7 @@ class Flight:
                              [node for _, node in parts if node.wanted], parent_id,
                              speculative=speculative, probe=probe)
         for lane, node in parts:
-            node.run_id = run_id
+            node.run_id, node.step = run_id, lane.step
             lane.stats.issued_speculative += node.speculative
         return self.runs[run_id]
 

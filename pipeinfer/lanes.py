@@ -78,7 +78,7 @@ class Lane:
     guesses to travel with. unsent: the accepted token waits for room in the pipeline. job_node:
     the node that the draft works below. warm_up: the job that brings the draft up to the prompt.
     empty: nodes below which the draft named nothing, until a result. useful: its useful runs in
-    flight.
+    flight. step: passes through the pipeline, one after the other, that its tokens took.
 
     Of a response with threads: thread: which one. own: what a forked thread works for. base: tokens
     whose cells it shares with its parent. given: tokens that nobody chose reach up to here. jumps:
@@ -114,6 +114,7 @@ class Lane:
     joined: int = 0
     closing: bool = False
     path_id: int = -1
+    step: int = 0
 
     def __post_init__(self) -> None:
         self.given = max(self.given, len(self.request.prompt))

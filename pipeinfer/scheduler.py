@@ -270,6 +270,8 @@ class Scheduler:
             frontier = lane.tree.frontier
             had_guess = any(c.speculative for c in frontier.children)
             self.speculation.learn(frontier, choice.token)
+            lane.step = max(lane.step, frontier.step + 1)
+            lane.stats.steps = max(lane.stats.steps, lane.step)
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
@@ -407,6 +409,6 @@ class Scheduler:
         lane.last_chunk_run = run_id
         lane.next_row = stop
         if last:
-            root.run_id = run_id
+            root.run_id, root.step = run_id, lane.step
             lane.root_issued = True
             lane.reserve.add_leaf(root)

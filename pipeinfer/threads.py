@@ -37,19 +37,22 @@ from pipeinfer.tree import Node
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One response. lanes: open ones by thread; pending: forks that have no lane yet; chosen: the
+    """One response. lanes: open ones by thread; pending: forks that have no lane yet, and
+    the step that they were wanted in; chosen: the
     tokens of each thread that the model chose, with whether they had been guessed; past: those that
     a response before this one has brought, which are chosen again; muted: pieces that were handed
-    out before. settling: threads whose last row was not issued yet."""
+    out before. settling: threads whose last row was not issued yet. step: the latest `Lane.step` of
+    threads that are over."""
 
     ticket: Ticket
     decomposer: Decomposer
     lanes: dict[int, Lane] = field(default_factory=dict)
-    pending: list[Fork] = field(default_factory=list)
+    pending: list[tuple[Fork, int]] = field(default_factory=list)
     chosen: dict[int, list[tuple[Choice, bool]]] = field(default_factory=dict)
     past: dict[int, list[Choice]] = field(default_factory=dict)
     muted: int = 0
     settling: list[int] = field(default_factory=list)
+    step: int = 0
 
     def choice(self, thread: int, choice: Choice) -> Choice:
         """What the thread's next token is: a remembered one, else `choice`."""
@@ -114,7 +117,8 @@ class Threads:
                 response.settling.remove(thread)
                 self._execute(response, response.decomposer.settled(thread))
             waiting, response.pending = response.pending, []
-            response.pending[:0] = [fork for fork in waiting if not self._open(response, fork)]
+            response.pending[:0] = [(fork, step) for fork, step in waiting
+                                    if not self._open(response, fork, step)]
 
     def hand_out(self, response: Response, pieces: Iterable[Piece]) -> None:
         """Pieces become tokens for whoever asked, but for those that he has had."""
@@ -145,8 +149,10 @@ class Threads:
         for action in actions:
             match action:
                 case Fork():
-                    response.pending.append(action)
+                    parent = response.lanes[action.parent]
+                    response.pending.append((action, parent.step))
                 case Feed(thread, tokens):
+                    response.lanes[thread].step = max(response.lanes[thread].step, response.step)
                     self._feed(response.lanes[thread], tokens)
                 case Skip(thread, count):
                     self._skip(response.lanes[thread], count)
@@ -161,7 +167,9 @@ class Threads:
                     response.settling.append(thread)
                 case Close(thread, _):
                     if thread in response.lanes:
-                        self._close(response.lanes.pop(thread), True)
+                        lane = response.lanes.pop(thread)
+                        response.step = max(response.step, lane.step)
+                        self._close(lane, True)
                 case _:
                     raise ProtocolError(f"unknown action {action!r}")
 
@@ -223,11 +231,12 @@ class Threads:
         self._flight.pool.cool(lane.lane, 0)
         for thread in others:
             other = response.lanes.pop(thread)
+            response.step = max(response.step, other.step)
             self._flight.pool.join(other.main_id, lane.main_id)
             lane.joined += len(other.accepted) - other.base
             self._close(other, False)
 
-    def _open(self, response: Response, fork: Fork) -> bool:
+    def _open(self, response: Response, fork: Fork, step: int) -> bool:
         """A lane for a fork, once its parent's rows are issued and there is room for it."""
         parent = response.lanes[fork.parent]
         limits, ticket = self._flight.limits, response.ticket
@@ -242,6 +251,7 @@ class Threads:
             params=dataclasses.replace(params, key=thread_key(params.key, fork.thread),
                                        bans=fork.bans))
         lane = self._flight.admission.fork(parent, own, fork.thread, fork.keep)
+        lane.step = step
         response.lanes[fork.thread] = self._flight.lanes[lane.lane] = lane
         self._flight.out.append(OpenLane(lane.lane, own.params))
         self._filling(lane)

@@ -49,7 +49,8 @@ class Node:
     follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
     the frontier has reached it. skip: positions that are left free behind it. probe: its result
     is a hint for whoever proposed it, and it is never accepted. wanted: its choice is asked for.
-    sees: ids that it looks through besides.
+    sees: ids that it looks through besides. step: how many passes through the pipeline, one after
+    the other, led to its being issued.
     """
 
     token: int
@@ -70,6 +71,7 @@ class Node:
     probe: bool = False
     wanted: bool = True
     sees: tuple[int, ...] = ()
+    step: int = 0
 
     @property
     def next_pos(self) -> int:

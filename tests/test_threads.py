@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from pipeinfer.core import Request
+from pipeinfer.core import Choice, Request
 from pipeinfer.decomposers.apar import Apar
 from pipeinfer.decomposers.pasta import Pasta
 from pipeinfer.decomposers.pdos import Pdos
@@ -159,3 +159,34 @@ def test_a_client_that_leaves_takes_all_threads_along(method):
         _, text, _ = expected(method, order)
         assert text.startswith(text_of(pipeline, 0)) or pipeline.finished[0] == "abort"
         check_at_rest(pipeline)
+
+
+def test_steps_are_counted_as_the_paper_does():
+    """ALGORITHMS A6: P1 in step 1; P2 and x in 2; sync, the end of block 1 and y in 3; the end of
+    block 2 in 4; z in 5. Plain decoding takes one step per token."""
+    words = Words([b"", b'<promise topic="p" tokens=1/>', b"<async>", b"</async>", b"<sync/>",
+                   b"x", b"y", b"z", b"u"], [])
+    scripts = {0: [1, 1, 4, 7, 0], 1: [5, 3], 2: [6, 3]}
+
+    class Scripted(ThreadedPipeline):
+        def _evaluate(self, stage, item):
+            super()._evaluate(stage, item)
+            out = []
+            for row, lane in enumerate(item.lanes):
+                if item.rows.outputs[row]:
+                    name = self.scheduler.lanes[lane].thread if lane in self.scheduler.lanes else 9
+                    at = self.done[name] = self.done.get(name, -1) + 1
+                    script = scripts.get(name, [])
+                    out.append(Choice(script[at] if at < len(script) else 0))
+            return out
+
+    words.choose = lambda *_: 0
+    pipeline = Scripted(LIMITS["iterative"], words, n_stages=1)
+    pipeline.done = {}
+    pipeline.output[0] = []
+    pipeline.feed(Submit(Request(0, (8,), MOST, eos_ids=frozenset({EOS})), decompose=lambda: Pasta(
+        words.vocabulary(), start=1, room=N_CTX)))
+    pipeline.drain()
+    assert pipeline.text == b"xyz"
+    stats = next(item.stats for item in pipeline.log if isinstance(item, Finish))
+    assert (stats.steps, stats.accepted) == (5, 8)
