@@ -91,6 +91,7 @@ class _Main(click.Group):
         "plan": ("pipeinfer.plan", "plan_command"),
         "bench": ("pipeinfer.bench", "bench_command"),
         "chat": ("pipeinfer.chat", "chat_command"),
+        "compare": ("pipeinfer.compare", "compare_command"),
         "train": ("pipeinfer.training.__main__", "main"),
         "serve": ("pipeinfer.server.serve", "serve_command"),
     }

@@ -31,6 +31,7 @@ from pipeinfer import __version__, host, survey
 from pipeinfer.backends.exact import CURVE_ROWS
 from pipeinfer.backends.torch_options import missing_packages
 from pipeinfer.config import Config
+from pipeinfer.controller import Controller
 from pipeinfer.distribute import Sender
 from pipeinfer.errors import (
     ClusterError,
@@ -74,6 +75,7 @@ from pipeinfer.policy import Limits, Policy
 from pipeinfer.protocol import VERSION, Notice, ShardHave, Tag, WorkerFailed
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
+from pipeinfer.strategies.rows import RowProposer
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.survey import Survey
 from pipeinfer.tokenizer import Tokenizer, check_draft_vocab
@@ -98,6 +100,15 @@ class StageState:
     ready: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Brain:
+    """What decides about runs, for one config."""
+
+    limits: Limits
+    rows: RowProposer | None
+    controller: Controller | None
+
+
 ProgressHook = Callable[[dict[int, StageState]], None]
 
 
@@ -117,7 +128,16 @@ class Session:
     notes: list[str]
     load_seconds: float
     plan: Plan
+    _use: Callable[[Config], Limits]
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def use(self, config: Config) -> None:
+        """Decode by another config's policy, proposers and knobs from now on; only while nothing
+        runs. What stages have loaded stays, so ids and cells must suffice. Raises UsageError."""
+        self.head.drain(config.timeout)
+        self.limits = self._use(config)
+        self.config = config
+        self.draft = self.head.draft
 
     @property
     def n_stages(self) -> int:
@@ -403,19 +423,34 @@ def _start(
     if len({state.ready["backend"] for state in states.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")
-    limits, pinned = limits_for(config, policy, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
-                                n_stages=n_stages, curve=curve, spare=spare)
-    rows = None if policy is Policy.ITERATIVE else row_proposer(config)
-    head = Head(port, n_stages, Scheduler(limits, rows, drafts=worker is not None), worker,
-                cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
-                timeout=config.timeout,
-                controller=controller_for(config, limits, pinned, curve, spare,
-                                          contended=contended))
+
+    def think(asked: Config, chosen: Policy) -> Brain:
+        limits, pinned = limits_for(asked, chosen, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
+                                    n_stages=n_stages, curve=curve, spare=spare)
+        rows = None if chosen is Policy.ITERATIVE else row_proposer(asked)
+        return Brain(limits, rows, controller_for(asked, limits, pinned, curve, spare,
+                                                  contended=contended))
+
+    def use(asked: Config) -> Limits:
+        other = choose_policy(asked, job.draft)
+        own = draft_models(asked, job.draft, other)
+        helper = None if other is Policy.ITERATIVE else load_proposers(
+            asked, place, own, cells, tokenizer.n_vocab, port.wake, vocabulary)
+        brain = think(asked, other)
+        head.replace(Scheduler(brain.limits, brain.rows, drafts=helper is not None), helper,
+                     brain.controller)
+        return brain.limits
+
+    brain = think(config, policy)
+    head = Head(port, n_stages, Scheduler(brain.limits, brain.rows, drafts=worker is not None),
+                worker, cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
+                timeout=config.timeout, controller=brain.controller)
+    limits = brain.limits
     return Session(
         config, head, limits, tokenizer, worker,
         {node: state.ready for node, state in states.items()}, hosts, target_path.resolve().name,
         drafts[-1].name if drafts else "",
-        notes, time.monotonic() - started, job.plan,
+        notes, time.monotonic() - started, job.plan, use,
     )
 
 

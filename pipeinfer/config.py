@@ -129,6 +129,12 @@ class Config:
     pasta_positions: str = _opt("pred-10x", "--pasta-positions", kind="str", group="runtime",
                                 help="How far the main thread moves on behind a promise: pred-10x "
                                      "(ten times its attribute), pred-1x, fixed or fixed:N.")
+    pace_ms: float = _opt(0.0, "--pace-ms", kind="float", group="runtime", low=0, high=60_000,
+                          help="For experiments: every decode of a stage takes at least so many "
+                               "milliseconds, as on a slower machine.")
+    pace_row_ms: float = _opt(0.0, "--pace-row-ms", kind="float", group="runtime", low=0,
+                              high=60_000, help="Milliseconds more for each further row of a "
+                                                "decode, with --pace-ms.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")

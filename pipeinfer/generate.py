@@ -37,7 +37,8 @@ class Generated:
 
     reason: stop (end of text or stop string), length, context, interrupted. speculated: per
     token, whether it was in flight before it was accepted. threads: of a response in threads,
-    which one brought each token (tokens are in reading order).
+    which one brought each token (tokens are in reading order). visible: tokens of which the reader
+    sees something.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Generated:
     lane: LaneStats = field(default_factory=LaneStats)
     seed: int = 0
     threads: list[int] = field(default_factory=list)
+    visible: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -196,6 +198,7 @@ def run_request(
             case Emit(_, choice, speculated, thread, seen) if not stopped:
                 out.tokens.append(choice.token)
                 out.threads.append(thread)
+                out.visible += seen != b""
                 out.times.append(time.monotonic() - start)
                 out.speculated.append(speculated)
                 out.logprobs.append(choice.logprob)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.controller import Controller, gaps
-from pipeinfer.core import Request
+from pipeinfer.core import ALL_SEQS, END, Request, SeqRemove
 from pipeinfer.decomposers.base import Decomposer
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
 from pipeinfer.events import (
@@ -109,6 +109,22 @@ class Head:
         """Use other knobs, and another controller or none, while nothing runs."""
         self.scheduler.reconfigure(limits)
         self._controller = controller
+
+    @property
+    def draft(self) -> DraftWorker | None:
+        """The thread that names guesses."""
+        return self._draft
+
+    def replace(self, scheduler: Scheduler, draft: DraftWorker | None,
+                controller: Controller | None) -> None:
+        """Another scheduler takes over while nothing runs; the caches begin empty."""
+        if not self.scheduler.idle:
+            raise ProtocolError("the scheduler can be replaced only while it is idle")
+        if self._draft is not None:
+            self._draft.close(self._timeout)
+        scheduler.flight.next_run = self.scheduler.flight.next_run
+        self.scheduler, self._draft, self._controller = scheduler, draft, controller
+        self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
 
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
         """Queue a request; its tokens and its one terminal event come from `next_news`.

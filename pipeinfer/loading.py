@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
+from pipeinfer.backends.exact import Widths
 from pipeinfer.backends.torch_options import require_torch, torch_options, torch_version
 from pipeinfer.config import Config
 from pipeinfer.distribute import own_model, stage_shard
@@ -88,6 +89,8 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
     widths = known_widths(
         backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
         limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
+    if config.pace_ms:
+        backend, widths = paced(backend, widths, config.pace_ms / 1e3, config.pace_row_ms / 1e3)
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
@@ -115,6 +118,19 @@ def load_torch(
         path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],
         n_batch=sizes["n_batch"], n_threads=threads,
         options=torch_options(config.device, config.dtype, exact=config.exact == "on"))
+
+
+def paced(backend: Backend, widths: Widths, first: float, further: float
+          ) -> tuple[Backend, Widths]:
+    """The backend at another machine's pace, and what rows cost there; seconds."""
+    from pipeinfer.backends.exact import CURVE_ROWS
+    from pipeinfer.backends.paced import PacedBackend
+
+    def seconds(rows: int) -> float:
+        return first + further * (rows - 1)
+
+    curve = tuple(seconds(rows) / first for rows in CURVE_ROWS)
+    return PacedBackend(backend, seconds), dataclasses.replace(widths, curve=curve)
 
 
 def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:

@@ -110,6 +110,18 @@ def write_atomically(path: Path, text: str) -> None:
         raise UsageError(f"can not write {path}: {error.strerror}") from error
 
 
+def pyplot() -> Any:
+    """matplotlib's pyplot for pictures in files. Raises UsageError where it is not installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise UsageError("drawing needs matplotlib: pip install 'pipeinfer[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
 def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: float) -> None:
     """Draw stages against time, runs coloured by fate. Raises UsageError."""
     try:
@@ -121,12 +133,7 @@ def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: 
         raise UsageError(f"{trace_file} is no trace written by --trace") from error
     if not events:
         raise UsageError(f"{trace_file} holds no runs")
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'pipeinfer[plot]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     first = min(e["ts"] for e in events) / 1e3 + start_ms

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipeinfer.backends.base import Backend
-from pipeinfer.core import FloatArray, Rows
+from pipeinfer.backends.base import Backend, apply
+from pipeinfer.core import FloatArray, Rows, SeqJoin
 
 _STEP = 1e-3
 
@@ -62,6 +62,10 @@ class PacedBackend:
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
         self._inner.seq_keep(seq_id)
+
+    def seq_join(self, src: int, dst: int) -> None:
+        """See `core.SeqJoin`. Raises BackendError where the inner backend can not."""
+        apply(self._inner, SeqJoin(src, dst))
 
     def close(self) -> None:
         """See `Backend.close`."""
