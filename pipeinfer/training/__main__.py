@@ -1,15 +1,86 @@
-"""``python -m pipeinfer.training``: the training commands."""
+"""``pipeinfer train``: the training commands.
+
+Does not know: what a command does; torch is imported when one runs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import click
+
+from pipeinfer.errors import UsageError
 
 
 @click.group()
 def main() -> None:
     """Train the models that pipeinfer ships or adapts."""
+
+
+def _need_torch() -> None:
+    """Say what to install where torch or the tokenizers package is missing."""
+    missing = [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"training needs {' and '.join(missing)}: pip install 'pipeinfer[train]' provides it"
+        )
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _one_budget(minutes: float | None, steps: int | None) -> None:
+    if (minutes is None) == (steps is None):
+        raise UsageError("give either --minutes or --steps")
+
+
+@main.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Where task.gguf and tasks.json go.",
+)
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(".work/tasks"),
+    show_default=True,
+    help="Checkpoint and tokenizer; a later run resumes from here.",
+)
+@click.option("--minutes", type=float, help="Budget for training.")
+@click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable).")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--threads", type=int, default=1, show_default=True)
+@click.option(
+    "--compile/--no-compile",
+    "compile_blocks",
+    default=False,
+    show_default=True,
+    help="Compile the layers: about a third faster, needs a C++ compiler.",
+)
+def tasks(
+    out: Path,
+    work: Path,
+    minutes: float | None,
+    steps: int | None,
+    seed: int,
+    threads: int,
+    compile_blocks: bool,
+) -> None:
+    """Train the model for generated tasks and write it as GGUF."""
+    _one_budget(minutes, steps)
+    _need_torch()
+    from dataclasses import replace
+
+    from pipeinfer.training.task_model import Settings, run
+
+    settings = Settings(
+        out=out, work=work, minutes=minutes, steps=steps, seed=seed, threads=threads
+    )
+    run(replace(settings, plan=replace(settings.plan, compile=compile_blocks)), report=_say)
 
 
 @main.command()
@@ -57,11 +128,11 @@ def embedded(
     stdlib: Path | None,
 ) -> None:
     """Train the embedded target and draft and write them as GGUF."""
+    _one_budget(minutes, steps)
+    _need_torch()
     from pipeinfer.training.embedded import Settings, run
     from pipeinfer.training.loop import Plan
 
-    if (minutes is None) == (steps is None):
-        raise click.UsageError("give either --minutes or --steps")
     settings = Settings(
         out=out,
         work=work,
@@ -73,7 +144,7 @@ def embedded(
         eval_tokens=eval_tokens,
         plan=Plan(steps=1, compile=compile_blocks),
     )
-    run(settings, report=lambda line: click.echo(line, err=True))
+    run(settings, report=_say)
 
 
 if __name__ == "__main__":

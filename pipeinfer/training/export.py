@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +47,15 @@ def write_gguf(
     tokenizer: Tokenizer,
     card: ModelCard,
     qtype: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
+    *,
+    tags: int = 0,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write ``path`` whole or not at all."""
+    """Write ``path`` whole or not at all.
+
+    ``tags``: so many tokens after the control tokens are user-defined, that is, parsed from any
+    text and rendered as text. ``metadata``: further string fields of the header.
+    """
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
     config = model.config
@@ -70,7 +78,9 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_size)
     writer.add_rope_freq_base(config.rope_base)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    _add_tokenizer(writer, tokenizer)
+    _add_tokenizer(writer, tokenizer, tags)
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value)
     for name, parameter in model.state_dict().items():
         data = parameter.float().numpy()
         if data.ndim == 1:
@@ -84,13 +94,14 @@ def write_gguf(
     os.replace(partial, path)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, tags: int) -> None:
     """The vocabulary, merges and control tokens as llama.cpp wants them."""
     state = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["merges"]]
     kinds = np.full(len(tokens), int(gguf.TokenType.NORMAL))
     kinds[: len(SPECIALS)] = int(gguf.TokenType.CONTROL)
+    kinds[len(SPECIALS) : len(SPECIALS) + tags] = int(gguf.TokenType.USER_DEFINED)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -127,17 +127,39 @@ def train(
     report: Callable[[str], None] = print,
     stop_after: int | None = None,
 ) -> Progress:
-    """Train until the budget is spent, resuming from ``checkpoint`` where it exists.
+    """Train on a token stream until the budget is spent, resuming from ``checkpoint``.
 
     ``stop_after`` leaves after that many further steps with the checkpoint written, as an
     interruption would. On return the model holds the trained weights.
     """
-    optimizers = make_optimizers(model, matrix_lr=plan.matrix_lr, other_lr=plan.other_lr)
-    progress = _load(checkpoint, model, optimizers)
     if plan.compile:
         for network in (model, teacher):
             for block in network.blk if network is not None else ():
                 block.compile(dynamic=False)
+
+    def objective(step: int, spent: float) -> tuple[Tensor, int]:
+        x, y = batch(stream, plan, step, plan.length_at(spent))
+        asked = teacher if spent >= plan.teacher_from else None
+        return loss_of(model, plan, x, y, asked), x.numel()
+
+    return optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
+
+
+def optimise(
+    model: Llama,
+    plan: Plan,
+    checkpoint: Path,
+    objective: Callable[[int, float], tuple[Tensor, int]],
+    *,
+    report: Callable[[str], None] = print,
+    stop_after: int | None = None,
+) -> Progress:
+    """Minimise ``objective(step, spent)``, which returns a loss and the number of tokens read.
+
+    A pure objective makes a resumed run with a budget in steps equal an unbroken one.
+    """
+    optimizers = make_optimizers(model, matrix_lr=plan.matrix_lr, other_lr=plan.other_lr)
+    progress = _load(checkpoint, model, optimizers)
     model.train()
     begun, since_report, since_save = progress.step, time.monotonic(), time.monotonic()
     tokens_then, smooth = progress.tokens, progress.loss
@@ -149,8 +171,7 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * plan.rate_at(spent, progress.step)
-        x, y = batch(stream, plan, progress.step, plan.length_at(spent))
-        loss = loss_of(model, plan, x, y, teacher if spent >= plan.teacher_from else None)
+        loss, tokens = objective(progress.step, spent)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -159,7 +180,7 @@ def train(
         value = float(loss.detach())
         smooth = value if math.isnan(smooth) else 0.95 * smooth + 0.05 * value
         progress.step += 1
-        progress.tokens += x.numel()
+        progress.tokens += tokens
         progress.loss = smooth
         now = time.monotonic()
         progress.seconds += now - started
@@ -167,7 +188,7 @@ def train(
             rate = (progress.tokens - tokens_then) / (now - since_report)
             report(
                 f"step {progress.step}  {progress.spent(plan):6.1%}  loss {smooth:.3f}  "
-                f"{progress.tokens / 1e6:.2f} M tokens  {rate:.0f} tokens/s  length {x.shape[1]}"
+                f"{progress.tokens / 1e6:.2f} M tokens  {rate:.0f} tokens/s"
             )
             since_report, tokens_then = now, progress.tokens
         if now - since_save >= plan.checkpoint_seconds:

@@ -53,9 +53,10 @@ def rope_tables(config: LlamaConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the neighbouring pairs of ``x`` [batch, length, heads, head_size]."""
+    """Turn the neighbouring pairs of ``x`` [batch, length, heads, head_size]; ``cos`` and ``sin``
+    are [length, head_size / 2], or [batch, length, head_size / 2] where rows differ."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
@@ -76,20 +77,32 @@ class Block(nn.Module):
         self.ffn_up = nn.Linear(width, config.n_ff, bias=False)
         self.ffn_down = nn.Linear(config.n_ff, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``x`` [batch, length, width] -> the same shape."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values repeated for every query head, [batch, heads, length,
+        head_size], of ``x`` [batch, length, width]."""
         heads = (-1, self.config.head_size)
         h = self.attn_norm(x)
         q = rotate(self.attn_q(h).unflatten(-1, heads), cos, sin).transpose(1, 2)
         k = rotate(self.attn_k(h).unflatten(-1, heads), cos, sin).transpose(1, 2)
         v = self.attn_v(h).unflatten(-1, heads).transpose(1, 2)
         groups = self.config.n_head // self.config.n_head_kv
+        if groups == 1:
+            return q, k, v
         # Repeating is cheaper than enable_gqa on CPU, whose fused kernel does not take groups.
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_output(y.transpose(1, 2).flatten(-2))
+        return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer, from what the heads read [batch, heads, length, head_size]."""
+        x = x + self.attn_output(attended.transpose(1, 2).flatten(-2))
         h = self.ffn_norm(x)
         return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """``x`` [batch, length, width] -> the same shape; causal unless ``visible`` [batch, 1,
+        length, length] (bool) says who sees whom."""
+        q, k, v = self.project(x, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None)
+        return self.finish(x, y)
 
 
 class Llama(nn.Module):
@@ -105,7 +118,7 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int, embedding_scale: float = 0.02) -> None:
         """Seeded initial weights: outputs of each half-layer start at zero, so layers start as
         the identity and a deep narrow stack trains from the first step."""
         generator = torch.Generator().manual_seed(seed)
@@ -116,17 +129,31 @@ class Llama(nn.Module):
                 elif name.endswith(("attn_output.weight", "ffn_down.weight")):
                     parameter.zero_()
                 else:
-                    scale = 0.02 if "embd" in name else 0.6 * parameter.shape[1] ** -0.5
+                    scale = embedding_scale if "embd" in name else 0.6 * parameter.shape[1] ** -0.5
                     parameter.normal_(0.0, scale, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of every position; positions count from 0 in every row."""
         length = tokens.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
+        return self.logits(self.hidden(tokens, self.cos[:length], self.sin[:length]))
+
+    def masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Final states [batch, length, width] under ``positions`` [batch, length] and ``visible``
+        [batch, length, length] (bool); positions below ``n_ctx``."""
+        return self.hidden(tokens, self.cos[positions], self.sin[positions], visible[:, None])
+
+    def hidden(
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        """Final states, before the output matrix."""
         x = self.token_embd(tokens)
         for block in self.blk:
-            x = block(x, cos, sin)
-        return F.linear(self.output_norm(x), self.token_embd.weight)
+            x = block(x, cos, sin, visible)
+        return x
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of final states [..., width]."""
+        return F.linear(self.output_norm(states), self.token_embd.weight)
 
     def parameter_count(self) -> int:
         """Number of weights (the shared embedding counted once)."""
