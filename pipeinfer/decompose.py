@@ -19,8 +19,8 @@ from pipeinfer.decomposers.base import Decomposer, Vocabulary
 from pipeinfer.decomposers.pasta import Pasta, Positions, Spacing
 from pipeinfer.decomposers.pdos import Markers, Pdos
 from pipeinfer.decomposers.skeleton import Prompts, Skeleton
-from pipeinfer.errors import UsageError
-from pipeinfer.planner import open_model
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.planner import model_paths, open_model
 from pipeinfer.tokenizer import Tokenizer
 
 METHODS = ("pasta", "pdos", "skeleton", "apar")
@@ -89,6 +89,7 @@ def check(config: Config, params: SamplingParams | None = None) -> None:
                          "a token repeats depends on threads that may be ahead of it")
 
 
+@functools.lru_cache(8)
 def texts_of(path: Path) -> dict[str, str]:
     """What a model file says of the methods: system messages and templates by name."""
     model: Any = open_model(path)
@@ -98,6 +99,7 @@ def texts_of(path: Path) -> dict[str, str]:
             if key.startswith(_PREFIX)}
 
 
+@functools.lru_cache(8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """What decomposers need of a tokenizer."""
     return Vocabulary(functools.lru_cache(1 << 16)(functools.partial(
@@ -117,13 +119,23 @@ class Decomposition:
     def of(cls, config: Config, tokenizer: Tokenizer, path: Path, n_ctx: int) -> Decomposition:
         """As a config wants it. Raises UsageError, and ModelError for a model without the
         method's tokens."""
-        self = cls(tokenizer, texts_of(path), n_ctx=n_ctx, most=config.decompose_threads,
-                   spacing=spacing_of(config.pasta_positions))
-        if config.decomposer == "pdos":
-            Markers.of(self._vocabulary)
-        elif config.decomposer == "apar":
-            Apar(self._vocabulary, n_prompt=0)
+        self = cls.on(tokenizer, path, n_ctx, config.decompose_threads, config.pasta_positions)
+        self.check(config.decomposer)
         return self
+
+    @classmethod
+    def on(cls, tokenizer: Tokenizer, path: Path, n_ctx: int, most: int, positions: str
+           ) -> Decomposition:
+        """For the model at `path`. Raises UsageError."""
+        return cls(tokenizer, texts_of(path), n_ctx=n_ctx, most=most,
+                   spacing=spacing_of(positions))
+
+    def check(self, method: str) -> None:
+        """Raise ModelError for a method whose tokens this vocabulary does not have."""
+        if method == "pdos":
+            Markers.of(self._vocabulary)
+        elif method == "apar":
+            Apar(self._vocabulary, n_prompt=0)
 
     def opening(self, method: str, messages: Sequence[Mapping[str, str]]) -> Opening:
         """How to answer a conversation by a method ("" for an ordinary response).
@@ -182,6 +194,27 @@ class Decomposition:
             asked[-1] = {**asked[-1], "content": asked[-1]["content"] + otherwise}
         chat = self._tokenizer.apply_chat(asked)
         return tuple(self._tokenizer.encode(chat, special=True))
+
+
+def methods_for(config: Config) -> list[str]:
+    """The methods that a pipeline loaded for `config` can be asked for."""
+    if not config.decomposer:
+        return []
+    path = model_paths(config)[0]
+    tokenizer = Tokenizer(path)
+    vocabulary = Decomposition.on(tokenizer, path, 1, 1, config.pasta_positions)
+    found = []
+    for method in METHODS:
+        if method == "pasta" and config.decomposer != "pasta":
+            continue  # llama.cpp may hold a stage
+        try:
+            vocabulary.check(method)
+        except ModelError:
+            if method == config.decomposer:
+                raise
+            continue
+        found.append(method)
+    return found
 
 
 def spacing_of(text: str) -> Spacing:

@@ -34,7 +34,7 @@ class Peer:
 
     def say(self, request_id, text, reason="stop", each=None, **stats):
         """News: the tokens of a text and the end."""
-        items = [["t", request_id, token, i % 2 == 1, -0.5, [[token, -0.5], [1, -3.0]]]
+        items = [["t", request_id, token, i % 2 == 1, -0.5, [[token, -0.5], [1, -3.0]], None]
                  for i, token in enumerate(each or self.tokenizer.encode(text, add_bos=False))]
         return [*items, ["end", request_id, reason, stats]] if reason else items
 

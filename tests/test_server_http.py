@@ -387,7 +387,7 @@ def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
     def feed():
         while not over.wait(0.0003):
             for request_id in list(open_ids):
-                server.peer.news([["t", request_id, token, False, None, []]])
+                server.peer.news([["t", request_id, token, False, None, [], None]])
 
     server.peer.answer = answer
     thread = threading.Thread(target=feed)

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request. params: of every choice, without its key. n: choices per prompt."""
+    """A checked request. params: of every choice, without its key. n: choices per prompt.
+    decompose: method and messages of a response in threads."""
 
     prompts: list[list[int]]
     texts: list[str]
@@ -42,6 +43,7 @@ class Asked:
     detail: bool = False
     logprobs: bool = False
     echo: bool = False
+    decompose: dict[str, Any] | None = None
 
     @property
     def count(self) -> int:
@@ -50,8 +52,10 @@ class Asked:
 
     def fields(self, choice: int) -> dict[str, Any]:
         """The submit frame's fields for choice number `choice` of a prompt."""
-        return {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos,
-                "params": {**self.params, "key": noise_key(self.seed, choice)}}
+        fields: dict[str, Any] = {
+            "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos,
+            "params": {**self.params, "key": noise_key(self.seed, choice)}}
+        return fields if self.decompose is None else {**fields, "decompose": self.decompose}
 
 
 def sampling(

@@ -9,8 +9,11 @@ import asyncio
 import json
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pipeinfer.core import SamplingParams
+from pipeinfer.decompose import Decomposition
 from pipeinfer.errors import RequestError
 from pipeinfer.grammar import Vocabulary, compile_grammar
 from pipeinfer.server import asked, openai, tools
@@ -18,6 +21,8 @@ from pipeinfer.server.asked import Asked
 from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
 from pipeinfer.tokenizer import Tokenizer
+
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 
 
 class Grammars:
@@ -90,15 +95,55 @@ async def chat(
     params = asked.sampling(request, settings, tokenizer, n_logprobs)
     template = tokenizer.chat_template or ""
     offered, forced = _tools(request, template, tokenizer)
-    text = await render(request, tokenizer, offered)
-    prompt = await asked.encode(tokenizer, text, special=True)
-    asked.check_lengths([prompt], n_ctx)
     params |= await constrain(request, grammars, forced)
+    method = _method(request, settings, params, offered)
+    decompose = None
+    if method:
+        decompose = {"method": method, "messages": [
+            {"role": m.role, "content": _text(m.content)} for m in request.messages]}
+        prompt = await _opening(decompose, settings, tokenizer, n_ctx)
+    else:
+        text = await render(request, tokenizer, offered)
+        prompt = await asked.encode(tokenizer, text, special=True)
+    asked.check_lengths([prompt], n_ctx)
     return Chat(
         Asked([prompt], [""], max_tokens=max_tokens, params=params, logprobs=n_logprobs >= 0,
-              **asked.common(request, settings)),
+              decompose=decompose, **asked.common(request, settings)),
         tools.is_hermes(template) if offered else None,
     )
+
+
+def _method(request: openai.ChatRequest, settings: Settings, params: dict[str, Any],
+            offered: list[dict[str, Any]] | None) -> str:
+    """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
+    method that it can not have; the server's own choice gives way instead."""
+    asked_for = request.decomposer
+    if asked_for == "none" or (asked_for is None and not settings.decomposer):
+        return ""
+    method = asked_for or settings.decomposer
+    problem = ""
+    if method not in settings.decomposers:
+        problem = "this server was not started for it: see --decomposer"
+    elif params.get("grammar") or offered:
+        problem = "it can not follow a grammar or call tools"
+    elif method == "pasta" and SamplingParams(**{
+            name: params[name] for name in _PENALTIES if name in params}).uses_history:
+        problem = "it knows no penalties for repetition"
+    if problem and asked_for is not None:
+        raise bad(f"decomposer {method}: {problem}", "decomposer")
+    return "" if problem else method
+
+
+async def _opening(decompose: dict[str, Any], settings: Settings, tokenizer: Tokenizer, n_ctx: int
+                   ) -> list[int]:
+    """The main thread's prompt. Raises ApiError."""
+    try:
+        method = Decomposition.on(tokenizer, Path(settings.model), n_ctx, settings.threads,
+                                  settings.positions)
+        return list((await asyncio.to_thread(
+            method.opening, decompose["method"], decompose["messages"])).prompt)
+    except RequestError as error:
+        raise bad(str(error), "messages") from error
 
 
 async def render(

@@ -13,8 +13,16 @@ from typing import Any
 from pipeinfer import __version__
 from pipeinfer.cluster import Session
 from pipeinfer.core import Request, SamplingParams
-from pipeinfer.errors import ClusterError, ContextOverflow, ProtocolError
+from pipeinfer.decompose import Decomposition
+from pipeinfer.errors import (
+    ClusterError,
+    ContextOverflow,
+    ProtocolError,
+    RequestError,
+    UsageError,
+)
 from pipeinfer.events import Emit, Finish, Refuse
+from pipeinfer.planner import model_paths
 from pipeinfer.server.link import Link
 
 _BATCH = 256  #: news items of one frame
@@ -78,16 +86,25 @@ class Engine:
             self._fail(request_id, "draining", "the server is shutting down")
             return
         try:
+            prompt, decompose = tuple(frame["prompt"]), None
+            if asked := frame.get("decompose"):
+                opening = self._decomposition().opening(asked["method"], asked["messages"])
+                prompt, decompose = opening.prompt, opening.decompose
             request = Request(
-                request_id, tuple(frame["prompt"]), int(frame["max_tokens"]),
+                request_id, prompt, int(frame["max_tokens"]),
                 params_from(frame["params"], len(frame["prompt"])), self._eos,
                 bool(frame["ignore_eos"]),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RequestError, UsageError) as error:
             self._fail(request_id, "request", f"bad parameters: {error}")
             return
         self._open.add(request_id)
-        self._head.submit(request)
+        self._head.submit(request, decompose)
+
+    def _decomposition(self) -> Decomposition:
+        session = self._session
+        return Decomposition.of(session.config, session.tokenizer, model_paths(session.config)[0],
+                                session.limits.n_ctx)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:
         self._link.send({"op": "news", "items": [["error", request_id, kind, message]]})
@@ -105,9 +122,10 @@ class Engine:
 
     def _item(self, news: Emit | Finish | Refuse) -> list[Any]:
         match news:
-            case Emit(request_id, choice, speculated):
+            case Emit(request_id, choice, speculated, text=text):
                 return ["t", request_id, choice.token, speculated, choice.logprob,
-                        [list(pair) for pair in choice.top]]
+                        [list(pair) for pair in choice.top],
+                        None if text is None else text.decode("latin-1")]
             case Finish(request_id, reason, stats):
                 self._open.discard(request_id)
                 return ["end", request_id, reason, dataclasses.asdict(stats)]

@@ -92,15 +92,18 @@ class Generation:
     # --- from the engine ----------------------------------------------------------------------
 
     def push(self, token: int, speculated: bool, logprob: float | None,
-             top: list[tuple[int, float]]) -> bool:
-        """Take an output token; whether it completes a stop string (then the engine may stop)."""
+             top: list[tuple[int, float]], seen: bytes | None = None) -> bool:
+        """Take an output token; whether it completes a stop string (then the engine may stop).
+
+        seen: what the reader sees of it, of a response in threads (None: the token's own text).
+        """
         if self.stopped or self.ended:
             return False
         counts, now = self.counts, time.monotonic()
         counts.output += 1
         counts.first = counts.first or now
         counts.last = now
-        text = self._pieces.push(token)
+        text = self._pieces.push(token) if seen is None else self._pieces.push_bytes(seen)
         self._waiting.append((self._produced, Piece(token, text, speculated, logprob, top)))
         self._produced += len(text)
         safe, self.stopped = self._stopper.push(text)

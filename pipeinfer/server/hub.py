@@ -180,8 +180,9 @@ class Hub:
         if generation is None:
             return
         match item:
-            case ["t", _, token, speculated, logprob, top]:
-                self._token(generation, token, speculated, logprob, top)
+            case ["t", _, token, speculated, logprob, top, text]:
+                self._token(generation, token, speculated, logprob, top,
+                            None if text is None else text.encode("latin-1"))
             case ["end", request_id, reason, stats]:
                 del self.open[request_id]
                 if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
@@ -197,10 +198,11 @@ class Hub:
                 raise ProtocolError(f"unknown news {item[0]!r}")
 
     def _token(self, generation: Generation, token: int, speculated: bool,
-               logprob: float | None, top: list[list[Any]]) -> None:
+               logprob: float | None, top: list[list[Any]], seen: bytes | None) -> None:
         before = generation.counts.last
         try:
-            if generation.push(token, speculated, logprob, [(int(t), p) for t, p in top]):
+            alternatives = [(int(t), p) for t, p in top]
+            if generation.push(token, speculated, logprob, alternatives, seen):
                 self._send({"op": "abort", "id": generation.request_id, "reason": "stop"})
         except Exception as error:  # one request's trouble is not the others'
             _log.exception("token %r can not be handled", token)

@@ -243,6 +243,7 @@ class ChatRequest(Sampling, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    decomposer: Literal["none", "pasta", "pdos", "skeleton", "apar"] | None = None
     modalities: list[Literal["text"]] | None = None
 
 

@@ -20,6 +20,7 @@ from pipeinfer import host
 from pipeinfer.cli import Stopped, config_options, progress_hook
 from pipeinfer.cluster import open_session
 from pipeinfer.config import Config, Resolved, options
+from pipeinfer.decompose import methods_for
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.generate import sampling_params
 from pipeinfer.planner import model_paths, open_model
@@ -137,6 +138,8 @@ def child_settings(config: Config) -> dict[str, Any]:
         "max_body": config.max_body, "request_timeout": config.request_timeout,
         "client_timeout": config.client_timeout, "cors_origins": list(config.cors_origin),
         "log_requests": config.log_requests, "seed": config.seed,
+        "decomposer": config.decomposer, "decomposers": methods_for(config),
+        "threads": config.decompose_threads, "positions": config.pasta_positions,
         "defaults": {
             "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p,
             "min_p": params.min_p, "repeat_penalty": params.repeat_penalty,

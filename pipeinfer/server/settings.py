@@ -13,7 +13,8 @@ class Settings:
 
     parallel, queue: requests that run and that may wait. max_body: bytes. request_timeout,
     client_timeout: seconds. seed: for requests without one, -1 draws. defaults: sampling fields
-    for requests that leave them out.
+    for requests that leave them out. decomposer: method of chat requests that name none, empty for
+    none; decomposers: those that a request may name; threads, positions: see the options.
     """
 
     model: str
@@ -28,12 +29,16 @@ class Settings:
     log_requests: bool = False
     seed: int = -1
     defaults: dict[str, Any] = field(default_factory=dict)
+    decomposer: str = ""
+    decomposers: tuple[str, ...] = ()
+    threads: int = 0
+    positions: str = "pred-10x"
 
     @classmethod
     def from_frame(cls, frame: dict[str, Any]) -> Settings:
         """From the first frame of the link."""
         values = {f.name: frame[f.name] for f in dataclasses.fields(cls) if f.name in frame}
-        for name in ("api_keys", "cors_origins"):
+        for name in ("api_keys", "cors_origins", "decomposers"):
             values[name] = tuple(values.get(name, ()))
         return cls(**values)
 
