@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -13,6 +14,7 @@ from pipeinfer.decomposers.pdos import Pdos
 from pipeinfer.decomposers.skeleton import Prompts, Skeleton
 from pipeinfer.events import Finish, Submit
 from pipeinfer.policy import Ablation, Limits, Policy
+from pipeinfer.strategies.lookahead import Lookahead
 from tests.test_lanes import check_at_rest
 from tests.threaded import EOS, ThreadedPipeline, Words, reference
 
@@ -109,6 +111,21 @@ def test_every_interleaving_gives_the_reference(method, limits):
             assert tokens == chosen[thread][: len(tokens)]
         assert pipeline.finished[0] in ("stop", "length")
         check_at_rest(pipeline)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lookahead_works_inside_threads(method):
+    issued = 0
+    for seed in range(12):
+        limits = dataclasses.replace(LIMITS["speculative" if seed % 3 else "pipeinfer"],
+                                     partitions=30)
+        pipeline = run(method, limits, [seed], order=seed, n_stages=1 + seed % 4,
+                       rows=Lookahead(3, 3, 2), drafts=bool(seed % 2))
+        assert text_of(pipeline, 0) == expected(method, seed)[1]
+        issued += next(item.stats for item in pipeline.log
+                       if isinstance(item, Finish)).issued_speculative
+        check_at_rest(pipeline)
+    assert issued
 
 
 @pytest.mark.parametrize("method", METHODS)
