@@ -47,12 +47,14 @@ from pipeinfer.knobs import (
     controller_for,
     ids_for,
     limits_for,
+    probe_cells,
     row_proposer,
     spare_cells,
     widths_for,
 )
 from pipeinfer.loading import (
     EXACT_LIMIT,
+    check_bita,
     llama_version,
     load_proposers,
     run_stage,
@@ -345,6 +347,8 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     model = open_model(target_path)
     backends = backends_of(config, model, hosts)
     policy = choose_policy(config, draft_path)
+    if config.bita:
+        check_bita(config, model, backends)
     ensure_llama(config.numa)
     most = place.size if config.head_stage or place.size == 1 else place.size - 1
     if config.decomposer == "pasta" and "llamacpp" in backends:
@@ -356,7 +360,7 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     n_batch = max(min(config.chunk, config.ubatch or config.chunk), width, probes)
     n_ctx = context_size(config, model)
     cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1) \
-        + probes * config.parallel
+        + probe_cells(config)
     head_bytes = 0
     for path in draft_models(config, draft_path, policy):
         head_bytes += sum(open_model(path).layer_bytes)
@@ -375,14 +379,18 @@ def _start(
     drafts = draft_models(config, job.draft, policy)
     n_ctx, width, n_stages = job.n_ctx, job.width, len(job.plan.ranks)
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
+    if config.bita and config.policy == Policy.PIPEINFER:
+        notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
+                     "pipeinfer works like speculative")
     credit = config.credit or n_stages + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
     spare = spare_cells(width, credit)
-    cells = cells_for(config, n_ctx) + spare + widths_for(config, EXACT_LIMIT)[1] * config.parallel
+    cells = cells_for(config, n_ctx) + spare + probe_cells(config)
+    prompt_id = ids_for(config, credit)
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": ids_for(config, credit), "n_batch": job.n_batch,
-        "fingerprint": model.fingerprint,
+        "n_seq_max": prompt_id + bool(config.bita), "n_batch": job.n_batch,
+        "fingerprint": model.fingerprint, "prompt_id": prompt_id,
     }
     tokenizer = Tokenizer(target_path)
     vocabulary = Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None
@@ -427,7 +435,8 @@ def _start(
     def think(asked: Config, chosen: Policy) -> Brain:
         limits, pinned = limits_for(asked, chosen, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
                                     n_stages=n_stages, curve=curve, spare=spare)
-        rows = None if chosen is Policy.ITERATIVE else row_proposer(asked)
+        rows = None if chosen is Policy.ITERATIVE else row_proposer(asked, tokenizer.n_vocab,
+                                                                    prompt_id)
         return Brain(limits, rows, controller_for(asked, limits, pinned, curve, spare,
                                                   contended=contended))
 

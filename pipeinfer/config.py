@@ -138,6 +138,12 @@ class Config:
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list", group="runtime",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")
+    bita: str = _opt("", "--bita", kind="str", group="runtime",
+                     help="BiTA adapter (safetensors) of the model: learned mask tokens guess "
+                          "ahead; torch backend only, see docs/bita.md.")
+    bita_top: int = _opt(3, "--bita-top", group="runtime", low=1, high=8,
+                         help="Likeliest tokens of the first mask that are verified with --bita, "
+                              "of each further one a token less.")
     draft_max: int = _opt(0, "--draft-max", "--draft", group="runtime", low=0, high=64,
                           help="Guesses per micro-batch; 0: tuned while running.")
     tree_max: int = _opt(0, "--tree-max", group="runtime", low=0, high=256,

@@ -1,6 +1,7 @@
 """From a config to the scheduler's limits: what the user set, what the machine suggests.
 
-What a user sets is pinned; the controller leaves it alone. Loads nothing and measures nothing.
+What a user sets is pinned; the controller leaves it alone. Measures nothing, and loads nothing but
+a BiTA adapter's few vectors.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pipeinfer.controller import (
     groups,
 )
 from pipeinfer.errors import UsageError
+from pipeinfer.models.bita import load_bita
 from pipeinfer.planner import Sizes
 from pipeinfer.policy import Ablation, Limits, Policy
 from pipeinfer.probing import Probe
+from pipeinfer.strategies.bita import Bita
 from pipeinfer.strategies.lookahead import Lookahead
 from pipeinfer.strategies.rows import RowProposer
 
@@ -29,8 +32,19 @@ _MOST_KEPT = 32  #: remembered prompts, each with an id
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
 
 
-def row_proposer(config: Config) -> RowProposer | None:
-    """What proposes from rows of its own in the target's runs, if anything does."""
+def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+    """What proposes from rows of its own in the target's runs, if anything does.
+
+    n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises UsageError,
+    and ModelError for an adapter that can not be read.
+    """
+    if config.bita:
+        if "lookahead" in config.proposer:
+            raise UsageError("--bita and --proposer lookahead both want the spare rows: leave out "
+                             "one")
+        learned = load_bita(config.bita)
+        return Bita(n_vocab, learned.n_masks, config.bita_top,
+                    prompt_id if learned.n_prompts else None)
     if "lookahead" not in config.proposer:
         return None
     return Lookahead(config.lookahead_window, config.lookahead_ngram, config.lookahead_candidates)
@@ -82,6 +96,13 @@ def cells_for(config: Config, n_ctx: int) -> int:
 def spare_cells(width: int, credit: int) -> int:
     """Cells of a stage's cache for guesses, in runs of `width` rows, beyond `cells_for`."""
     return width * (2 * credit + 4)
+
+
+def probe_cells(config: Config) -> int:
+    """Cells for the probes of all lanes, and for learned prompts."""
+    rows = row_proposer(config)
+    learned = load_bita(config.bita).n_prompts if config.bita else 0
+    return learned + (0 if rows is None else rows.rows * lanes_of(config))
 
 
 def widths_for(config: Config, exact: int) -> tuple[int, int]:

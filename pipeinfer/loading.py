@@ -20,9 +20,10 @@ from pipeinfer.backends.exact import Widths
 from pipeinfer.backends.torch_options import require_torch, torch_options, torch_version
 from pipeinfer.config import Config
 from pipeinfer.distribute import own_model, stage_shard
-from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
+from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.host import Place
+from pipeinfer.models.bita import BitaAdapter, load_bita
 from pipeinfer.nodes import NodeSettings
 from pipeinfer.planner import backend_for, open_model
 from pipeinfer.protocol import Notice, Tag, WorkerFailed
@@ -91,6 +92,8 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
         limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
     if config.pace_ms:
         backend, widths = paced(backend, widths, config.pace_ms / 1e3, config.pace_row_ms / 1e3)
+    if config.bita:
+        learn(backend, load_bita(config.bita), setup["prompt_id"])
     report("loading", 1, 1)
     port.send(0, Tag.RESULT, Notice("ready", port.node, {
         "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
@@ -105,6 +108,28 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
                                         "exact_width": widths.exact, **host.memory_parts()})
     return stage, backend
+
+
+def check_bita(config: Config, model: Any, backends: Sequence[str]) -> None:
+    """Whether a BiTA adapter fits. Raises UsageError and ModelError before anything loads."""
+    if set(backends) != {"torch"}:
+        raise UsageError("--bita needs tokens beyond the vocabulary and rows that look through "
+                         "other sequences, which llama.cpp has not: add --backend torch (on every "
+                         "stage)")
+    load_bita(config.bita).check(model.n_layers, model.n_embd)
+
+
+def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
+    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend can not."""
+    from pipeinfer.backends.pytorch import TorchBackend
+
+    if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
+        raise UsageError("--bita needs the torch backend (without validate)")
+    adapter.check(backend.info.n_layers_total, backend.info.n_embd)
+    if adapter.n_prompts:
+        backend.preload(adapter.prefix(*backend.info.layers), (prompt_id,))
+    if backend.info.first:
+        backend.add_embeddings(adapter.masks)
 
 
 def load_torch(

@@ -127,18 +127,23 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
         return Policy.ITERATIVE
     if "draft" in config.proposer and draft is None:
         raise UsageError("--proposer draft needs a draft model: give one with -md")
-    guesses = draft is not None or bool(config.proposer)
+    guesses = draft is not None or bool(config.proposer or config.bita)
     if config.policy:
         policy = Policy(config.policy)
         if policy is not Policy.ITERATIVE and not guesses:
             raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
-        return policy
-    return Policy.PIPEINFER if guesses else Policy.ITERATIVE
+    elif config.bita:
+        policy = Policy.SPECULATIVE
+    else:
+        policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
+    if config.bita and policy is Policy.PIPEINFER:
+        return Policy.SPECULATIVE  # masks have nothing to name before the last token is accepted
+    return policy
 
 
 def draft_models(config: Config, draft: Path | None, policy: Policy) -> list[Path]:
     """The draft models to load, the one to ask first first. Raises UsageError."""
-    wanted = "draft" in config.proposer or not config.proposer
+    wanted = "draft" in config.proposer or not (config.proposer or config.bita)
     if policy is Policy.ITERATIVE or draft is None or not wanted:
         return []
     small = [Path(config.draft_small)] if config.draft_small else []

@@ -63,8 +63,7 @@ class Probes:
         nodes = list(anchors)
         for row in rows:
             parent = nodes[row.parent]
-            at = getattr(parent, "next_pos", parent.pos + 1)
-            nodes.append(Node(row.token, at, parent, (), PLANNED, speculative=False,
+            nodes.append(Node(row.token, parent.next_pos, parent, (), PLANNED, speculative=False,
                               probe=True, wanted=row.wanted, sees=row.sees))
         asked.nodes, asked.at = nodes, anchors[0].pos
         return [node for node in nodes[len(anchors):] if node.pos <= last]
@@ -91,12 +90,11 @@ class Probes:
     def _tell(self, lane: Lane) -> _Asked:
         """Let the proposer know the whole path."""
         asked, tokens = self._lanes.get(lane.lane), lane.accepted
-        key: int = getattr(lane, "path_id", lane.lane)
-        if asked is not None and asked.key != key:  # it goes on from another past
+        if asked is not None and asked.key != lane.path_id:  # it goes on from another past
             self.closed(lane)
             asked = None
         if asked is None:
-            asked = self._lanes[lane.lane] = _Asked(key, len(tokens))
+            asked = self._lanes[lane.lane] = _Asked(lane.path_id, len(tokens))
             self.proposer.opened(asked.key, tokens)
         elif len(tokens) > asked.told:
             self.proposer.accepted(asked.key, tokens[asked.told:])

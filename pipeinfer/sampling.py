@@ -15,7 +15,7 @@ This module keeps no state and knows no model, tree or draft.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -141,6 +141,20 @@ def _without_banned(params: SamplingParams, token: int, position: int, n_vocab: 
         if after in (ANY, token) and at in (ANY, position) and 0 <= banned < n_vocab:
             mask[banned] = False
     return mask
+
+
+def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, count: int
+              ) -> Choice:
+    """What a row names that only proposes: the `count` tokens that come first under the target's
+    rule and noise (penalties, bias and grammar left out), with the raw log-probability of each."""
+    plain = replace(params, repeat_last_n=0, logit_bias=())
+    found = candidates(logits, plain, np.zeros(0, np.int32), position)
+    best = np.argpartition(-found.scores, count)[:count] if count < len(found.ids) else slice(None)
+    ids, _ = Candidates(found.ids[best], found.scores[best]).ranked(count)
+    x = logits.astype(np.float64)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    return Choice(int(ids[0]), float(x[ids[0]]), tuple((int(i), float(x[i])) for i in ids))
 
 
 def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntArray) -> None:

@@ -44,10 +44,11 @@ from pipeinfer.protocol import (
     Spans,
     Tag,
 )
-from pipeinfer.sampling import choose
+from pipeinfer.sampling import choose, likeliest
 from pipeinfer.transport.base import Port
 
 _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
+_NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
 
@@ -277,6 +278,9 @@ class Stage:
             pos, seq_id = int(run.rows.positions[row]), run.rows.seq_ids[row][0]
             lane = int(run.lanes[row])
             params, path, allowed = self._lanes[lane], self._history.of(seq_id, pos), None
+            if run.rows.tokens[row] >= self._backend.info.n_vocab:  # a learned token: it proposes
+                choices.append(likeliest(values, params, pos, _NAMED))
+                continue
             if params.grammar:
                 allowed = self._constraints.of(lane, params.grammar).allowed(
                     path[params.grammar_start :])
