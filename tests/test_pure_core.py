@@ -12,7 +12,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "events", "policy",
         "errors", "partition", "lanes", "admission", "prefixes", "reserve", "calibration",
-        "controller", "probing", "watch", "flight", "speculation", "probes",
+        "controller", "probing", "watch", "flight", "speculation", "threads",
+        "decomposers/base", "decomposers/reading", "decomposers/pasta", "decomposers/pdos",
+        "decomposers/apar", "decomposers/skeleton", "probes",
         "strategies/base", "strategies/draft_model", "strategies/prompt_lookup",
         "strategies/several", "strategies/rows", "strategies/lookahead")
 FORBIDDEN = {"mpi4py", "torch", "time", "threading", "socket", "asyncio", "subprocess",
