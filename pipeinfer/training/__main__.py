@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.errors import UsageError
+from pipeinfer.training.bita_command import bita
 
 
 @click.group()
@@ -146,6 +147,8 @@ def embedded(
     )
     run(settings, report=_say)
 
+
+main.add_command(bita)
 
 if __name__ == "__main__":
     main()
