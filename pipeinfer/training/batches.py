@@ -23,7 +23,7 @@ from pipeinfer.training.tasks import Task
 from pipeinfer.training.tokenizer import END_OF_TEXT_ID, PAD_ID
 
 #: (spent fraction up to which it holds, share of examples that are drills).
-DRILLS = ((0.10, 0.7), (0.25, 0.4), (0.5, 0.15))
+DRILLS = ((0.25, 0.85), (0.45, 0.5), (0.65, 0.15))
 DRILL_TOKENS = 128
 
 
@@ -65,7 +65,7 @@ def draw(
     tokens = 0
     while tokens < budget:
         task = next(source)
-        if rng.random() < drills:
+        if task.kind != "plans" and rng.random() < drills:
             examples.append(drill(codec, task, rng))
         else:
             examples.append(formats.make(codec, task, rng))

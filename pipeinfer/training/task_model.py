@@ -46,7 +46,7 @@ class Settings:
     shape: LlamaConfig = SHAPE
     batch_tokens: int = 2048
     #: Fraction of the budget over which lists grow to their full length.
-    ramp: float = 0.5
+    ramp: float = 0.6
     #: Held-out tasks to decode per kind.
     held_out: Mapping[str, int] = field(
         default_factory=lambda: {"retrieval": 200} | dict.fromkeys(tuple(tasks.KINDS)[1:], 60)

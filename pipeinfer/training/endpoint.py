@@ -1,0 +1,63 @@
+"""A chat model behind an OpenAI-compatible address, as an annotator and as a judge.
+
+Does not know: what is asked, tags, training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from pipeinfer.errors import PipeinferError, UsageError
+
+
+class EndpointError(PipeinferError):
+    """The endpoint gave no usable answer after all tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where and how to ask; ``url`` ends in ``/v1``, the key comes from ``OPENAI_API_KEY``."""
+
+    url: str
+    model: str
+    timeout: float = 120.0
+    tries: int = 3
+    pause: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UsageError(f"{self.url!r} is no http address")
+
+    def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0) -> str:
+        """The answer's text; EndpointError when it can not be had."""
+        body = {"model": self.model, "messages": messages, "temperature": temperature}
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}",
+            },
+        )
+        problem = "never asked"
+        for attempt in range(self.tries):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    content = json.load(reply)["choices"][0]["message"]["content"]
+                if isinstance(content, str):
+                    return content
+                problem = "an answer without text"
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}"
+                if error.code < 500 and error.code != 429:
+                    break
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        raise EndpointError(f"{self.url} gave no answer: {problem}")
