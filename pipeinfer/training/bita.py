@@ -66,18 +66,8 @@ class Plan:
         return self.rate * warm * (0.01 + 0.495 * (1 + math.cos(math.pi * step / self.steps)))
 
 
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float,
-    dropout: float = 0.0,
-    *,
-    hook: Hook,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+            scaling: float, dropout: float = 0.0, *, hook: Hook, **_: Any) -> tuple[Tensor, None]:
     del attention_mask, dropout
     return hook(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
@@ -102,13 +92,8 @@ class Frozen:
         """The stream [b, n, n_embd] after all layers; positions [b, n]."""
         angles = self.shard.angles(stream, positions)
         for layer, angle in zip(self.shard.decoder, angles, strict=True):
-            out = layer(
-                stream,
-                attention_mask=None,
-                position_ids=positions,
-                position_embeddings=angle,
-                hook=hook,
-            )
+            out = layer(stream, attention_mask=None, position_ids=positions,
+                        position_embeddings=angle, hook=hook)
             stream = out[0] if isinstance(out, tuple) else out
         return stream
 
@@ -129,18 +114,17 @@ class Contexts:
     def __init__(self) -> None:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def hook(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def hook(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+             ) -> Tensor:
         """See `Hook`."""
         if layer in self.kept:
-            key, value = (
-                torch.cat(pair, 2) for pair in zip(self.kept[layer], (key, value), strict=True)
-            )
+            key, value = (torch.cat(pair, 2) for pair in zip(self.kept[layer], (key, value),
+                                                             strict=True))
         self.kept[layer] = key, value
         n, heads = query.shape[2], query.shape[1]
         seen = torch.ones(n, key.shape[2], dtype=torch.bool).tril(key.shape[2] - n)
-        return F.scaled_dot_product_attention(
-            query, repeat(key, heads), repeat(value, heads), attn_mask=seen, scale=scaling
-        )
+        return F.scaled_dot_product_attention(query, repeat(key, heads), repeat(value, heads),
+                                              attn_mask=seen, scale=scaling)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -158,9 +142,8 @@ def continue_greedily(model: Frozen, starts: Tensor, count: int) -> Tensor:
     return tokens
 
 
-def pieces_of(
-    texts: Sequence[str], encode: Callable[[str], list[int]], plan: Plan
-) -> Iterator[list[int]]:
+def pieces_of(texts: Sequence[str], encode: Callable[[str], list[int]], plan: Plan
+              ) -> Iterator[list[int]]:
     """Beginnings of samples: `given` tokens from the start of a line somewhere in the texts, as the
     tokenizer starts a text; the same ones for the same seed."""
     chance = np.random.default_rng([plan.seed, 1])
@@ -172,14 +155,8 @@ def pieces_of(
             yield tokens
 
 
-def make_samples(
-    model: Frozen,
-    pieces: Iterator[list[int]],
-    plan: Plan,
-    path: Path,
-    report: Callable[[str], None],
-    batch: int = 128,
-) -> Tensor:
+def make_samples(model: Frozen, pieces: Iterator[list[int]], plan: Plan, path: Path,
+                 report: Callable[[str], None], batch: int = 128) -> Tensor:
     """int64[samples, tokens]: pieces, continued; kept at `path`, where another run goes on."""
     made = np.load(path) if path.exists() else np.zeros((0, plan.tokens), np.int32)
     for _ in range(min(len(made), plan.samples)):
@@ -224,10 +201,8 @@ class Adapter(nn.Module):
     def prefix(self, model: Frozen) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values [kv heads, P, d] per layer; prompts see each other alone, unrotated."""
         if self.kind == "deep":
-            return {
-                layer: (self.keys[layer].transpose(0, 1), self.values[layer].transpose(0, 1))
-                for layer in range(model.layers)
-            }
+            return {layer: (self.keys[layer].transpose(0, 1), self.values[layer].transpose(0, 1))
+                    for layer in range(model.layers)}
         if self.kind == "shallow":
             contexts, count = Contexts(), len(self.vectors)
             model.run(self.vectors[None], torch.zeros(1, count, dtype=torch.int64), contexts.hook)
@@ -240,12 +215,10 @@ class Adapter(nn.Module):
     def export(self, model: Frozen, about: Mapping[str, Any]) -> BitaAdapter:
         """The adapter as inference wants it; shallow prompts become keys and values."""
         pairs = [self.prefix(model)[layer] for layer in range(model.layers)]
-        keys, values = (
-            np.stack([pair[k].transpose(0, 1).float().numpy() for pair in pairs]) for k in range(2)
-        )
-        return BitaAdapter(
-            self.masks.detach().numpy().copy(), keys, values, {"prompts": self.kind, **about}
-        )
+        keys, values = (np.stack([pair[k].transpose(0, 1).float().numpy() for pair in pairs])
+                        for k in range(2))
+        return BitaAdapter(self.masks.detach().numpy().copy(), keys, values,
+                           {"prompts": self.kind, **about})
 
 
 def mask_logits(model: Frozen, adapter: Adapter, contexts: Contexts, cuts: Tensor) -> Tensor:
@@ -261,16 +234,14 @@ def mask_logits(model: Frozen, adapter: Adapter, contexts: Contexts, cuts: Tenso
     n_prefix, n_context = prefix[0][0].shape[1], contexts.kept[0][0].shape[2]
     own = torch.block_diag(*[torch.ones(m, m).tril()] * groups).bool()
     context = torch.arange(n_context) <= cuts.repeat_interleave(m, 1)[:, :, None]
-    seen = torch.cat(
-        [torch.ones(b, groups * m, n_prefix, dtype=torch.bool), context, own.expand(b, -1, -1)], 2
-    )[:, None]
+    seen = torch.cat([torch.ones(b, groups * m, n_prefix, dtype=torch.bool), context,
+                      own.expand(b, -1, -1)], 2)[:, None]
 
     def hook(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         heads = query.shape[1]
         keys, values = (
             repeat(torch.cat([p.to(x.dtype).expand(b, -1, -1, -1), c.to(x.dtype), x], 2), heads)
-            for p, c, x in zip(prefix[layer], contexts.kept[layer], (key, value), strict=True)
-        )
+            for p, c, x in zip(prefix[layer], contexts.kept[layer], (key, value), strict=True))
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scaling)
 
     return model.logits(model.run(stream, positions, hook)).unflatten(1, (groups, m))
@@ -286,9 +257,8 @@ def labels_of(tokens: Tensor, cuts: Tensor, masks: int) -> Tensor:
 def read_contexts(model: Frozen, tokens: Tensor) -> Contexts:
     """Keys and values of whole samples [b, n]."""
     contexts = Contexts()
-    model.run(
-        model.embed(tokens), torch.arange(tokens.shape[1]).expand(len(tokens), -1), contexts.hook
-    )
+    model.run(model.embed(tokens), torch.arange(tokens.shape[1]).expand(len(tokens), -1),
+              contexts.hook)
     return contexts
 
 
@@ -299,29 +269,20 @@ def batch_of(samples: Tensor, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
     """Tokens [b, n] and cuts [b, groups] of a step: a pure function of seed and step."""
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
     tokens = samples[torch.randint(len(samples), (plan.batch,), generator=generator)]
-    cuts = torch.randint(
-        plan.given - 1, plan.tokens - plan.masks - 1, (plan.batch, plan.groups), generator=generator
-    )
+    cuts = torch.randint(plan.given - 1, plan.tokens - plan.masks - 1, (plan.batch, plan.groups),
+                         generator=generator)
     return tokens, cuts
 
 
-def tune(
-    model: Frozen,
-    adapters: Mapping[str, Adapter],
-    samples: Tensor,
-    plan: Plan,
-    work: Path,
-    report: Callable[[str], None] = print,
-    stop_after: int | None = None,
-) -> dict[str, list[float]]:
+def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: Plan, work: Path,
+         report: Callable[[str], None] = print, stop_after: int | None = None
+         ) -> dict[str, list[float]]:
     """Tune several adapters on the same batches; the loss of each step by adapter.
 
     Goes on from the checkpoint in `work`. stop_after: leave after so many further steps.
     """
-    optimizers = {
-        name: torch.optim.AdamW(adapter.parameters(), plan.rate, (0.9, 0.95), weight_decay=0.0)
-        for name, adapter in adapters.items()
-    }
+    optimizers = {name: torch.optim.AdamW(adapter.parameters(), plan.rate, (0.9, 0.95),
+                                          weight_decay=0.0) for name, adapter in adapters.items()}
     losses: dict[str, list[float]] = {name: [] for name in adapters}
     checkpoint = work / "bita.pt"
     if checkpoint.exists():
@@ -332,14 +293,9 @@ def tune(
             optimizers[name].load_state_dict(state["optimizers"][name])
 
     def save() -> None:
-        torch.save(
-            {
-                "losses": losses,
-                "adapters": {k: a.state_dict() for k, a in adapters.items()},
-                "optimizers": {k: o.state_dict() for k, o in optimizers.items()},
-            },
-            checkpoint.with_suffix(".partial"),
-        )
+        torch.save({"losses": losses, "adapters": {k: a.state_dict() for k, a in adapters.items()},
+                    "optimizers": {k: o.state_dict() for k, o in optimizers.items()}},
+                   checkpoint.with_suffix(".partial"))
         os.replace(checkpoint.with_suffix(".partial"), checkpoint)
 
     first = len(next(iter(losses.values())))
@@ -363,12 +319,8 @@ def tune(
         now = time.monotonic()
         if now - told > 10 or step + 1 == plan.steps:
             told = now
-            report(
-                f"step {step + 1} of {plan.steps}: "
-                + ", ".join(
-                    f"{name} {np.mean(values[-50:]):.3f}" for name, values in losses.items()
-                )
-            )
+            report(f"step {step + 1} of {plan.steps}: " + ", ".join(
+                f"{name} {np.mean(values[-50:]):.3f}" for name, values in losses.items()))
         if now - saved > plan.save_seconds:
             saved = now
             save()
@@ -377,9 +329,8 @@ def tune(
 
 
 @torch.no_grad()
-def hit_rates(
-    model: Frozen, adapter: Adapter, samples: Tensor, plan: Plan, top: int = 5
-) -> dict[str, list[float]]:
+def hit_rates(model: Frozen, adapter: Adapter, samples: Tensor, plan: Plan, top: int = 5
+              ) -> dict[str, list[float]]:
     """By mask: how often the token ahead is its first choice, and among its `top` first."""
     hits, count = torch.zeros(2, plan.masks), 0
     for start in range(0, len(samples), plan.batch):
@@ -405,25 +356,16 @@ def load_frozen(path: Path, threads: int) -> Frozen:
     return Frozen(load_shard(path, None, torch.float32, torch.device("cpu")))
 
 
-def run(
-    model_path: Path,
-    out: Path,
-    work: Path,
-    plan: Plan,
-    *,
-    texts: Sequence[str] = (),
-    kinds: Sequence[str] = ("deep",),
-    threads: int = 1,
-    report: Callable[[str], None] = print,
-) -> dict[str, Any]:
+def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[str] = (),
+        kinds: Sequence[str] = ("deep",), threads: int = 1,
+        report: Callable[[str], None] = print) -> dict[str, Any]:
     """Make samples, tune one adapter per kind, write the first to `out` and the others beside it;
     returns held-out hit rates by kind. texts: to continue; none: the standard library's sources."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_frozen(model_path, threads), Tokenizer(model_path)
     texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
-    samples = make_samples(
-        model, pieces_of(texts, tokenizer.encode, plan), plan, work / "samples.npy", report
-    )
+    samples = make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
+                           work / "samples.npy", report)
     tokenizer.close()
     held_out, samples = samples[-plan.samples // 16 :], samples[: -plan.samples // 16]
     adapters = {kind: Adapter(kind, model, plan) for kind in kinds}
@@ -431,8 +373,7 @@ def run(
     found = {}
     for kind, adapter in adapters.items():
         found[kind] = hit_rates(model, adapter, held_out, plan) | {
-            "loss": float(np.mean(losses[kind][-50:]))
-        }
+            "loss": float(np.mean(losses[kind][-50:]))}
         report(f"{kind}: {found[kind]}")
         about = {"plan": asdict(plan), "hit_rates": found[kind], "model": model_path.name}
         where = out if kind == kinds[0] else out.with_name(f"{out.stem}-{kind}{out.suffix}")
