@@ -238,8 +238,11 @@ class Pipeline:
                     self._check_widths(item.lanes[i], seen)
             if rows.outputs[i]:
                 path = tuple(c.token for c in seen)
-                out.append(Choice(next_token(path, self.n_vocab) if good else -1))
+                out.append(self.choice_after(path) if good else Choice(-1))
         return out
+
+    def choice_after(self, path):
+        return Choice(next_token(path, self.n_vocab))
 
     def _check_widths(self, lane, cells):
         """Cells of a prompt come from runs cut as if the request were alone, the others from runs

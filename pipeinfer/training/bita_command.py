@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -31,9 +32,8 @@ from pipeinfer.errors import UsageError
 @click.option("--rate", default=1e-2, show_default=True, help="Highest learning rate.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--threads", default=1, show_default=True)
-def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], steps: int, samples: int,
-         tokens: int, masks: int, prompts: int, prompting: str, rate: float, seed: int,
-         threads: int) -> None:
+def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], prompting: str, threads: int,
+         **given: Any) -> None:
     """Tune masks and prompts with which a model guesses ahead (BiTA)."""
     missing = [name for name in ("torch", "transformers", "safetensors")
                if importlib.util.find_spec(name) is None]
@@ -43,9 +43,8 @@ def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], steps: int,
     from pipeinfer.training.bita import Plan, run
 
     try:
-        plan = Plan(steps=steps, samples=samples, tokens=tokens, masks=masks, prompts=prompts,
-                    rate=rate, seed=seed)
-        run(model, out, work, plan, texts=[path.read_text(encoding="utf-8") for path in text],
-            kinds=(prompting,), threads=threads, report=lambda line: click.echo(line, err=True))
+        run(model, out, work, Plan(**given), kinds=(prompting,), threads=threads,
+            texts=[path.read_text(encoding="utf-8") for path in text],
+            report=lambda line: click.echo(line, err=True))
     except ValueError as error:
         raise UsageError(str(error)) from error
