@@ -174,7 +174,6 @@ def generate(resolved: Resolved) -> None:
     from pipeinfer.cluster import open_session
     from pipeinfer.decompose import Decomposition
     from pipeinfer.decompose import check as check_decomposer
-    from pipeinfer.planner import model_paths
 
     config = resolved.config
     out = gen.Generated()
@@ -191,9 +190,8 @@ def generate(resolved: Resolved) -> None:
             return
         prompt: Any
         if config.decomposer:
-            prompt = Decomposition.of(
-                config, session.tokenizer, model_paths(config)[0], session.limits.n_ctx
-            ).opening(config.decomposer, [{"role": "user", "content": text}])
+            prompt = Decomposition.of(session, config).opening(
+                config.decomposer, [{"role": "user", "content": text}])
         elif config.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)

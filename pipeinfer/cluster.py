@@ -37,7 +37,6 @@ from pipeinfer.errors import (
     ClusterError,
     MismatchError,
     TransportTimeout,
-    UsageError,
 )
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
@@ -331,6 +330,7 @@ class Job:
     width: int
     n_batch: int
     survey: Survey
+    gaps: bool
 
     @property
     def plan(self) -> Plan:
@@ -341,6 +341,7 @@ class Job:
 def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
     from pipeinfer.backends.llama_library import ensure_llama
+    from pipeinfer.models.gaps import GapModel
     from pipeinfer.models.shard import check_splittable
 
     target_path, draft_path = model_paths(config)
@@ -351,9 +352,9 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
         check_bita(config, model, backends)
     ensure_llama(config.numa)
     most = place.size if config.head_stage or place.size == 1 else place.size - 1
-    if config.decomposer == "pasta" and "llamacpp" in backends:
-        raise UsageError("--decomposer pasta needs positions with gaps, which llama.cpp refuses: "
-                         "add --backend torch (docs/decomposers.md)")
+    gaps = config.decomposer == "pasta" and "llamacpp" in backends
+    if gaps:
+        GapModel(model)  # says what is wrong with it
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     width, probes = widths_for(config, EXACT_LIMIT)
@@ -366,13 +367,14 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
         head_bytes += sum(open_model(path).layer_bytes)
     found = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes)
-    return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found)
+    return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)
 
 
 def _start(
     config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float, grammars: bool,
 ) -> Session:
+    from pipeinfer.models.gaps import GapModel
     from pipeinfer.models.shard import ShardSource
 
     target_path, model, policy = job.target, job.model, job.policy
@@ -390,11 +392,14 @@ def _start(
     setup = {
         "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
         "n_seq_max": prompt_id + bool(config.bita), "n_batch": job.n_batch,
-        "fingerprint": model.fingerprint, "prompt_id": prompt_id,
+        "fingerprint": model.fingerprint, "prompt_id": prompt_id, "gaps": job.gaps,
     }
     tokenizer = Tokenizer(target_path)
     vocabulary = Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None
-    sources = {node: ShardSource(model, start, stop)
+    if job.gaps:
+        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
+                     "another run up to near-ties (docs/decomposers.md)")
+    sources = {node: ShardSource(GapModel(model) if job.gaps else model, start, stop)
                for node, (start, stop) in enumerate(job.plan.ranges, 1) if config.distribute}
     for node, (start, stop) in enumerate(job.plan.ranges, 1):
         source = sources.get(node)

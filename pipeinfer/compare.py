@@ -27,7 +27,6 @@ from pipeinfer.decompose import METHODS, Decomposition
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
 from pipeinfer.generate import Generated, draw_seed, run_request, sampling_params
 from pipeinfer.knobs import row_proposer
-from pipeinfer.planner import model_paths
 from pipeinfer.policy import Policy
 
 PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
@@ -98,9 +97,8 @@ def superset(configs: Sequence[Config], base: Config) -> Config:
 def ask(session: Session, config: Config, prompt: Prompt, method: str, seed: int) -> Answer:
     """One prompt by the method that the session is set to."""
     name = config.decomposer
-    opening = Decomposition.of(
-        config, session.tokenizer, model_paths(config)[0], session.limits.n_ctx
-    ).opening(name, [{"role": "user", "content": prompt.question}])
+    opening = Decomposition.of(session, config).opening(
+        name, [{"role": "user", "content": prompt.question}])
     out, cells = Generated(), 0
 
     def sample(_: str) -> None:

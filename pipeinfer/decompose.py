@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeinfer.config import Config
 from pipeinfer.core import SamplingParams
@@ -22,6 +22,9 @@ from pipeinfer.decomposers.skeleton import Prompts, Skeleton
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.planner import model_paths, open_model
 from pipeinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster import Session
 
 METHODS = ("pasta", "pdos", "skeleton", "apar")
 _PREFIX = "pipeinfer.decompose."
@@ -107,28 +110,31 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 class Decomposition:
-    """The methods for one model. texts: see `texts_of`; spacing: of PASTA's positions."""
+    """The methods for one model. texts: see `texts_of`; spacing: of PASTA's positions; overlap:
+    whether every stage takes positions in any order."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, str], *, n_ctx: int,
-                 most: int, spacing: Spacing | None = None) -> None:
-        self._tokenizer, self._texts = tokenizer, texts
+                 most: int, spacing: Spacing | None = None, overlap: bool = True) -> None:
+        self._tokenizer, self._texts, self._overlap = tokenizer, texts, overlap
         self._n_ctx, self._most, self._spacing = n_ctx, most, spacing
         self._vocabulary = vocabulary_of(tokenizer)
 
     @classmethod
-    def of(cls, config: Config, tokenizer: Tokenizer, path: Path, n_ctx: int) -> Decomposition:
-        """As a config wants it. Raises UsageError, and ModelError for a model without the
-        method's tokens."""
-        self = cls.on(tokenizer, path, n_ctx, config.decompose_threads, config.pasta_positions)
+    def of(cls, session: Session, config: Config) -> Decomposition:
+        """As a config wants it, on a running cluster. Raises UsageError, and ModelError for a
+        model without the method's tokens."""
+        overlap = all(stage["backend"] == "torch" for stage in session.stages.values())
+        self = cls.on(session.tokenizer, model_paths(config)[0], session.limits.n_ctx,
+                      config.decompose_threads, config.pasta_positions, overlap=overlap)
         self.check(config.decomposer)
         return self
 
     @classmethod
-    def on(cls, tokenizer: Tokenizer, path: Path, n_ctx: int, most: int, positions: str
-           ) -> Decomposition:
+    def on(cls, tokenizer: Tokenizer, path: Path, n_ctx: int, most: int, positions: str, *,
+           overlap: bool = True) -> Decomposition:
         """For the model at `path`. Raises UsageError."""
         return cls(tokenizer, texts_of(path), n_ctx=n_ctx, most=most,
-                   spacing=spacing_of(positions))
+                   spacing=spacing_of(positions), overlap=overlap)
 
     def check(self, method: str) -> None:
         """Raise ModelError for a method whose tokens this vocabulary does not have."""
@@ -150,7 +156,7 @@ class Decomposition:
                 prompt = self._encode(messages, "pasta")
                 return Opening(prompt, functools.partial(
                     Pasta, vocabulary, start=len(prompt), room=self._n_ctx, most=self._most,
-                    spacing=self._spacing))
+                    spacing=self._spacing, overlap=self._overlap))
             case "pdos":
                 prompt = self._encode(messages, "pdos", PDOS_TEXT)
                 return Opening(prompt, functools.partial(Pdos, vocabulary, n_prompt=len(prompt)))
@@ -206,7 +212,7 @@ def methods_for(config: Config) -> list[str]:
     found = []
     for method in METHODS:
         if method == "pasta" and config.decomposer != "pasta":
-            continue  # llama.cpp may hold a stage
+            continue  # stages of llama.cpp are loaded for it or not
         try:
             vocabulary.check(method)
         except ModelError:

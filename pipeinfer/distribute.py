@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from pipeinfer.config import Config
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.shard import ShardSource, cache_directory, extract_shard
 from pipeinfer.planner import open_model
 from pipeinfer.protocol import ShardChunk, ShardEnd, ShardHave, Tag
@@ -167,7 +168,8 @@ def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Re
                 f"{path} on {socket.gethostname()} is not the file that rank 0 has: copy the same "
                 "model to every host"
             )
-        return extract_shard(model, setup["start"], setup["stop"],
+        return extract_shard(GapModel(model) if setup["gaps"] else model, setup["start"],
+                             setup["stop"],
                              progress=lambda d, t: report("extracting", d, t)), 0
     if not config.distribute:
         raise ModelError(

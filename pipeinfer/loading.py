@@ -85,7 +85,8 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
             shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
             last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
             n_batch=setup["n_batch"], n_threads=threads,
-            options=llama_options(config, callbacks=not whole or config.policy != "iterative"),
+            options=llama_options(config, callbacks=not whole or config.policy != "iterative",
+                                  gaps=setup["gaps"]),
         )
     widths = known_widths(
         backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
@@ -235,7 +236,8 @@ def threads_of(asked: int, place: Place) -> int:
     return min(asked or place.cores, place.cores)
 
 
-def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False) -> Any:
+def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False,
+                  gaps: bool = False) -> Any:
     """The llama.cpp side of a config."""
     from pipeinfer.backends.llamacpp import LlamaOptions
 
@@ -251,5 +253,5 @@ def llama_options(config: Config, *, draft: bool = False, callbacks: bool = Fals
     return LlamaOptions(
         n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
         use_mmap=config.mmap,
-        use_mlock=config.mlock, layer_callbacks=callbacks, **values,
+        use_mlock=config.mlock, layer_callbacks=callbacks, gaps=gaps, **values,
     )

@@ -151,9 +151,9 @@ class Threads:
                 case Fork():
                     parent = response.lanes[action.parent]
                     response.pending.append((action, parent.step))
-                case Feed(thread, tokens):
+                case Feed(thread, tokens, skip):
                     response.lanes[thread].step = max(response.lanes[thread].step, response.step)
-                    self._feed(response.lanes[thread], tokens)
+                    self._feed(response.lanes[thread], tokens, skip)
                 case Skip(thread, count):
                     self._skip(response.lanes[thread], count)
                 case Hold():
@@ -200,12 +200,16 @@ class Threads:
             self._flight.wait(lane, lane.waiting_tip)
             lane.waiting_tip = None
 
-    def _feed(self, lane: Lane, tokens: tuple[int, ...]) -> None:
+    def _feed(self, lane: Lane, tokens: tuple[int, ...], skip: int) -> None:
+        if skip:
+            index = lane.next_row
+            lane.jumps.append((index, lane.position(index) - index + skip))
         if tokens:
             lane.accepted.extend(tokens)
             lane.given = len(lane.accepted)
+        if tokens or skip:
             last = len(lane.accepted) - 1
-            self._restart(lane, tokens[-1], lane.position(last))
+            self._restart(lane, lane.accepted[last], lane.position(last))
         self._filling(lane)
 
     def _skip(self, lane: Lane, count: int) -> None:

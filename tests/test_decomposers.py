@@ -94,6 +94,20 @@ def test_a_promise_that_is_too_small_is_seen_all_the_same():
     assert sees(graph, texts, len(graph.tokens) - 1).count("</async>") == 2
 
 
+def test_where_positions_must_rise_the_main_thread_moves_behind_what_it_joins():
+    texts = Texts()
+    pasta = Pasta(texts.vocabulary(), start=1, room=1000, overlap=False)
+    _, _, graph = play(pasta, texts, ["u"], {
+        0: [promise("p", 1), promise("q", 0), "<sync/>", "z", promise("r", 1), "<sync/>", "w"],
+        1: ["x", "</async>"], 2: [*(f"y{k}" for k in range(9)), "</async>"], 3: ["</async>"]})
+    names = [texts.texts[t].decode() for t in graph.tokens]
+    at = dict(zip(names, graph.positions, strict=True))
+    assert (at[promise("p", 1)], at[promise("q", 0)]) == (1, 12)
+    last = max(p for n, p in zip(names, graph.positions, strict=True) if n.startswith("y")) + 1
+    assert at["z"] == last + 2
+    assert at["w"] == at[promise("r", 1)] + 12  # the last block kept within its promise
+
+
 def test_figure_2_of_the_paper():
     """Two promises, a sync: who must see whom, and who must not (ALGORITHMS 4.6)."""
     texts = Texts()

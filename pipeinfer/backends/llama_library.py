@@ -99,7 +99,8 @@ class LlamaOptions:
     `resolved`. n_ubatch: 0 takes n_batch, which stopping inside a decode needs. layer_callbacks:
     whether `decode` may be stopped inside; a whole model without it pays no callback at all (a
     shard that is not the last always pays). keep_order: see `cellorder`. validate: check the rules
-    about sequence ids that llama.cpp does not check (slower; tests).
+    about sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one
+    that `models.gaps` made, whose positions may leave gaps.
     """
 
     n_gpu_layers: int = 0
@@ -113,6 +114,7 @@ class LlamaOptions:
     layer_callbacks: bool = True
     keep_order: bool = True
     validate: bool = False
+    gaps: bool = False
 
     @property
     def on_cpu(self) -> bool:

@@ -56,9 +56,10 @@ class LlamaCppBackend:
         self.info, self.options = info, options
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, llama_cpp.llama_n_threads(context))
-        self._order = CellOrder(info.n_ctx, info.n_seq_max) if options.keep_order else None
+        self._order = CellOrder(info.n_ctx, info.n_seq_max) \
+            if options.keep_order and not options.gaps else None
         self.capabilities = Capabilities(
-            free_positions=False,
+            free_positions=options.gaps,
             separate_views=False,
             embedding_rows=True,
             stops_inside=probe is not None and options.layer_callbacks,
@@ -66,7 +67,8 @@ class LlamaCppBackend:
         n = info.n_batch
         # The columns of llama_batch, allocated once; numpy fills them, llama.cpp reads them.
         self._tokens = np.zeros(n, np.int32)
-        self._positions = np.zeros(n, np.int32)
+        #: M-RoPE takes four positions per embedding row, section by section
+        self._positions = np.zeros(4 * n if options.gaps else n, np.int32)
         self._n_ids = np.zeros(n, np.int32)
         self._ids = np.zeros((n, info.n_seq_max), np.int32)
         self._id_rows = (self._ids.ctypes.data + self._ids.strides[0] * np.arange(n)).astype(
@@ -227,6 +229,14 @@ class LlamaCppBackend:
         if self._order is not None:
             self._order.copy(src, dst, p0, p1)
 
+    def seq_join(self, src: int, dst: int) -> None:
+        """Add `dst` to all cells of `src`. Rows of `dst` must stand behind all of them from then
+        on: llama.cpp refuses others. Raises BackendError without `gaps`."""
+        if not self.options.gaps:
+            raise BackendError("this shard was not loaded for joins; use the torch backend")
+        if not self._closed():
+            llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
         if self._closed():
@@ -287,6 +297,8 @@ class LlamaCppBackend:
             return None
         if hidden.shape != (n, info.n_embd):
             raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
+        if self.options.gaps:
+            self._positions[: 4 * n] = np.tile(rows.positions, 4)
         keep = np.ascontiguousarray(hidden, np.float32)
         batch.token = None
         batch.embd = _pointer(batch, "embd", keep.ctypes.data)

@@ -34,10 +34,12 @@ class Fork:
 @dataclass(frozen=True, slots=True)
 class Feed:
     """Go on with a thread that waits, or with the one whose token was accepted just now: append
-    `tokens`, which nobody chose (none: only what waited)."""
+    `tokens`, which nobody chose (none: only what waited). skip: all of that stands so many
+    positions further on."""
 
     thread: int
     tokens: tuple[int, ...] = ()
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,11 @@ class Spacing:
 
 @dataclass(slots=True)
 class _Block:
-    """A promise and its thread. length: tokens, tags included."""
+    """A promise and its thread. length: tokens, tags included. start: position of the first."""
 
     thread: int
     length: int
+    start: int
     stream: Stream = field(default_factory=Stream)
     settled: bool = False
     joined: bool = False
@@ -91,12 +92,16 @@ class _Block:
 
 class Pasta:
     """A `Decomposer`. most: promises that may be open at a time. room: a promise that would put
-    the main thread beyond this many positions is text. start: position of the first token."""
+    the main thread beyond this many positions is text. start: position of the first token.
+
+    overlap: whether the main thread may stand before what is joined to it. Else it moves on behind
+    the longest block at a sync (not in the paper; llama.cpp takes positions in order only).
+    """
 
     def __init__(self, vocabulary: Vocabulary, *, start: int, room: int, most: int = 16,
-                 spacing: Spacing | None = None) -> None:
+                 spacing: Spacing | None = None, overlap: bool = True) -> None:
         self._vocabulary = vocabulary
-        self._spacing = spacing or Spacing()
+        self._spacing, self._overlap = spacing or Spacing(), overlap
         self._most, self._room, self._pos = most, room, start
         self._index = start
         self._begin = tuple(vocabulary.encode(ASYNC.decode()))
@@ -192,7 +197,7 @@ class Pasta:
 
     def _promise(self, skip: int) -> list[Action]:
         thread = len(self._blocks) + 1
-        block = _Block(thread, len(self._begin))
+        block = _Block(thread, len(self._begin), self._pos)
         self._blocks[thread] = block
         self._main.parts.insert(len(self._main.parts) - 1, block.stream)
         self._pos += skip
@@ -211,7 +216,12 @@ class Pasta:
         self._waiting = False
         for block in loose:
             block.joined = True
-        return [Join(MAIN, tuple(block.thread for block in loose)), Feed(MAIN)]
+        skip = 0
+        if not self._overlap:
+            behind = max(block.start + block.length for block in loose)
+            skip = max(behind - (self._pos - 1), 0)
+            self._pos += skip
+        return [Join(MAIN, tuple(block.thread for block in loose)), Feed(MAIN, skip=skip)]
 
     # --- blocks -------------------------------------------------------------------------------
 

@@ -26,11 +26,12 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral are "llama"
-SPLITTABLE = ("llama", "qwen2", "qwen3")
+SPLITTABLE = ("llama", "qwen2", "qwen3", "qwen2vl")
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (
     "attention.scale",
@@ -219,8 +220,7 @@ class ShardSource:
 
     def __init__(self, model: ModelFile, start: int, stop: int) -> None:
         _check_range(model, start, stop)
-        whole = (start, stop) == (0, model.n_layers)
-        if whole:
+        if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
             pieces = [_Piece(t.name, t.type, t.shape, t.nbytes, t) for t in model.tensors.values()]
         else:
             check_splittable(model)
@@ -287,7 +287,7 @@ def extract_shard(
     when the disk is full or the model can not be read; no temporary file stays behind.
     """
     _check_range(model, start, stop)
-    if (start, stop) == (0, model.n_layers):
+    if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
         return model.path
     check_splittable(model)
     pieces = _pieces(model, start, stop)

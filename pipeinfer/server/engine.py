@@ -22,7 +22,6 @@ from pipeinfer.errors import (
     UsageError,
 )
 from pipeinfer.events import Emit, Finish, Refuse
-from pipeinfer.planner import model_paths
 from pipeinfer.server.link import Link
 
 _BATCH = 256  #: news items of one frame
@@ -88,7 +87,8 @@ class Engine:
         try:
             prompt, decompose = tuple(frame["prompt"]), None
             if asked := frame.get("decompose"):
-                opening = self._decomposition().opening(asked["method"], asked["messages"])
+                opening = Decomposition.of(self._session, self._session.config).opening(
+                    asked["method"], asked["messages"])
                 prompt, decompose = opening.prompt, opening.decompose
             request = Request(
                 request_id, prompt, int(frame["max_tokens"]),
@@ -100,11 +100,6 @@ class Engine:
             return
         self._open.add(request_id)
         self._head.submit(request, decompose)
-
-    def _decomposition(self) -> Decomposition:
-        session = self._session
-        return Decomposition.of(session.config, session.tokenizer, model_paths(session.config)[0],
-                                session.limits.n_ctx)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:
         self._link.send({"op": "news", "items": [["error", request_id, kind, message]]})

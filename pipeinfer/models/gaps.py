@@ -1,0 +1,137 @@
+"""A model as llama.cpp runs it when positions have gaps: the same weights under M-RoPE.
+
+llama.cpp refuses gaps between a sequence's positions for ordinary architectures and allows them for
+those with M-RoPE, which with one section is plain NeoX RoPE. So layers of `llama` and `qwen2`
+models are written as `qwen2vl` layers: rows of the query and key matrices that llama keeps
+interleaved go back to half-split order (whole rows, so quantised ones stay as they are), biases of
+zero are added.
+The result is the same up to the error of the kernels. Knows nothing about ranks or threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeinfer.errors import UnsupportedArchitecture
+from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
+
+ARCHITECTURE = "qwen2vl"
+_ARRAY, _INT32, _STRING, _F32 = 9, 5, 8, 0
+_SECTIONS = f"{ARCHITECTURE}.rope.dimension_sections"
+_ZEROS = -1  #: `TensorInfo.part` of a bias that the file does not have
+
+
+class GapModel(ModelFile):
+    """`ModelFile` of the rewritten model; reads from the original. Raises UnsupportedArchitecture
+    for a model whose graph would change."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self._source, self._from = model, model.architecture
+        super().__init__(model.path)
+        self.check()
+        self._heads = {"attn_q": self._count("attention.head_count"),
+                       "attn_k": self._kv_heads(), "attn_v": self._kv_heads()}
+        self.tensors = {t.name: t for t in self._rewritten(model)}
+
+    def check(self) -> None:
+        """See the class."""
+        model = self._source
+        head = self._count("embedding_length") // self._count("attention.head_count")
+        problem = ""
+        if self._from not in ("llama", "qwen2"):
+            problem = f"layers of architecture {self._from!r} are not known to allow it"
+        elif "rope_freqs.weight" in model.tensors:
+            problem = "it scales rotations by frequency"
+        elif model.arch_get("rope.dimension_count", head) != head:
+            problem = "it rotates a part of each head only"
+        elif self._from == "llama" and "blk.0.attn_q.bias" in model.tensors:
+            problem = "it has biases in its attention"
+        if problem:
+            raise UnsupportedArchitecture(
+                f"{model.path.name}: llama.cpp can not leave gaps between positions here: "
+                f"{problem}; use --backend torch")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Another one than that of the original."""
+        return hashlib.sha256(b"gaps1" + self._source.fingerprint.encode()).hexdigest()
+
+    def meta_keys(self) -> tuple[str, ...]:
+        """See `ModelFile.meta_keys`."""
+        keys = (self._renamed(key) for key in super().meta_keys())
+        return (*keys, _SECTIONS)
+
+    def get(self, key: str, default: Value | None = None) -> Value | None:
+        """See `ModelFile.get`."""
+        if key == "general.architecture":
+            return ARCHITECTURE
+        return super().get(self._original(key), default)
+
+    def is_array(self, key: str) -> bool:
+        """See `ModelFile.is_array`."""
+        return key == _SECTIONS or super().is_array(self._original(key))
+
+    def raw_entry(self, key: str) -> bytes:
+        """See `ModelFile.raw_entry`."""
+        if key == _SECTIONS:
+            head = self.n_embd // self._heads["attn_q"]
+            return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, head // 2, 0, 0, 0)
+        if key == "general.architecture":
+            return _name(key) + struct.pack("<I", _STRING) + _name(ARCHITECTURE)
+        old = self._original(key)
+        return _name(key) + super().raw_entry(old)[len(_name(old)):]
+
+    def read_tensor(self, tensor: TensorInfo, chunk: int = 1 << 22) -> Iterator[bytes]:
+        """See `ModelFile.read_tensor`."""
+        if tensor.part == _ZEROS:
+            yield bytes(tensor.nbytes)
+            return
+        kind = tensor.name.rsplit(".", 2)[-2]
+        blocks = super().read_tensor(tensor, chunk)
+        if self._from != "llama" or kind not in ("attn_q", "attn_k"):
+            yield from blocks
+            return
+        rows = tensor.shape[1]
+        raw = np.frombuffer(b"".join(blocks), np.uint8).reshape(rows, -1)
+        yield raw[half_split(rows, self._heads[kind])].tobytes()
+
+    def _rewritten(self, model: ModelFile) -> Iterator[TensorInfo]:
+        for tensor in model.tensors.values():
+            yield tensor
+            part = tensor.name.rsplit(".", 2)
+            if self._from == "llama" and part[-1] == "weight" and part[-2] in self._heads:
+                rows = tensor.shape[1]
+                yield dataclasses.replace(
+                    tensor, name=".".join((*part[:-1], "bias")), type=_F32, shape=(rows,),
+                    nbytes=4 * rows, part=_ZEROS, offset=0)
+
+    def _kv_heads(self) -> int:
+        heads = self.arch_get("attention.head_count_kv")
+        return int(heads) if isinstance(heads, int) else self._count("attention.head_count")
+
+    def _renamed(self, key: str) -> str:
+        prefix = self._from + "."
+        return f"{ARCHITECTURE}.{key[len(prefix):]}" if key.startswith(prefix) else key
+
+    def _original(self, key: str) -> str:
+        prefix = ARCHITECTURE + "."
+        return f"{self._from}.{key[len(prefix):]}" if key.startswith(prefix) else key
+
+
+def half_split(rows: int, heads: int) -> np.ndarray:
+    """int64[rows]: for each row in half-split order, the row of the interleaved matrix."""
+    size = rows // heads
+    within = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
+    order: np.ndarray = (np.arange(heads)[:, None] * size + within).ravel()
+    return order
+
+
+def _name(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
