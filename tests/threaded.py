@@ -215,7 +215,10 @@ def reference(words, prompt, decomposer, most, n_ctx, choose=None):
                         [*base.tokens[:keep], *tokens], base.cells[:keep], bans,
                         list(base.extra) if keep else [], keep,
                         jumps=[jump for jump in base.jumps if jump[0] < keep])
-                case Feed(_, tokens):
+                case Feed(_, tokens, skip):
+                    at = len(thread.cells)
+                    if skip:
+                        thread.jumps.append((at, thread.position(at) - at + skip))
                     thread.tokens += tokens
                     thread.waiting = False
                 case Skip(_, count):
