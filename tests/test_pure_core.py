@@ -16,7 +16,7 @@ PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "event
         "decomposers/base", "decomposers/reading", "decomposers/pasta", "decomposers/pdos",
         "decomposers/apar", "decomposers/skeleton", "probes",
         "strategies/base", "strategies/draft_model", "strategies/prompt_lookup",
-        "strategies/several", "strategies/rows", "strategies/lookahead")
+        "strategies/several", "strategies/rows", "strategies/lookahead", "strategies/bita")
 FORBIDDEN = {"mpi4py", "torch", "time", "threading", "socket", "asyncio", "subprocess",
              "llama_cpp", "multiprocessing", "random", "click", "psutil"}
 

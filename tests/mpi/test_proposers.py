@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from pipeinfer.core import SamplingParams
@@ -75,6 +76,57 @@ def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, dra
         assert found == [found[k] for k in (4, 9) for _ in policies]
     assert answer["results"][0]["runs"] < 60 / 1.2
     assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
+
+
+def adapter_at(path, prompts):
+    """A BiTA adapter of random vectors: what it proposes is worth nothing, and harmless."""
+    from pipeinfer.models.bita import BitaAdapter, save_bita
+
+    chance = np.random.default_rng(prompts)
+
+    def normal(*shape):
+        return chance.normal(0, 0.5, shape).astype(np.float32)
+
+    layers = (12, prompts, 2, 64)
+    save_bita(path, BitaAdapter(normal(3, 256), normal(*layers), normal(*layers)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("ranks", "prompts", "drafts"), [(1, 16, ()), (2, 0, ()),
+                                                          (3, 16, ("draft",)), (4, 16, ())])
+def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, drafts):
+    """In one run with the rows that verify, behind them, and under policies that do not wait."""
+    for package in ("torch", "transformers", "safetensors"):
+        pytest.importorskip(package)
+    config = {"bita": adapter_at(tmp_path / "bita.safetensors", prompts), "backend": "torch",
+              "device": "cpu", "proposer": list(drafts), "policy": "speculative"}
+    policies = [{"policy": "iterative"}, {"policy": "speculative"},
+                {"policy": "speculative", "exact_width": 5},
+                {"policy": "pipeinfer", "path_min": 0.001}]
+    todo = [{"prompt": PROMPT, "limits": limits, "count": 24, "params": params}
+            for params in ({}, {"temperature": 0.8, "top_k": 40, "key": noise_key(3)})
+            for limits in policies]
+    answer = run_matrix(tmp_path, ranks, config, todo)
+    found = [result["tokens"] for result in answer["results"]]
+    assert found == [found[k] for k in (0, 4) for _ in policies]
+    assert sum(result["issued_speculative"] for result in answer["results"]) > 100
+    assert answer["exact_width"] >= 8
+
+
+def test_what_bita_can_not_do_is_said(tmp_path):
+    pytest.importorskip("safetensors")
+    adapter = adapter_at(tmp_path / "a.safetensors", 4)
+    ask = [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2", "--bita"]
+    for args, code, says in (
+            ([adapter], 2, "add --backend torch"),
+            ([adapter, "--backend", "torch", "--proposer", "lookahead"], 2, "leave out one"),
+            ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
+            ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
+             "is for 12 layers of 256 elements, the model has 2 of 256")):
+        done = launch.run(1, [*ask, *args], timeout=60)
+        assert done.returncode == code, done.stderr
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_prompt_lookup_needs_no_draft_model():
