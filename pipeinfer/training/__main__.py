@@ -5,36 +5,18 @@ Does not know: what a command does; torch is imported when one runs.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import click
 
-from pipeinfer.errors import UsageError
 from pipeinfer.training.bita_command import bita
+from pipeinfer.training.commands import need_torch, one_budget, say
+from pipeinfer.training.pasta_commands import annotate, pasta_bonbon, pasta_sft
 
 
 @click.group()
 def main() -> None:
     """Train the models that pipeinfer ships or adapts."""
-
-
-def _need_torch() -> None:
-    """Say what to install where torch or the tokenizers package is missing."""
-    missing = [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"training needs {' and '.join(missing)}: pip install 'pipeinfer[train]' provides it"
-        )
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)
-
-
-def _one_budget(minutes: float | None, steps: int | None) -> None:
-    if (minutes is None) == (steps is None):
-        raise UsageError("give either --minutes or --steps")
 
 
 @main.command()
@@ -72,8 +54,8 @@ def tasks(
     compile_blocks: bool,
 ) -> None:
     """Train the model for generated tasks and write it as GGUF."""
-    _one_budget(minutes, steps)
-    _need_torch()
+    one_budget(minutes, steps)
+    need_torch()
     from dataclasses import replace
 
     from pipeinfer.training.task_model import Settings, run
@@ -81,7 +63,7 @@ def tasks(
     settings = Settings(
         out=out, work=work, minutes=minutes, steps=steps, seed=seed, threads=threads
     )
-    run(replace(settings, plan=replace(settings.plan, compile=compile_blocks)), report=_say)
+    run(replace(settings, plan=replace(settings.plan, compile=compile_blocks)), report=say)
 
 
 @main.command()
@@ -129,8 +111,8 @@ def embedded(
     stdlib: Path | None,
 ) -> None:
     """Train the embedded target and draft and write them as GGUF."""
-    _one_budget(minutes, steps)
-    _need_torch()
+    one_budget(minutes, steps)
+    need_torch()
     from pipeinfer.training.embedded import Settings, run
     from pipeinfer.training.loop import Plan
 
@@ -145,10 +127,11 @@ def embedded(
         eval_tokens=eval_tokens,
         plan=Plan(steps=1, compile=compile_blocks),
     )
-    run(settings, report=_say)
+    run(settings, report=say)
 
 
-main.add_command(bita)
+for _command in (annotate, pasta_sft, pasta_bonbon, bita):
+    main.add_command(_command)
 
 if __name__ == "__main__":
     main()

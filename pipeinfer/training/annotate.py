@@ -242,3 +242,16 @@ def annotate_file(
             done.add(key)
     report(", ".join(f"{count} {name}" for name, count in counts.items()))
     return counts
+
+
+def write_tasks(path: Path, count: int, seed: int) -> None:
+    """A JSONL file of generated training tasks with their right answers."""
+    from pipeinfer.training import tasks
+
+    source = tasks.stream([seed, 6])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            task = next(source)
+            row = {"prompt": task.question, "response": task.answer}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -23,8 +23,8 @@ from pipeinfer.training.tasks import Task
 from pipeinfer.training.tokenizer import END_OF_TEXT_ID, PAD_ID
 
 #: (spent fraction up to which it holds, share of examples that are drills).
-DRILLS = ((0.25, 0.85), (0.45, 0.5), (0.65, 0.15))
-DRILL_TOKENS = 128
+DRILLS = ((0.45, 0.8), (0.6, 0.4), (0.7, 0.15))
+DRILL_TOKENS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,21 @@ def draw(
 
 
 def drill(codec: Codec, task: Task, rng: np.random.Generator) -> Example:
-    """The facts of a task, read once and then asked for in random orders.
+    """The facts of a task, read once, and then asked for by name and copied, in random orders.
 
-    Every token after a colon teaches to look a fact up, against one in six of an answer: without
+    Nearly every token teaches to look something up, against one in six of an answer: without
     drills the first thousand steps learn nothing but the sentences' frame.
     """
     lines = [f"{line}\n" for line in task.question.splitlines()[1:-1]]
-    tree = formats.Tree()
     ids = [END_OF_TEXT_ID, *codec.encode("".join(lines))]
     targets = formats.nothing(ids)
     while lines and len(ids) < DRILL_TOKENS:
-        for at in rng.permutation(len(lines)):
-            name, fact = lines[at].split(":", 1)
-            head, rest = codec.encode(f"{name}:"), codec.encode(fact)
-            ids += [*head, *rest]
-            targets += [*formats.nothing(head[1:]), *rest, IGNORE]
+        order = [lines[at] for at in rng.permutation(len(lines))]
+        names = [line.split(":", 1)[0] for line in order]
+        head, rest = codec.encode(f"of {tasks.join(names)}.\n"), codec.encode("".join(order))
+        ids += [*head, *rest]
+        targets += [*formats.nothing(head[1:]), *rest, IGNORE]
+    tree = formats.Tree()
     tree.add(ids, 0, (), targets)
     return tree.example()
 
@@ -122,12 +122,12 @@ def objective(
 ) -> Callable[[int, float], tuple[Tensor, int]]:
     """What :func:`pipeinfer.training.loop.optimise` minimises: mean nats per target.
 
-    Tasks grow to their full size over the first ``ramp`` of the budget, and drills fade out:
+    Tasks stay small for a third of ``ramp``, reach full size at it, and drills fade out:
     looking facts up is learnt much sooner in short lists.
     """
 
     def run(step: int, spent: float) -> tuple[Tensor, int]:
-        level = min(1.0, spent / ramp) if ramp else 1.0
+        level = min(1.0, max(0.0, spent - ramp / 3) / (ramp * 2 / 3)) if ramp else 1.0
         drills = next((share for until, share in DRILLS if spent < until), 0.0)
         groups = draw(codec, seed, step, budget, level, drills)
         count = sum(int((e.targets != IGNORE).sum()) for group in groups for e in group)

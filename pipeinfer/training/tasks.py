@@ -135,7 +135,8 @@ def _between(rng: np.random.Generator, low: int, high: int) -> int:
     return int(rng.integers(low, high + 1))
 
 
-def _join(titles: list[str]) -> str:
+def join(titles: list[str]) -> str:
+    """Titles as a question names them: commas, and ``and`` before the last."""
     return titles[0] if len(titles) == 1 else ", ".join(titles[:-1]) + " and " + titles[-1]
 
 
@@ -161,7 +162,7 @@ def _retrieval(rng: np.random.Generator, level: float) -> Task:
     lines = "\n".join(f"{name}: {subject}, {grade}" for name, (subject, grade) in facts.items())
     ask = rng.choice(["What are the grades of", "Give the grades of", "Report the grades of"])
     end = "?" if str(ask).startswith("What") else "."
-    question = f"Students and their grades\n{lines}\n{ask} {_join(wanted)}{end}"
+    question = f"Students and their grades\n{lines}\n{ask} {join(wanted)}{end}"
     if rng.random() >= 0.25:
         return Task("retrieval", question, items)
     conclusion = f"The last of these students has chosen {facts[wanted[-1]][0]}."
@@ -183,7 +184,7 @@ def _checks(rng: np.random.Generator, level: float) -> Task:
     )
     lines = "\n".join(f"{name}: {need}, {have}" for name, (need, have) in facts.items())
     ask = rng.choice(["Check the stock of", "Verify the stock of"])
-    return Task("checks", f"Goods needed and found\n{lines}\n{ask} {_join(wanted)}.", items)
+    return Task("checks", f"Goods needed and found\n{lines}\n{ask} {join(wanted)}.", items)
 
 
 def _segments(rng: np.random.Generator, level: float) -> Task:
@@ -204,7 +205,7 @@ def _segments(rng: np.random.Generator, level: float) -> Task:
     )
     lines = "\n".join(f"{name}: {start} to {end}" for name, (start, end) in facts.items())
     ask = rng.choice(["How long are", "What are the lengths of"])
-    return Task("segments", f"Segments on the axis\n{lines}\n{ask} {_join(wanted)}?", items)
+    return Task("segments", f"Segments on the axis\n{lines}\n{ask} {join(wanted)}?", items)
 
 
 def _plans(rng: np.random.Generator, level: float) -> Task:
@@ -222,7 +223,7 @@ def _plans(rng: np.random.Generator, level: float) -> Task:
         for aspect in wanted
     )
     ask = rng.choice(["Plan a trip", "Prepare a trip"])
-    question = f"{ask} to {city} for {days} days with a {name} budget. Cover {_join(wanted)}."
+    question = f"{ask} to {city} for {days} days with a {name} budget. Cover {join(wanted)}."
     return Task("plans", question, items)
 
 

@@ -1,0 +1,32 @@
+"""What the training commands share: checks and a voice.
+
+Does not know: any command.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import click
+
+from pipeinfer.errors import UsageError
+
+
+def need_torch() -> None:
+    """Say what to install where torch or the tokenizers package is missing."""
+    missing = [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"training needs {' and '.join(missing)}: pip install 'pipeinfer[train]' provides it"
+        )
+
+
+def say(line: str) -> None:
+    """Progress goes to standard error."""
+    click.echo(line, err=True)
+
+
+def one_budget(minutes: float | None, steps: int | None) -> None:
+    """Exactly one kind of budget."""
+    if (minutes is None) == (steps is None):
+        raise UsageError("give either --minutes or --steps")
