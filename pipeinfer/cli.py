@@ -180,9 +180,9 @@ def generate(resolved: Resolved) -> None:
     interrupts = _watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(config)
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads
+        check_decomposer(config)
         text, params = _prompt_text(config), gen.sampling_params(config, seed)
         params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
-        check_decomposer(config, params)
         if config.trace:
             check_writable(Path(config.trace))
     with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:

@@ -80,16 +80,21 @@ class Opening:
     decompose: Callable[[], Decomposer] | None
 
 
-def check(config: Config, params: SamplingParams | None = None) -> None:
+def check(config: Config) -> None:
     """Raise UsageError for options that a decomposed response can not honour."""
     if not config.decomposer:
         return
-    if params is not None and params.grammar:
+    if config.grammar or config.grammar_file or config.json_schema:
         raise UsageError("--decomposer and a grammar exclude each other: the grammar would have to "
                          "describe the threads")
-    if config.decomposer == "pasta" and params is not None and params.uses_history:
-        raise UsageError("--decomposer pasta and penalties for repetition exclude each other: what "
-                         "a token repeats depends on threads that may be ahead of it")
+    if config.decomposer == "pasta":
+        spacing_of(config.pasta_positions)
+        if SamplingParams(
+            repeat_penalty=config.repeat_penalty, presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty, repeat_last_n=config.repeat_last_n,
+        ).uses_history:
+            raise UsageError("--decomposer pasta and penalties for repetition exclude each other: "
+                             "what a token repeats depends on threads that may be ahead of it")
 
 
 @functools.lru_cache(8)

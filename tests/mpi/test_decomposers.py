@@ -1,0 +1,100 @@
+"""Responses in threads over real ranks: the same text for any number of them and any proposer.
+
+One job compares several methods on the embedded task model (`pipeinfer compare`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.mpi import launch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+TORCH = ("plain", "pasta", "pdos", "skeleton", "apar", "pasta+lookahead@speculative",
+         "pdos+prompt-lookup")
+LLAMA = ("plain", "pdos", "skeleton", "apar", "pdos+lookahead", "apar+prompt-lookup")
+SAMPLED = ("--temp", "0.8", "--seed", "5")
+
+
+def compare(folder, ranks, backend, methods, *extra, tasks=2):
+    """Answers by method: text, tokens, steps of each prompt."""
+    command = [sys.executable, "-m", "pipeinfer", "compare", "-m", "task", "--backend", backend,
+               "--tasks", str(tasks), "-n", "400", "-o", str(folder), "-t", "1", *extra]
+    for method in methods:
+        command += ["--method", method]
+    done = launch.run(ranks, command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "results.json").read_text())["answers"]
+
+
+def texts(answers, method):
+    return [answer["text"] for answer in answers[method]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Every method in one process, greedy and sampled, by backend."""
+    found = {}
+    for backend, methods in (("torch", TORCH), ("llamacpp", LLAMA)):
+        for name, extra in (("greedy", ("--temp", "0")), ("sampled", SAMPLED)):
+            folder = tmp_path_factory.mktemp(f"{backend}-{name}")
+            found[backend, name] = compare(folder, 1, backend, methods, *extra)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "ranks", "way"), [
+    ("llamacpp", 2, "greedy"), ("llamacpp", 3, "sampled"), ("llamacpp", 4, "greedy"),
+    ("torch", 2, "sampled"), ("torch", 4, "greedy")])
+def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ranks, way):
+    methods = TORCH if backend == "torch" else LLAMA
+    extra = SAMPLED if way == "sampled" else ("--temp", "0")
+    found, wanted = compare(tmp_path, ranks, backend, methods, *extra), alone[backend, way]
+    for method in methods:
+        assert texts(found, method) == texts(wanted, method.partition("+")[0]), method
+
+
+def test_threads_take_fewer_steps_than_plain_decoding(alone):
+    answers = alone["torch", "greedy"]
+    steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
+    for method in ("pasta", "pdos", "apar"):
+        assert steps[method] < 0.7 * steps["plain"], steps
+    assert steps["pasta+lookahead@speculative"] < steps["pasta"]
+    for found in answers.values():
+        assert all(answer["text"].strip() for answer in found)
+
+
+def test_pasta_runs_on_llamacpp_with_positions_that_rise(tmp_path, alone):
+    answers = compare(tmp_path, 2, "llamacpp", ("plain", "pasta"), "--temp", "0")
+    steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
+    assert steps["pasta"] < 0.7 * steps["plain"]
+    assert all("<" not in text and text for text in texts(answers, "pasta"))
+
+
+def test_generate_streams_a_decomposed_answer(tmp_path):
+    question = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
+                "What are the grades of Anna and Ben?")
+    done = launch.run(2, [sys.executable, "-m", "pipeinfer", "generate", "--decomposer", "pdos",
+                          "-p", question, "-n", "200", "--json", "--temp", "0"], timeout=90)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["text"].strip()
+    assert "%%%%" not in answer["text"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("--decomposer", "pdos", "--json-schema", "{}"), "exclude each other"),
+    (("--decomposer", "pasta", "--repeat-penalty", "1.1"), "penalties"),
+    (("--decomposer", "pdos", "-m", "EMBEDDED"), "single tokens"),
+    (("--decomposer", "pasta", "--pasta-positions", "guess"), "pred-10x"),
+])
+def test_what_can_not_be_is_said(options, message):
+    embedded = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
+    options = [str(embedded) if option == "EMBEDDED" else option for option in options]
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "4",
+                          *options], timeout=60)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
