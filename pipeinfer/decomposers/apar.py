@@ -7,28 +7,26 @@ fork, and nothing is joined. Knows no cells, runs or models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipeinfer.core import ANY
-from pipeinfer.decomposers.base import MAIN, Action, Close, Fork, Piece, Vocabulary
-from pipeinfer.decomposers.reading import Stream
+from pipeinfer.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.decomposers.reading import Reader, Stream
 from pipeinfer.errors import ModelError
 
 FORK, CHILD = "[Fork]", "[Child]"
 
 
-class Apar:
+class Apar(Reader):
     """A `Decomposer`. n_prompt: tokens of the prompt; most: forks in all, further ones are
     ignored. Raises ModelError when a control token takes several tokens."""
 
     def __init__(self, vocabulary: Vocabulary, *, n_prompt: int, most: int = 32) -> None:
+        super().__init__()
         fork, child = vocabulary.single(FORK), vocabulary.single(CHILD)
         if fork is None or child is None:
             raise ModelError(f"--decomposer apar needs a vocabulary with single tokens for {FORK} "
                              f"and {CHILD}; this model's has none")
         self._vocabulary, self._fork, self._child = vocabulary, fork, child
         self._index, self._most, self._numbers = n_prompt, most, 0
-        self._main = Stream()
         self._children: dict[int, Stream] = {}
 
     @property
@@ -66,17 +64,3 @@ class Apar:
             return []
         self._children[thread].over = True
         return [Close(thread)]
-
-    def settled(self, thread: int) -> list[Action]:
-        """See `Decomposer.settled`; no thread is joined here."""
-        del thread
-        return []
-
-    def take(self) -> Sequence[Piece]:
-        """See `Decomposer.take`: each detail behind its item."""
-        return self._main.take()
-
-    def flush(self) -> Sequence[Piece]:
-        """See `Decomposer.flush`."""
-        self._main.end()
-        return self._main.take()

@@ -26,11 +26,10 @@ from pipeinfer.decomposers.base import (
     Fork,
     Hold,
     Join,
-    Piece,
     Skip,
     Vocabulary,
 )
-from pipeinfer.decomposers.reading import Stream
+from pipeinfer.decomposers.reading import Reader, Stream
 
 ASYNC, END_ASYNC, SYNC = b"<async>", b"</async>", b"<sync/>"
 UNIT = 10  #: tokens that the attribute counts in
@@ -90,7 +89,7 @@ class _Block:
     joined: bool = False
 
 
-class Pasta:
+class Pasta(Reader):
     """A `Decomposer`. most: promises that may be open at a time. room: a promise that would put
     the main thread beyond this many positions is text. start: position of the first token.
 
@@ -100,13 +99,13 @@ class Pasta:
 
     def __init__(self, vocabulary: Vocabulary, *, start: int, room: int, most: int = 16,
                  spacing: Spacing | None = None, overlap: bool = True) -> None:
+        super().__init__()
         self._vocabulary = vocabulary
         self._spacing, self._overlap = spacing or Spacing(), overlap
         self._most, self._room, self._pos = most, room, start
         self._index = start
         self._begin = tuple(vocabulary.encode(ASYNC.decode()))
         self._end = tuple(vocabulary.encode(END_ASYNC.decode()))
-        self._main = Stream()  #: its held parts may be the start of a tag
         self._numbers = 0
         self._blocks: dict[int, _Block] = {}
         self._waiting = False
@@ -172,15 +171,6 @@ class Pasta:
         """See `Decomposer.settled`."""
         self._blocks[thread].settled = True
         return self._join()
-
-    def take(self) -> Sequence[Piece]:
-        """See `Decomposer.take`: the main text, each block after its promise, without tags."""
-        return self._main.take()
-
-    def flush(self) -> Sequence[Piece]:
-        """See `Decomposer.flush`."""
-        self._main.end()
-        return self._main.take()
 
     # --- the main thread ----------------------------------------------------------------------
 

@@ -25,10 +25,9 @@ from pipeinfer.decomposers.base import (
     Cut,
     Feed,
     Fork,
-    Piece,
     Vocabulary,
 )
-from pipeinfer.decomposers.reading import Stream
+from pipeinfer.decomposers.reading import Reader, Stream
 from pipeinfer.errors import ModelError
 
 STEP, END, ELLIPSIS, HALF, BREAK = "####", "%%%%", "......", "...", "\n\n"
@@ -78,13 +77,13 @@ class _Branch:
         return self.stream.over
 
 
-class Pdos:
+class Pdos(Reader):
     """A `Decomposer`. n_prompt: tokens of the prompt."""
 
     def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
+        super().__init__()
         self._vocabulary, self._marks = vocabulary, Markers.of(vocabulary)
         self._n_prompt = self._index = n_prompt
-        self._main = Stream()
         self._numbers = 0
         self._branches: list[_Branch] = []  #: of the block at hand
         self._threads: dict[int, _Branch] = {}
@@ -136,20 +135,6 @@ class Pdos:
             return self._over(self._threads[thread])
         self._main.over, self._titles = True, None
         return []
-
-    def settled(self, thread: int) -> list[Action]:
-        """See `Decomposer.settled`; no thread is joined here."""
-        del thread
-        return []
-
-    def take(self) -> Sequence[Piece]:
-        """See `Decomposer.take`: steps in order behind the text before them, no skeleton."""
-        return self._main.take()
-
-    def flush(self) -> Sequence[Piece]:
-        """See `Decomposer.flush`."""
-        self._main.end()
-        return self._main.take()
 
     def _fan_out(self, titles: list[list[int]]) -> list[Action]:
         """Stage 2 begins."""

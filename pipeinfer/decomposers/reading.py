@@ -6,10 +6,11 @@ methods of decomposition.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from pipeinfer.decomposers.base import Piece
+from pipeinfer.decomposers.base import Action, Piece
 
 
 @dataclass(slots=True, eq=False)
@@ -64,3 +65,24 @@ class Stream:
 
 
 Part: TypeAlias = Piece | Stream
+
+
+class Reader:
+    """The half of a `Decomposer` that methods share: text in reading order, nothing to join."""
+
+    def __init__(self) -> None:
+        self._main = Stream()
+
+    def settled(self, thread: int) -> list[Action]:
+        """See `Decomposer.settled`."""
+        del thread
+        return []
+
+    def take(self) -> Sequence[Piece]:
+        """See `Decomposer.take`."""
+        return self._main.take()
+
+    def flush(self) -> Sequence[Piece]:
+        """See `Decomposer.flush`."""
+        self._main.end()
+        return self._main.take()

@@ -9,11 +9,11 @@ is answered plainly. Knows no cells, runs or models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeinfer.decomposers.base import MAIN, Action, Close, Fork, Piece, Vocabulary
-from pipeinfer.decomposers.reading import Stream
+from pipeinfer.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.decomposers.reading import Reader, Stream
 
 _POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
 
@@ -28,13 +28,13 @@ class Prompts:
     lead: Callable[[int, str], str]
 
 
-class Skeleton:
+class Skeleton(Reader):
     """A `Decomposer` whose main prompt asks for the outline. most: points that are expanded."""
 
     def __init__(self, vocabulary: Vocabulary, prompts: Prompts, *, most: int = 16) -> None:
+        super().__init__()
         self._vocabulary, self._prompts, self._most = vocabulary, prompts, most
         self._outline: list[bytes] = []
-        self._main = Stream()
         self._points: dict[int, Stream] = {}
         self._leads: dict[int, bytes] = {}
 
@@ -80,17 +80,3 @@ class Skeleton:
         self._main.parts += self._points.values()
         self._main.over = True
         return list(forks)
-
-    def settled(self, thread: int) -> list[Action]:
-        """See `Decomposer.settled`; no thread is joined here."""
-        del thread
-        return []
-
-    def take(self) -> Sequence[Piece]:
-        """See `Decomposer.take`: the points in order, no outline."""
-        return self._main.take()
-
-    def flush(self) -> Sequence[Piece]:
-        """See `Decomposer.flush`."""
-        self._main.end()
-        return self._main.take()
