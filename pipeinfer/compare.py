@@ -47,7 +47,8 @@ class Answer:
     """What a method made of a prompt. seconds: from asking to the last token, prompt included.
 
     visible: tokens of which the reader sees something. tokens: all that the model chose. steps:
-    passes through the pipeline one after the other. cells: most cells in use.
+    passes through the pipeline one after the other. cells: most cells in use. busy: share of the
+    stages' time that runs took; wasted: share of that spent on guesses that were wrong.
     """
 
     method: str
@@ -57,6 +58,8 @@ class Answer:
     steps: int
     runs: int
     cells: int
+    busy: float
+    wasted: float
     acceptance: float | None
     quality: float | None
     exact: bool | None
@@ -105,16 +108,32 @@ def ask(session: Session, config: Config, prompt: Prompt, method: str, seed: int
         nonlocal cells
         cells = max(cells, session.head.snapshot()["cells_used"])
 
+    session.head.observe(True)
     started = time.monotonic()
     run_request(session, opening, sampling_params(config, seed), config.n_predict, seed=seed,
                 into=out, on_text=sample)
     seconds = time.monotonic() - started
     session.head.drain(config.timeout)
+    busy, wasted = use_of_stages(session.head.take_runs())
+    session.head.observe(False)
     return Answer(
         method, seconds, out.lane.accepted, out.visible, out.lane.steps, out.lane.runs, cells,
+        busy / (seconds * session.n_stages), wasted / busy if busy else 0.0,
         out.acceptance if config.proposer else None,
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text)
+
+
+def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Seconds that stages spent on runs (`Head.take_runs`), and those of wrong guesses."""
+    spent: dict[int, float] = {}
+    wrong: set[int] = set()
+    for report in reports:
+        if "spans" in report:
+            spent[report["id"]] = sum(seconds for _, seconds, _ in report["spans"])
+        if report.get("fate") == "rejected":
+            wrong.add(report["id"])
+    return sum(spent.values()), sum(spent.get(run, 0.0) for run in wrong)
 
 
 def geometric(values: Sequence[float]) -> float:
@@ -148,6 +167,8 @@ def rows_of(answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
             "acceptance": statistics.fmean(accepted) if accepted else None,
             "quality": statistics.fmean(quality) if quality else None,
             "exact": statistics.fmean(exact) if exact else None,
+            "busy": statistics.fmean([a.busy for a in given]),
+            "wasted": statistics.fmean([a.wasted for a in given]),
             "cells": max(a.cells for a in given),
             "same_text": sum(p.text == a.text for p, a in pairs),
         })
@@ -159,7 +180,8 @@ _COLUMNS = (("method", "method", "{}"), ("tokens_per_second", "tokens/s", "{:.1f
             ("steps_speedup", "in steps", "{:.2f}"), ("compression", "S", "{:.2f}"),
             ("parallelism", "parallel", "{:.2f}"), ("acceptance", "accepted", "{:.0%}"),
             ("quality", "quality", "{:.3f}"), ("exact", "exact", "{:.1%}"),
-            ("cells", "cells", "{}"), ("same_text", "same text", "{}"))
+            ("busy", "busy", "{:.0%}"), ("wasted", "wasted", "{:.0%}"), ("cells", "cells", "{}"),
+            ("same_text", "same text", "{}"))
 
 
 def table_text(table: Sequence[Mapping[str, Any]]) -> str:
