@@ -89,7 +89,13 @@ def share_spellings(model: Llama, codec: Codec) -> None:
             rows[number] = 0.9 * rows[bare] + 0.44 * rows[number]
 
 
-def fit(settings: Settings, codec: Codec, report: Callable[[str], None]) -> tuple[Llama, Progress]:
+def fit(
+    settings: Settings,
+    codec: Codec,
+    report: Callable[[str], None],
+    *,
+    stop_after: int | None = None,
+) -> tuple[Llama, Progress]:
     """Train, or go on training, the model of the work directory."""
     torch.set_num_threads(settings.threads)
     shape = replace(settings.shape, n_vocab=codec.tokenizer.get_vocab_size())
@@ -111,7 +117,9 @@ def fit(settings: Settings, codec: Codec, report: Callable[[str], None]) -> tupl
         ramp=settings.ramp,
         bfloat16=plan.bfloat16,
     )
-    return model, optimise(model, plan, settings.work / "task.pt", objective, report=report)
+    checkpoint = settings.work / "task.pt"
+    progress = optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
+    return model, progress
 
 
 @torch.no_grad()
