@@ -182,32 +182,58 @@ def test_a_client_that_leaves_takes_all_threads_along(method):
         check_at_rest(pipeline)
 
 
+class Scripted(ThreadedPipeline):
+    """Each thread writes its script, a token for every row that is asked, and then ends."""
+
+    def __init__(self, scripts, words, make, prompt, **options):
+        super().__init__(LIMITS["iterative"], words, n_stages=1, **options)
+        self.scripts, self.done = scripts, {}
+        self.output[0] = []
+        self.feed(Submit(Request(0, prompt, MOST, eos_ids=frozenset({EOS})), decompose=make))
+        self.drain()
+        self.stats = next(item.stats for item in self.log if isinstance(item, Finish))
+
+    def _evaluate(self, stage, item):
+        super()._evaluate(stage, item)
+        out = []
+        for row, lane in enumerate(item.lanes):
+            if item.rows.outputs[row]:
+                found = self.scheduler.lanes.get(lane)
+                script = self.scripts.get(found.thread, []) if found else []
+                at = self.done[lane] = self.done.get(lane, -1) + 1
+                out.append(Choice(script[at] if at < len(script) else EOS))
+        return out
+
+
+class Mute(Words):
+    """A vocabulary whose model has nothing to say of its own."""
+
+    def choose(self, pairs, last, pos, bans):
+        return EOS
+
+
 def test_steps_are_counted_as_the_paper_does():
     """ALGORITHMS A6: P1 in step 1; P2 and x in 2; sync, the end of block 1 and y in 3; the end of
     block 2 in 4; z in 5. Plain decoding takes one step per token."""
-    words = Words([b"", b'<promise topic="p" tokens=1/>', b"<async>", b"</async>", b"<sync/>",
-                   b"x", b"y", b"z", b"u"], [])
-    scripts = {0: [1, 1, 4, 7, 0], 1: [5, 3], 2: [6, 3]}
-
-    class Scripted(ThreadedPipeline):
-        def _evaluate(self, stage, item):
-            super()._evaluate(stage, item)
-            out = []
-            for row, lane in enumerate(item.lanes):
-                if item.rows.outputs[row]:
-                    name = self.scheduler.lanes[lane].thread if lane in self.scheduler.lanes else 9
-                    at = self.done[name] = self.done.get(name, -1) + 1
-                    script = scripts.get(name, [])
-                    out.append(Choice(script[at] if at < len(script) else 0))
-            return out
-
-    words.choose = lambda *_: 0
-    pipeline = Scripted(LIMITS["iterative"], words, n_stages=1)
-    pipeline.done = {}
-    pipeline.output[0] = []
-    pipeline.feed(Submit(Request(0, (8,), MOST, eos_ids=frozenset({EOS})), decompose=lambda: Pasta(
-        words.vocabulary(), start=1, room=N_CTX)))
-    pipeline.drain()
+    words = Mute([b"", b'<promise topic="p" tokens=1/>', b"<async>", b"</async>", b"<sync/>",
+                  b"x", b"y", b"z", b"u"], [])
+    pipeline = Scripted({0: [1, 1, 4, 7, 0], 1: [5, 3], 2: [6, 3]}, words,
+                        lambda: Pasta(words.vocabulary(), start=1, room=N_CTX), (8,))
     assert pipeline.text == b"xyz"
-    stats = next(item.stats for item in pipeline.log if isinstance(item, Finish))
-    assert (stats.steps, stats.accepted) == (5, 8)
+    assert (pipeline.stats.steps, pipeline.stats.accepted) == (5, 8)
+
+
+def test_pdos_takes_no_more_memory_than_plain_decoding_of_its_text():
+    """Nothing is copied: at no time more cells than the final sequence has (A7: 100 + 16, and what
+    follows), and steps as many as the longest branch, not as all of them."""
+    words = Mute(PDOS.texts, [])
+    step, end, colon, a, b = 1, 2, 6, 8, 9
+    # the last row of each feed is asked as well: after `:` and what is forced comes the next title
+    main = [step, a, colon, a, b, colon, end, a, 0]
+    pipeline = Scripted({0: main, 1: [a] * 5 + [step], 2: [b] * 2 + [step]}, words,
+                        lambda: Pdos(words.vocabulary(), n_prompt=100), (b,) * 100)
+    assert pipeline.text == b"\n\n####a:aaaaa\n\n####ab:bba"
+    final = 100 + (1 + 3 + 5) + (1 + 4 + 2) + 1
+    assert pipeline.max_cells <= final
+    # skeleton: 7 chosen tokens one after the other; 6 for the longer branch; the last one
+    assert pipeline.stats.steps == 7 + 6 + 1
