@@ -74,8 +74,11 @@ from pipeinfer.planner import (
 )
 from pipeinfer.policy import Limits, Policy
 from pipeinfer.protocol import VERSION, Notice, ShardHave, Tag, WorkerFailed
+from pipeinfer.replica_head import ReplicaHead
+from pipeinfer.replicas import ReplicaScheduler
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
+from pipeinfer.strategies.lookahead import Lookahead
 from pipeinfer.strategies.rows import RowProposer
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.survey import Survey
@@ -406,7 +409,8 @@ def _start(
         port.send(node, Tag.TRANSACTION, Notice("setup", node, {
             **setup, "start": start, "stop": stop,
             "shard": source and {"name": source.name, "bytes": source.total},
-            "vocabulary": vocabulary.to_json() if vocabulary and node == n_stages else None,
+            "vocabulary": vocabulary.to_json() if vocabulary and stop == model.n_layers
+            else None,
             "settings": hosts[job.plan.ranks[node - 1]]["settings"]}))
     states = {node: StageState() for node in range(1, n_stages + 1)}
     worker = None
@@ -456,9 +460,14 @@ def _start(
         return brain.limits
 
     brain = think(config, policy)
-    head = Head(port, n_stages, Scheduler(brain.limits, brain.rows, drafts=worker is not None),
-                worker, cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
-                timeout=config.timeout, controller=brain.controller)
+    if job.plan.whole:
+        assert isinstance(brain.rows, Lookahead)
+        head: Head = ReplicaHead(port, ReplicaScheduler(brain.limits, brain.rows, n_stages),
+                                 trace=bool(config.trace), timeout=config.timeout)
+    else:
+        head = Head(port, n_stages, Scheduler(brain.limits, brain.rows, drafts=worker is not None),
+                    worker, cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
+                    timeout=config.timeout, controller=brain.controller)
     limits = brain.limits
     return Session(
         config, head, limits, tokenizer, worker,

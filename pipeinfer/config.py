@@ -112,6 +112,11 @@ class Config:
                                           "n-grams that the target makes in spare rows (asked "
                                           "first; docs/lookahead.md) [default: draft, if there "
                                           "is a draft model].")
+    layout: str = _opt("pipeline", "--layout", kind="str", group="runtime",
+                       choices=("pipeline", "replicate"),
+                       help="pipeline: each rank holds some layers; replicate: each holds the "
+                            "whole model, and the rows of lookahead decoding are dealt out "
+                            "(docs/lookahead.md).")
     lookahead_window: int = _opt(5, "--lookahead-window", group="runtime", low=0, high=128,
                                  help="Columns of --proposer lookahead (W): n-grams per step.")
     lookahead_ngram: int = _opt(3, "--lookahead-ngram", group="runtime", low=2, high=16,

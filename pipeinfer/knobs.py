@@ -45,7 +45,7 @@ def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowPro
         learned = load_bita(config.bita)
         return Bita(n_vocab, learned.n_masks, config.bita_top,
                     prompt_id if learned.n_prompts else None)
-    if "lookahead" not in config.proposer:
+    if "lookahead" not in config.proposer and config.layout != "replicate":
         return None
     return Lookahead(config.lookahead_window, config.lookahead_ngram, config.lookahead_candidates)
 

@@ -103,7 +103,8 @@ def _load_stage(config: Config, place: Place, port: Port, n_stages: int
         "weight_bytes": backend.info.weight_bytes,
         "cache_bytes": backend.info.cache_bytes, "threads": threads, "received_bytes": received,
     }))
-    stage = Stage(port, n_stages, backend, cancel_path=CancelPath(config.cancel_path),
+    last = port.node if stop == setup["n_layers"] else n_stages  # a replica is its own last stage
+    stage = Stage(port, last, backend, cancel_path=CancelPath(config.cancel_path),
                   trace=bool(config.trace), timeout=config.timeout,
                   vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
                   extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,

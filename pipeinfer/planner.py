@@ -121,6 +121,9 @@ def context_size(config: Config, model: Any) -> int:
 
 def choose_policy(config: Config, draft: Path | None) -> Policy:
     """The policy of a config. Raises UsageError where its options contradict one another."""
+    if config.layout == "replicate":
+        _check_replicas(config)
+        return Policy.SPECULATIVE
     if config.speculation == "off":
         if config.policy not in ("", Policy.ITERATIVE):
             raise UsageError(f"--speculation off and --policy {config.policy}: leave out one")
@@ -141,10 +144,24 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
     return policy
 
 
+def _check_replicas(config: Config) -> None:
+    """Raise UsageError for options that have no meaning with --layout replicate."""
+    wrong = {
+        "--policy": config.policy not in ("", Policy.SPECULATIVE),
+        "--proposer": not set(config.proposer) <= {"lookahead"},
+        "-md": config.draft_model, "-mds": config.draft_small, "--bita": config.bita,
+        "--decomposer": config.decomposer, "--parallel": config.parallel > 1,
+        "--layers": config.layers, "--speculation": config.speculation == "off",
+        "--ablate": config.ablate}
+    if found := [name for name, given in wrong.items() if given]:
+        raise UsageError("--layout replicate deals out the rows of lookahead decoding, one request "
+                         f"at a time; it does not go with {', '.join(found)}")
+
+
 def draft_models(config: Config, draft: Path | None, policy: Policy) -> list[Path]:
     """The draft models to load, the one to ask first first. Raises UsageError."""
     wanted = "draft" in config.proposer or not (config.proposer or config.bita)
-    if policy is Policy.ITERATIVE or draft is None or not wanted:
+    if policy is Policy.ITERATIVE or draft is None or not wanted or config.layout == "replicate":
         return []
     small = [Path(config.draft_small)] if config.draft_small else []
     return [*small, draft]
@@ -168,7 +185,8 @@ class Plan:
     """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
 
     equal: what equal shares for every rank that may hold a stage would have been. Seconds are
-    relative where nothing was measured (`timed` False). left_out: rank -> why.
+    relative where nothing was measured (`timed` False). left_out: rank -> why. whole: how many
+    layers the model has, where every candidate holds them all.
     """
 
     candidates: tuple[int, ...]
@@ -176,19 +194,26 @@ class Plan:
     equal: Split
     left_out: Mapping[int, str]
     timed: bool
+    whole: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold a stage."""
+        if self.whole:
+            return self.candidates
         return tuple(self.candidates[i] for i, _, _ in self.split.ranges())
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """[start, stop) of each stage."""
+        if self.whole:
+            return [(0, self.whole)] * len(self.candidates)
         return [(start, stop) for _, start, stop in self.split.ranges()]
 
     def line(self) -> str:
         """One line for people; empty when the plan is the equal split over all ranks."""
+        if self.whole:
+            return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
         if self.split.counts == self.equal.counts and not self.left_out:
             return ""
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)
@@ -378,6 +403,14 @@ def make_plan(
         config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,
                 {candidates[i]: why for i, why in left_out.items()}, timed)
+
+
+def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:
+    """The whole model on every candidate. Raises PlanError where it does not fit."""
+    n = len(load.costs)
+    for member in members:
+        check_fits(split := measure(load, [member], [n]), [member])
+    return Plan(tuple(candidates), split, split, {}, timed=False, whole=n)
 
 
 def _unused(split: Split) -> set[int]:

@@ -31,6 +31,7 @@ from pipeinfer.planner import (
     level,
     load_of,
     make_plan,
+    replicate,
     torch_item_bytes,
 )
 from pipeinfer.policy import Policy
@@ -59,17 +60,19 @@ def agree(
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
     candidates = list(range(0 if config.head_stage or place.size == 1 else 1, place.size))
+    whole = config.layout == "replicate"
     nodes = load_nodes(config)
     counts = asked_counts(config, model, candidates, hosts,
                           nodes.layers if nodes is not None else None)
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
     notes: list[str] = []
-    if place.comm is not None and config.split == "planned" and len(free) > 1:
+    if place.comm is not None and config.split == "planned" and len(free) > 1 and not whole:
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = members_of(candidates, counts, hosts, figures, head_bytes)
-    plan = make_plan(config, load, members, candidates, hosts,
-                     lambda split: estimate(split, policy), timed=bool(figures))
+    plan = replicate(load, members, candidates) if whole else make_plan(
+        config, load, members, candidates, hosts, lambda split: estimate(split, policy),
+        timed=bool(figures))
     if place.comm is not None:
         from pipeinfer.transport import mpi
 

@@ -76,9 +76,14 @@ class Window:
         """How many there are now, column 0 included."""
         return len(self.levels[0]) + 1
 
-    def rows(self, anchors: Sequence[Anchor]) -> tuple[list[ProbeRow], list[int]]:
+    def rows(self, anchors: Sequence[Anchor], columns: range | None = None
+             ) -> tuple[list[ProbeRow], list[int]]:
         """The window as probes below anchor 0, and for each column the index (among anchors and
-        probes) of the row whose choice continues it. Rows that repeat an anchor are not made."""
+        probes) of the row whose choice continues it. Rows that repeat an anchor are not made.
+
+        columns: only these, with what they need of level 0.
+        """
+        columns = range(self.columns) if columns is None else columns
         nodes = {(anchor.parent, anchor.token): k for k, anchor in enumerate(anchors) if k}
         made: list[tuple[int, int]] = []
 
@@ -89,10 +94,11 @@ class Window:
             return nodes[parent, token]
 
         trunk = [0]
-        for token in self.levels[0]:
+        for token in self.levels[0][: columns.stop - 1]:
             trunk.append(below(trunk[-1], token))
         tops = []
-        for column, node in enumerate(trunk):
+        for column in columns:
+            node = trunk[column]
             for level in self.levels[1:]:
                 node = below(node, level[column])
             tops.append(node)
@@ -165,23 +171,24 @@ class Lookahead:
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
         """See `RowProposer.propose`. Candidates that start alike share their tokens."""
         last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
-        found: list[Proposal] = []
-        nodes: dict[tuple[int, int], int] = {}
-        for tail in self._lanes[job.lane].pool.of(last):
-            parent = -1
-            for token in tail[: job.max_depth]:
-                if token in job.stop_ids:
-                    break
-                node = nodes.get((parent, token), -1)
-                if node < 0:
-                    if len(found) >= job.max_tokens:
-                        break
-                    other = any(p == parent for p, _ in nodes)
-                    claim = OTHER if other else FIRST if parent < 0 else LATER
-                    node = nodes[parent, token] = len(found)
-                    found.append(Proposal(parent, token, claim, spare=other))
-                parent = node
-        return tuple(found)
+        return tuple(trie(self.tails(job.lane, last, job.max_depth, job.stop_ids),
+                          job.max_tokens))
+
+    def tails(self, lane: int, token: int, depth: int, stop_ids: frozenset[int]
+              ) -> list[tuple[int, ...]]:
+        """What the pool has behind a token, the newest first: at most `depth` tokens each, and
+        nothing from a token that would end the text on."""
+        found = []
+        for tail in self._lanes[lane].pool.of(token):
+            ends = [i for i, t in enumerate(tail) if t in stop_ids]
+            cut = tail[: min([depth, *ends])]
+            if cut:
+                found.append(cut)
+        return found
+
+    def window_of(self, lane: int) -> Window:
+        """The window of a lane."""
+        return self._lanes[lane].window
 
     def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
         """See `RowProposer.probes`."""
@@ -195,20 +202,40 @@ class Lookahead:
     def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
         """See `RowProposer.learn`."""
         state = self._lanes[lane]
-        if not state.tops:
-            return
-        new = []
-        for column, top in enumerate(state.tops):
-            choice = choices[top]
-            known = choice is not None and choice.token >= 0
-            new.append(choice.token if known and choice is not None
-                       else pick(state.tokens, len(state.tokens) + column))
-        for ngram in state.window.step(state.current, new):
+        if state.tops:
+            self.advance(lane, state.current, [choices[top] for top in state.tops])
+
+    def advance(self, lane: int, current: int, chosen: Sequence[Choice | None]) -> None:
+        """Take in what was chosen for every column of the window below `current`."""
+        state = self._lanes[lane]
+        new = [choice.token if choice is not None and choice.token >= 0
+               else pick(state.tokens, len(state.tokens) + column)
+               for column, choice in enumerate(chosen)]
+        for ngram in state.window.step(current, new):
             state.pool.add(ngram)
 
     def closed(self, lane: int) -> None:
         """See `RowProposer.closed`."""
         self._lanes.pop(lane, None)
+
+
+def trie(tails: Sequence[tuple[int, ...]], most: int) -> list[Proposal]:
+    """At most so many proposals for candidates; those that start alike share their tokens."""
+    found: list[Proposal] = []
+    nodes: dict[tuple[int, int], int] = {}
+    for tail in tails:
+        parent = -1
+        for token in tail:
+            node = nodes.get((parent, token), -1)
+            if node < 0:
+                if len(found) >= most:
+                    break
+                other = any(p == parent for p, _ in nodes)
+                claim = OTHER if other else FIRST if parent < 0 else LATER
+                node = nodes[parent, token] = len(found)
+                found.append(Proposal(parent, token, claim, spare=other))
+            parent = node
+    return found
 
 
 def window_rows(window: int, ngram: int) -> int:

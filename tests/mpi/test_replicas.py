@@ -1,0 +1,78 @@
+"""Lookahead parallelism over real ranks: one rank's tokens and steps, whoever computes what."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.core import SamplingParams
+from pipeinfer.sampling import noise_key
+from pipeinfer.tokenizer import Tokenizer
+from tests.mpi import launch
+from tests.mpi.test_jobs import EMBEDDED, run_matrix
+from tests.plain_loop import PlainLoop
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
+SEEDED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "key": noise_key(3)}
+GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    prompt = tokenizer.encode(PROMPT)
+    tokens = [loop.generate(prompt, 60, SamplingParams(**p)) for p in ({}, SEEDED)]
+    loop.close()
+    tokenizer.close()
+    return tokens
+
+
+def answers(tmp_path, ranks, config):
+    todo = [{"prompt": PROMPT, "limits": {}, "count": 60, "params": params}
+            for params in ({}, SEEDED)]
+    sizes = {"lookahead_window": 6, "lookahead_ngram": 3, "lookahead_candidates": 4, "branches": 1}
+    return run_matrix(tmp_path, ranks, {**sizes, **config}, todo)
+
+
+def test_tokens_and_steps_are_those_of_one_rank(tmp_path, wanted):
+    """The scheduler's synchronous policy on one rank counts the same steps."""
+    base = answers(tmp_path, 1, {"policy": "speculative", "proposer": ["lookahead"]})
+    assert [result["tokens"] for result in base["results"]] == wanted
+    steps = [result["runs"] - result["speculative_runs"] for result in base["results"]]
+    assert steps[0] < 60 / 1.3
+    for ranks in (1, 2, 3, 5):  # 1, 1, 2 and 4 replicas: of several ranks the first is the head
+        found = answers(tmp_path, ranks, {"policy": "", "layout": "replicate"})
+        assert [result["tokens"] for result in found["results"]] == wanted
+        assert [result["runs"] for result in found["results"]] == steps
+        reports = found["reports"].values()
+        assert len(reports) == max(ranks - 1, 1)
+        assert all(report["layers"] == [0, 12] for report in reports)
+        if ranks > 3:  # the rows are really dealt out
+            rows = [report["rows"] for report in reports]
+            assert max(rows) < 0.8 * sum(rows)
+
+
+def test_the_command_line_with_a_replica_on_rank_0_and_torch():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    args = ["-n", "24", "--temp", "0", "--json", "--ignore-eos", "--backend", "torch", "--device",
+            "cpu", "-c", "512", "-t", "1"]
+    done = launch.run(2, [*GENERATE, *args, "--layout", "replicate", "--head-stage"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["stats"]["stages"]) == 2
+    plain = launch.run(1, [*GENERATE, *args, "--policy", "iterative"])
+    assert found["tokens"] == json.loads(plain.stdout)["tokens"]
+
+
+@pytest.mark.parametrize("args", [
+    ("--policy", "pipeinfer"), ("--proposer", "draft"), ("--proposer", "prompt-lookup"),
+    ("--parallel", "2"), ("-md", str(EMBEDDED / "draft.gguf")), ("--layers", "6,6")])
+def test_what_replicas_do_not_go_with(args):
+    done = launch.run(1, [*GENERATE, "-n", "2", "--layout", "replicate", *args])
+    assert done.returncode == 2
+    assert f"it does not go with {args[0]}" in done.stderr
+    assert "Traceback" not in done.stderr
