@@ -14,7 +14,7 @@ PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "event
         "errors", "partition", "lanes", "admission", "prefixes", "reserve", "calibration",
         "controller", "probing", "watch", "flight", "speculation", "threads",
         "decomposers/base", "decomposers/reading", "decomposers/pasta", "decomposers/pdos",
-        "decomposers/apar", "decomposers/skeleton", "probes",
+        "decomposers/apar", "decomposers/skeleton", "probes", "replicas",
         "strategies/base", "strategies/draft_model", "strategies/prompt_lookup",
         "strategies/several", "strategies/rows", "strategies/lookahead", "strategies/bita")
 FORBIDDEN = {"mpi4py", "torch", "time", "threading", "socket", "asyncio", "subprocess",
