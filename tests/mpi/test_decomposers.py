@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.mpi import launch
+from tests.mpi.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TORCH = ("plain", "pasta", "pdos", "skeleton", "apar", "pasta+lookahead@speculative",
@@ -98,3 +99,31 @@ def test_what_can_not_be_is_said(options, message):
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_server_decomposes_what_it_can_and_says_what_it_can_not():
+    question = [{"role": "user", "content": (
+        "Students and their grades\nAnna studies biology, 3.21\nBen studies history, 2.85\n"
+        "What are the grades of Anna and Ben?")}]
+    with serve(2, "--decomposer", "pdos", "--temp", "0") as server:
+        server.wait_until_ready()
+
+        def ask(**extra):
+            return server.post("/v1/chat/completions", {
+                "messages": question, "max_tokens": 200, "temperature": 0, **extra})
+
+        texts = {}
+        for method in ("none", "pdos", "skeleton", "apar"):
+            status, answer = ask(decomposer=method)
+            assert status == 200, answer
+            texts[method] = answer["choices"][0]["message"]["content"]
+        assert len(set(texts.values())) > 1
+        assert ask()[1]["choices"][0]["message"]["content"] == texts["pdos"]
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        status, answer = ask(decomposer="pdos", response_format=schema)
+        assert (status, answer["error"]["param"]) == (400, "decomposer")
+        assert ask(response_format=schema)[0] == 200  # the server's own choice gives way
+        status, answer = ask(decomposer="pasta")
+        assert (status, answer["error"]["param"]) == (400, "decomposer")
+        assert ask(decomposer="magic")[0] == 400
+        assert server.health()[0] == 200
