@@ -41,6 +41,7 @@ SMALL = (("(3,5,2)", 5, 3, 2, True), ("(3,5,2), window alone", 5, 3, 2, False),
          ("(4,4,1)", 4, 4, 1, True), ("(3,4,3)", 4, 3, 3, True), ("(2,7,7)", 7, 2, 7, True),
          ("(4,3,2)", 3, 4, 2, True), ("(3,0,7)", 0, 3, 7, True), ("(4,0,5)", 0, 4, 5, True),
          ("(5,0,3)", 0, 5, 3, True))
+DEFAULT = ("(5,2,2)", 2, 5, 2, True)
 SWEEP = tuple(("", w, n, w, False) for n in (2, 3, 5, 7) for w in (1, 2, 4, 8, 16, 32))
 
 
@@ -95,8 +96,9 @@ def run(texts: int, prompt: int, tokens: int) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     done = {(p["W"], p["N"], p["G"], p["pool"], p["temperature"]) for p in found}
     sampled = SamplingParams(0.8, 40, 0.95, 0.05, key=7)
-    todo = [(s, SamplingParams()) for s in (*TABLE, *SMALL, *SWEEP)]
-    todo += [(s, sampled) for s in (TABLE[1], SMALL[0])]
+    todo = [(s, SamplingParams()) for s in (*TABLE, *SMALL, DEFAULT, *SWEEP)]
+    todo += [(s, sampled) for s in (*TABLE, *SMALL[:2], DEFAULT, SMALL[-1])]
+    todo += [(s, sampled) for s in SWEEP if s[2] in (3, 5) and s[1] < 32]
     RESULTS.parent.mkdir(exist_ok=True)
     with open_session(config) as session:
         assert session is not None
@@ -109,6 +111,14 @@ def run(texts: int, prompt: int, tokens: int) -> None:
             RESULTS.write_text(json.dumps(found, indent=1))
 
 
+def curves(found: list[dict[str, Any]]) -> dict[tuple[float, int], list[dict[str, Any]]]:
+    """The sweep's points by (temperature, N), in order of W."""
+    lines: dict[tuple[float, int], list[dict[str, Any]]] = {}
+    for point in sorted((p for p in found if not p["label"]), key=lambda p: p["W"]):
+        lines.setdefault((point["temperature"], point["N"]), []).append(point)
+    return dict(sorted(lines.items()))
+
+
 def tables(found: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown lines."""
     yield "| setting (N,W,G) | rows | tokens | steps | S |"
@@ -118,14 +128,14 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
         yield (f"| {point['label']}{heat} | {point['rows']} | {point['tokens']} | "
                f"{point['steps']} | {point['S']:.2f} |")
     yield ""
-    sweep = [p for p in found if not p["label"]]
-    widths = sorted({p["W"] for p in sweep})
-    yield "| N | " + " | ".join(f"W=G={w}" for w in widths) + " | alpha, f of 3.9 (rms) |"
+    lines = curves(found)
+    widths = sorted({p["W"] for points in lines.values() for p in points})
+    yield "| N, T | " + " | ".join(f"W=G={w}" for w in widths) + " | alpha, f of 3.9 (rms) |"
     yield "|---" * (len(widths) + 2) + "|"
-    for size in sorted({p["N"] for p in sweep}):
-        points = sorted((p for p in sweep if p["N"] == size), key=lambda p: p["W"])
+    for (heat, size), points in lines.items():
         alpha, rare, wrong = fit(points)
-        yield (f"| {size} | " + " | ".join(f"{p['S']:.2f}" for p in points)
+        by_width = {p["W"]: f"{p['S']:.2f}" for p in points}
+        yield (f"| {size}, {heat:g} | " + " | ".join(by_width.get(w, "") for w in widths)
                + f" | {alpha:.2f}, {rare:.2f} ({wrong:.2f}) |")
 
 
@@ -133,16 +143,16 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
 def draw() -> None:
     """S against rows, with the formula fitted to each N."""
     found = json.loads(RESULTS.read_text())
-    sweep = [p for p in found if not p["label"]]
     figure, axis = plt.subplots(figsize=(7, 4.2))
-    colours = ("#7a8594", "#2563c9", "#c2601c", "#2e8b57")
-    for colour, size in zip(colours, sorted({p["N"] for p in sweep}), strict=False):
-        points = sorted((p for p in sweep if p["N"] == size), key=lambda p: p["W"])
+    colours = {2: "#7a8594", 3: "#2563c9", 5: "#c2601c", 7: "#2e8b57"}
+    for (heat, size), points in curves(found).items():
         alpha, rare, _ = fit(points)
         rows = [p["rows"] for p in points]
-        axis.plot(rows, [p["S"] for p in points], color=colour, marker="o", label=f"N = {size}")
-        axis.plot(rows, [expected(alpha, rare, size - 1, p["W"]) for p in points], color=colour,
-                  lw=1, ls=":")
+        axis.plot(rows, [p["S"] for p in points], color=colours[size], lw=1.5,
+                  marker="^" if heat else "o", ls="--" if heat else "-",
+                  label=f"N = {size}" + (f", T = {heat}" if heat else ""))
+        axis.plot(rows, [expected(alpha, rare, size - 1, p["W"]) for p in points],
+                  color=colours[size], lw=1, ls=":")
     axis.set_xscale("log", base=2)
     axis.set_xlabel("rows beside the current token, (W + G)(N - 1) with W = G")
     axis.set_ylabel("tokens per step (S)")

@@ -117,9 +117,9 @@ class Config:
                        help="pipeline: each rank holds some layers; replicate: each holds the "
                             "whole model, and the rows of lookahead decoding are dealt out "
                             "(docs/lookahead.md).")
-    lookahead_window: int = _opt(5, "--lookahead-window", group="runtime", low=0, high=128,
+    lookahead_window: int = _opt(2, "--lookahead-window", group="runtime", low=0, high=128,
                                  help="Columns of --proposer lookahead (W): n-grams per step.")
-    lookahead_ngram: int = _opt(3, "--lookahead-ngram", group="runtime", low=2, high=16,
+    lookahead_ngram: int = _opt(5, "--lookahead-ngram", group="runtime", low=2, high=16,
                                 help="Tokens of an n-gram of --proposer lookahead (N).")
     lookahead_candidates: int = _opt(2, "--lookahead-candidates", group="runtime", low=0, high=128,
                                      help="Most n-grams that --proposer lookahead verifies in a "

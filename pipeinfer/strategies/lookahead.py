@@ -22,7 +22,7 @@ from pipeinfer.tree import Proposal
 
 #: how likely the newest candidate's first token is right, and a later one if those before it are;
 #: what others add at the same place. Learnt corrections are the scheduler's (calibration)
-FIRST, LATER, OTHER = 0.35, 0.6, 0.15
+FIRST, LATER, OTHER = 0.5, 0.75, 0.12
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Lookahead:
     prompt_pool: n-grams of prompt and output go to the pool as well.
     """
 
-    def __init__(self, window: int = 5, ngram: int = 3, candidates: int = 2, *,
+    def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,
                  prompt_pool: bool = True) -> None:
         if window < 0 or ngram < 2 or candidates < 0:
             raise ValueError(f"a window of {window}, n-grams of {ngram} tokens and {candidates} "
