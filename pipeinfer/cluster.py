@@ -70,6 +70,7 @@ from pipeinfer.planner import (
     draft_models,
     model_paths,
     open_model,
+    row_method,
     sizes_for,
 )
 from pipeinfer.policy import Limits, Policy
@@ -384,7 +385,10 @@ def _start(
     drafts = draft_models(config, job.draft, policy)
     n_ctx, width, n_stages = job.n_ctx, job.width, len(job.plan.ranks)
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
-    if config.bita and config.policy == Policy.PIPEINFER:
+    if {"lookahead", "bita"} <= set(config.proposer):
+        notes.append("lookahead and BiTA both want the spare rows: "
+                     f"{row_method(config)}, named first, is used")
+    if row_method(config) == "bita" and config.policy == Policy.PIPEINFER:
         notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
                      "pipeinfer works like speculative")
     credit = config.credit or n_stages + 1

@@ -26,7 +26,7 @@ from pipeinfer.config import Config, Resolved
 from pipeinfer.decompose import METHODS, Decomposition
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
 from pipeinfer.generate import Generated, draw_seed, run_request, sampling_params
-from pipeinfer.knobs import row_proposer
+from pipeinfer.knobs import row_sizes
 from pipeinfer.policy import Policy
 
 PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
@@ -90,8 +90,8 @@ def superset(configs: Sequence[Config], base: Config) -> Config:
     first = "pasta" if "pasta" in decomposers else next(iter(sorted(decomposers)), "")
     whole = dataclasses.replace(base, decomposer=first, proposer=proposers, policy="",
                                 speculation=base.speculation if proposers else "off")
-    rows = row_proposer(whole)
-    if rows is not None and decomposers and base.partitions < 0:
+    rows = row_sizes(whole)
+    if rows.paths and decomposers and base.partitions < 0:
         threads = 1 + base.decompose_threads
         whole = dataclasses.replace(whole, partitions=16 + rows.paths * threads)
     return whole

@@ -105,13 +105,14 @@ class Config:
                        choices=("", "iterative", "speculative", "pipeinfer"),
                        help="What to issue next [default: pipeinfer with a draft, else iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", group="runtime",
-                                     choices=("draft", "prompt-lookup", "lookahead"),
+                                     choices=("draft", "prompt-lookup", "lookahead", "bita"),
                                      help="Where guesses come from (repeatable: asked in that "
                                           "order until one is sure): the draft model, what "
-                                          "followed when the same tokens came up before, or "
-                                          "n-grams that the target makes in spare rows (asked "
-                                          "first; docs/lookahead.md) [default: draft, if there "
-                                          "is a draft model].")
+                                          "followed when the same tokens came up before; or, "
+                                          "asked before those, n-grams that the target makes in "
+                                          "spare rows (docs/lookahead.md) or learned masks "
+                                          "(--bita) [default: bita with --bita, else draft, if "
+                                          "there is a draft model].")
     layout: str = _opt("pipeline", "--layout", kind="str", group="runtime",
                        choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
@@ -145,7 +146,8 @@ class Config:
                                    help="Switch a component off (repeatable).")
     bita: str = _opt("", "--bita", kind="str", group="runtime",
                      help="BiTA adapter (safetensors) of the model: learned mask tokens guess "
-                          "ahead; torch backend only, see docs/bita.md.")
+                          "ahead; torch backend only, see docs/bita.md. With --proposer name bita "
+                          "there, too.")
     bita_top: int = _opt(3, "--bita-top", group="runtime", low=1, high=8,
                          help="Likeliest tokens of the first mask that are verified with --bita, "
                               "of each further one a token less.")

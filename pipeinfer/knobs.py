@@ -6,6 +6,7 @@ a BiTA adapter's few vectors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.config import Config
@@ -19,7 +20,7 @@ from pipeinfer.controller import (
 )
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita import load_bita
-from pipeinfer.planner import Sizes
+from pipeinfer.planner import Sizes, row_method
 from pipeinfer.policy import Ablation, Limits, Policy
 from pipeinfer.probing import Probe
 from pipeinfer.strategies.bita import Bita
@@ -35,27 +36,44 @@ _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backend
 def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
     """What proposes from rows of its own in the target's runs, if anything does.
 
-    n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises UsageError,
-    and ModelError for an adapter that can not be read.
+    n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
+    for an adapter that can not be read.
     """
-    if config.bita:
-        if "lookahead" in config.proposer:
-            raise UsageError("--bita and --proposer lookahead both want the spare rows: leave out "
-                             "one")
+    return _make(row_method(config), config, n_vocab, prompt_id)
+
+
+def _make(method: str, config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+    if method == "bita":
         learned = load_bita(config.bita)
         return Bita(n_vocab, learned.n_masks, config.bita_top,
                     prompt_id if learned.n_prompts else None)
-    if "lookahead" not in config.proposer and config.layout != "replicate":
-        return None
-    return Lookahead(config.lookahead_window, config.lookahead_ngram, config.lookahead_candidates)
+    if method == "lookahead":
+        return Lookahead(config.lookahead_window, config.lookahead_ngram,
+                         config.lookahead_candidates)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """Room for whatever of a config proposes from rows: see `RowProposer`, each the most of any."""
+
+    candidates: int = 0
+    rows: int = 0
+    paths: int = 0
+
+
+def row_sizes(config: Config) -> RowSizes:
+    """What proposers of rows that are named may need, in use or not."""
+    found = [_make(method, config) for method in {row_method(config), *config.proposer}]
+    return RowSizes(*(max((getattr(rows, name) for rows in found if rows is not None), default=0)
+                      for name in ("candidates", "rows", "paths")))
 
 
 def partitions_for(config: Config, credit: int) -> int:
     """Sequence ids beside a lane's first."""
     if config.partitions >= 0:
         return config.partitions
-    rows = row_proposer(config)
-    return min(max(8, 2 * credit), _MOST_IDS) + (0 if rows is None else rows.paths)
+    return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
 
 
 def lanes_of(config: Config) -> int:
@@ -100,20 +118,18 @@ def spare_cells(width: int, credit: int) -> int:
 
 def probe_cells(config: Config) -> int:
     """Cells for the probes of all lanes, and for learned prompts."""
-    rows = row_proposer(config)
     learned = load_bita(config.bita).n_prompts if config.bita else 0
-    return learned + (0 if rows is None else rows.rows * lanes_of(config))
+    return learned + row_sizes(config).rows * lanes_of(config)
 
 
 def widths_for(config: Config, exact: int) -> tuple[int, int]:
     """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
     run of probes."""
-    rows = row_proposer(config)
-    probes = 0 if rows is None else rows.rows
+    sizes = row_sizes(config)
     if config.exact == "on":
-        return exact, probes
-    guesses = max(config.tree_max, 0 if rows is None else rows.candidates + probes)
-    return max(exact, guesses + 1, config.draft_max), probes
+        return exact, sizes.rows
+    guesses = max(config.tree_max, sizes.candidates + sizes.rows)
+    return max(exact, guesses + 1, config.draft_max), sizes.rows
 
 
 def limits_for(

@@ -130,18 +130,29 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
         return Policy.ITERATIVE
     if "draft" in config.proposer and draft is None:
         raise UsageError("--proposer draft needs a draft model: give one with -md")
+    if "bita" in config.proposer and not config.bita:
+        raise UsageError("--proposer bita needs an adapter: give one with --bita")
     guesses = draft is not None or bool(config.proposer or config.bita)
+    masks = row_method(config) == "bita"
     if config.policy:
         policy = Policy(config.policy)
         if policy is not Policy.ITERATIVE and not guesses:
             raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
-    elif config.bita:
+    elif masks:
         policy = Policy.SPECULATIVE
     else:
         policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
-    if config.bita and policy is Policy.PIPEINFER:
+    if masks and policy is Policy.PIPEINFER:
         return Policy.SPECULATIVE  # masks have nothing to name before the last token is accepted
     return policy
+
+
+def row_method(config: Config) -> str:
+    """Which proposer of rows a config uses: lookahead, bita, or none (empty)."""
+    if config.layout == "replicate":
+        return "lookahead"
+    named = [name for name in config.proposer if name in ("lookahead", "bita")]
+    return named[0] if named else "bita" if config.bita and not config.proposer else ""
 
 
 def _check_replicas(config: Config) -> None:

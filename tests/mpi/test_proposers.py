@@ -99,7 +99,7 @@ def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, draf
     for package in ("torch", "transformers", "safetensors"):
         pytest.importorskip(package)
     config = {"bita": adapter_at(tmp_path / "bita.safetensors", prompts), "backend": "torch",
-              "device": "cpu", "proposer": list(drafts), "policy": "speculative"}
+              "device": "cpu", "proposer": ["bita", *drafts], "policy": "speculative"}
     policies = [{"policy": "iterative"}, {"policy": "speculative"},
                 {"policy": "speculative", "exact_width": 5},
                 {"policy": "pipeinfer", "path_min": 0.001}]
@@ -119,7 +119,7 @@ def test_what_bita_can_not_do_is_said(tmp_path):
     ask = [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2", "--bita"]
     for args, code, says in (
             ([adapter], 2, "add --backend torch"),
-            ([adapter, "--backend", "torch", "--proposer", "lookahead"], 2, "leave out one"),
+            (["", "--proposer", "bita"], 2, "--proposer bita needs an adapter"),
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
              "is for 12 layers of 256 elements, the model has 2 of 256")):
