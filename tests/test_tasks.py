@@ -53,7 +53,7 @@ def test_streams_repeat_and_splits_are_disjoint() -> None:
 def test_totals_need_the_item_before() -> None:
     for task in islice(tasks.stream(2, kind="totals"), 20):
         assert task.dependent
-        amounts = [int(line.split(": ")[1]) for line in task.question.splitlines()[1:-1]]
+        amounts = [int(line.split(" pays ")[1]) for line in task.question.splitlines()[1:-1]]
         for total, item in zip(np.cumsum(amounts), task.items, strict=True):
             assert f"holds {total} coins" in item.body
 

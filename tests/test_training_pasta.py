@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ pytest.importorskip("tokenizers")
 
 from pipeinfer.training import batches, finetune, formats, markup, pasta_plans, rounds  # noqa: E402
 from pipeinfer.training.__main__ import main  # noqa: E402
+from pipeinfer.training.circuits import lay_out  # noqa: E402
 from pipeinfer.training.loop import Plan  # noqa: E402
 from pipeinfer.training.markup import Codec  # noqa: E402
 from pipeinfer.training.model import Llama, LlamaConfig  # noqa: E402
@@ -31,7 +33,14 @@ from pipeinfer.training.preference import Pool, Preference, pairs_of, prefer, sa
 from pipeinfer.training.programs import pasta_lang, start  # noqa: E402
 from pipeinfer.training.reference import Row, run, sampler  # noqa: E402
 from pipeinfer.training.restore import restore  # noqa: E402
-from pipeinfer.training.task_model import Settings, codec_at, export, fit  # noqa: E402
+from pipeinfer.training.task_model import (  # noqa: E402
+    SHAPE,
+    Settings,
+    codec_at,
+    export,
+    fit,
+    titles,
+)
 
 U, P, A, X, E, Y, S, Z = range(8)
 #: u P1 A1 x E1 P2 A2 y E2 S z: one-token promises of length 1, then a sync.
@@ -266,7 +275,7 @@ def test_samples_are_scored_and_repeat(codec: Codec) -> None:
 def settings_for(work: Path) -> Settings:
     shape = LlamaConfig(1, n_layer=2, n_embd=64, n_head=2, n_head_kv=1, n_ff=64, n_ctx=1024)
     plan = Plan(steps=1, warmup_steps=2, bfloat16=False, matrix_lr=0.02, other_lr=5e-3)
-    return Settings(work, work, steps=8, shape=shape, batch_tokens=900, plan=plan)
+    return Settings(work, work, steps=8, shape=shape, batch_tokens=900, plan=plan, circuits=False)
 
 
 def test_training_on_tasks_learns_and_resumes(work: Path, codec: Codec) -> None:
@@ -282,6 +291,34 @@ def test_training_on_tasks_learns_and_resumes(work: Path, codec: Codec) -> None:
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name]), name
     assert not torch.equal(first.token_embd.weight, second.token_embd.weight)
+
+
+def test_laid_out_heads_find_the_fact_of_the_latest_title(codec: Codec) -> None:
+    """Before any training: after ``studies`` the subject of that student, digits one by one."""
+    shape = replace(SHAPE, n_vocab=codec.tokenizer.get_vocab_size())
+    model = Llama(shape)
+    model.reset(0)
+
+    def accuracy() -> float:
+        right = asked = 0
+        for task in islice(tasks.stream(5, kind="retrieval"), 4):
+            text = f"{task.question}\n{task.answer}"
+            ids = codec.encode(text)
+            with torch.no_grad():
+                ranked = model(torch.tensor([ids]))[0].topk(3).indices
+            after = codec.one(" studies")
+            start = len(codec.encode(f"{task.question}\n"))
+            for at in range(start, len(ids) - 1):
+                if ids[at] == after:
+                    asked += 1
+                    right += ids[at + 1] in ranked[at].tolist()
+        return right / asked
+
+    before = accuracy()
+    lay_out(model, *titles(codec), 0)
+    assert accuracy() > 0.6 > 0.3 > before
+    with pytest.raises(ValueError, match="width 192"):
+        lay_out(tiny(codec), *titles(codec), 0)
 
 
 def test_a_written_model_comes_back(work: Path, codec: Codec, tmp_path: Path) -> None:

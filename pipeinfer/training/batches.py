@@ -23,7 +23,7 @@ from pipeinfer.training.tasks import Task
 from pipeinfer.training.tokenizer import END_OF_TEXT_ID, PAD_ID
 
 #: (spent fraction up to which it holds, share of examples that are drills).
-DRILLS = ((0.45, 0.8), (0.6, 0.4), (0.7, 0.15))
+DRILLS = ((0.15, 0.5), (0.4, 0.2))
 DRILL_TOKENS = 120
 
 
@@ -87,7 +87,7 @@ def drill(codec: Codec, task: Task, rng: np.random.Generator) -> Example:
     targets = formats.nothing(ids)
     while lines and len(ids) < DRILL_TOKENS:
         order = [lines[at] for at in rng.permutation(len(lines))]
-        names = [line.split(":", 1)[0] for line in order]
+        names = [line.split(" ", 1)[0] for line in order]
         head, rest = codec.encode(f"of {tasks.join(names)}.\n"), codec.encode("".join(order))
         ids += [*head, *rest]
         targets += [*formats.nothing(head[1:]), *rest, IGNORE]

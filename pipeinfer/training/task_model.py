@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeinfer.training import batches, formats, markup, programs, reference, tasks, words
+from pipeinfer.training import batches, circuits, formats, markup, programs, reference, tasks, words
 from pipeinfer.training.export import ModelCard, write_gguf
 from pipeinfer.training.loop import Plan, Progress, optimise
 from pipeinfer.training.markup import Codec
@@ -26,7 +26,9 @@ from pipeinfer.training.tokenizer import load
 #: Of the tasks and formats; files of another version were trained on other texts.
 VERSION = "1"
 #: Eight layers, since it is cut into up to eight pipeline stages.
-SHAPE = LlamaConfig(n_layer=8, n_embd=192, n_head=3, n_head_kv=3, n_ff=384, n_ctx=1024)
+SHAPE = LlamaConfig(
+    n_layer=8, n_embd=192, n_head=3, n_head_kv=3, n_ff=384, n_ctx=1024, rope_base=1e6
+)
 #: More than the words of the tasks ever need; the tokenizer stops when nothing is left to merge.
 MAX_VOCAB = 4096
 #: Tasks that the tokenizer reads: every word occurs many times in them.
@@ -45,13 +47,15 @@ class Settings:
     threads: int = 1
     shape: LlamaConfig = SHAPE
     batch_tokens: int = 2048
-    #: Fraction of the budget over which lists grow to their full length.
-    ramp: float = 0.6
+    #: Fraction of the budget by which lists grow to their full length.
+    ramp: float = 0.4
+    #: Begin with attention heads that look facts up.
+    circuits: bool = True
     #: Held-out tasks to decode per kind.
     held_out: Mapping[str, int] = field(
         default_factory=lambda: {"retrieval": 200} | dict.fromkeys(tuple(tasks.KINDS)[1:], 60)
     )
-    plan: Plan = field(default_factory=lambda: Plan(steps=1, matrix_lr=0.02, other_lr=1.5e-3))
+    plan: Plan = field(default_factory=lambda: Plan(steps=1, matrix_lr=0.008, other_lr=1e-3))
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
@@ -77,16 +81,10 @@ def codec_at(work: Path, seed: int) -> Codec:
     return Codec(load(path))
 
 
-@torch.no_grad()
-def share_spellings(model: Llama, codec: Codec) -> None:
-    """Begin a word after a blank near the same word without one: answers begin a sentence with a
-    name that the question holds after a blank."""
-    vocabulary = codec.tokenizer.get_vocab()
-    rows = model.token_embd.weight
-    for token, number in vocabulary.items():
-        bare = vocabulary.get(token.removeprefix("\u0120"))
-        if token.startswith("\u0120") and bare is not None:
-            rows[number] = 0.9 * rows[bare] + 0.44 * rows[number]
+def titles(codec: Codec) -> tuple[list[int], list[int]]:
+    """Ids of the words that open a sentence, without and with a leading blank."""
+    pools = (*words.NAMES, *words.GOODS, *words.SEGMENTS, *words.ASPECTS)
+    return [codec.one(word) for word in pools], [codec.one(f" {word}") for word in pools]
 
 
 def fit(
@@ -101,7 +99,8 @@ def fit(
     shape = replace(settings.shape, n_vocab=codec.tokenizer.get_vocab_size())
     model = Llama(shape)
     model.reset(settings.seed, embedding_scale=0.04)
-    share_spellings(model, codec)
+    if settings.circuits:
+        circuits.lay_out(model, *titles(codec), settings.seed)
     report(f"{model.parameter_count() / 1e6:.2f} M parameters, {shape.n_vocab} tokens")
     plan = replace(
         settings.plan, minutes=settings.minutes, steps=settings.steps, seed=settings.seed

@@ -159,7 +159,9 @@ def _retrieval(rng: np.random.Generator, level: float) -> Task:
         )
         for name in wanted
     )
-    lines = "\n".join(f"{name}: {subject}, {grade}" for name, (subject, grade) in facts.items())
+    lines = "\n".join(
+        f"{name} studies {subject}, {grade}" for name, (subject, grade) in facts.items()
+    )
     ask = rng.choice(["What are the grades of", "Give the grades of", "Report the grades of"])
     end = "?" if str(ask).startswith("What") else "."
     question = f"Students and their grades\n{lines}\n{ask} {join(wanted)}{end}"
@@ -182,9 +184,9 @@ def _checks(rng: np.random.Generator, level: float) -> Task:
         )
         for name in wanted
     )
-    lines = "\n".join(f"{name}: {need}, {have}" for name, (need, have) in facts.items())
+    lines = "\n".join(f"{name} needed {need}, found {have}" for name, (need, have) in facts.items())
     ask = rng.choice(["Check the stock of", "Verify the stock of"])
-    return Task("checks", f"Goods needed and found\n{lines}\n{ask} {join(wanted)}.", items)
+    return Task("checks", f"Goods in the store\n{lines}\n{ask} {join(wanted)}.", items)
 
 
 def _segments(rng: np.random.Generator, level: float) -> Task:
@@ -203,7 +205,7 @@ def _segments(rng: np.random.Generator, level: float) -> Task:
         )
         for name in wanted
     )
-    lines = "\n".join(f"{name}: {start} to {end}" for name, (start, end) in facts.items())
+    lines = "\n".join(f"{name} from {start} to {end}" for name, (start, end) in facts.items())
     ask = rng.choice(["How long are", "What are the lengths of"])
     return Task("segments", f"Segments on the axis\n{lines}\n{ask} {join(wanted)}?", items)
 
@@ -236,7 +238,7 @@ def _totals(rng: np.random.Generator, level: float) -> Task:
         total += amount
         body = f" pays {amount} coins into the shared box, so the box now holds {total} coins."
         items.append(Item(name, body))
-    lines = "\n".join(f"{name}: {amount}" for name, amount in zip(names, amounts, strict=True))
+    lines = "\n".join(f"{name} pays {amount}" for name, amount in zip(names, amounts, strict=True))
     ask = rng.choice(["What is the total after each?", "Give the total after each."])
     question = f"Payments in order\n{lines}\n{ask}"
     if rng.random() >= 0.35:
