@@ -1,8 +1,8 @@
 """Probes in flight: rows of the target's runs that are there for what a proposer learns from them.
 
 Stands between the drafting half of the scheduler and a `RowProposer`: makes nodes of its probes,
-keeps what was asked until the results are back, and tells it how the path has grown. It issues
-nothing itself and knows neither policies nor what a proposer does with a result.
+keeps what was asked until the results are back, and tells it how the path has grown. It knows
+neither policies nor what a proposer does with a result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.events import StartDraft
+from pipeinfer.flight import Flight
 from pipeinfer.lanes import Lane, Run
 from pipeinfer.strategies.rows import Anchor, RowProposer
 from pipeinfer.tree import PLANNED, Node, Proposal
@@ -71,6 +72,19 @@ class Probes:
     def sent(self, lane: Lane, run: Run) -> None:
         """The planned probes went out with this run (or none was left, and their anchors did)."""
         self._lanes[lane.lane].run = run
+
+    def send(self, lane: Lane, planned: list[Node], flight: Flight) -> None:
+        """Issue planned probes in a run of their own, behind that of the rows they hang below."""
+        ready: list[Node] = []
+        for node in planned:  # a guess that they hang below may have found no room
+            assert node.parent is not None
+            if node.parent.run_id != PLANNED or node.parent in ready:
+                ready.append(node)
+        nodes = lane.tree.issue(ready, flight.next_run)
+        if nodes:
+            assert nodes[0].parent is not None
+            self.sent(lane, flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+                                        speculative=True, probe=True))
 
     def back(self, lane: Lane) -> None:
         """A run of the lane is back: if it had the probes, the proposer hears what came of them."""

@@ -19,7 +19,7 @@ from pipeinfer.protocol import NO_RUN
 from pipeinfer.reserve import probability
 from pipeinfer.strategies.rows import RowProposer
 from pipeinfer.strategies.several import ENOUGH
-from pipeinfer.tree import PLANNED, Node, Proposal
+from pipeinfer.tree import Node, Proposal
 
 _MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
 _MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
@@ -195,21 +195,7 @@ class Speculation:
                 return
             if self.may_guess(lane) and (apart or tip.speculative) and self.probes.due(lane) \
                     and not (lane.unsent or lane.waiting_tip or tip.choice):
-                self._send_probes(lane, self.probes.plan(lane, [tip], self._last_pos))
-
-    def _send_probes(self, lane: Lane, planned: list[Node]) -> None:
-        """Probes in a run of their own, behind that of the rows that they hang below."""
-        ready: list[Node] = []
-        for node in planned:  # a guess that they hang below may have found no room
-            assert node.parent is not None
-            if node.parent.run_id != PLANNED or node.parent in ready:
-                ready.append(node)
-        nodes = lane.tree.issue(ready, self.flight.next_run)
-        if nodes and self.probes is not None:
-            assert nodes[0].parent is not None
-            run = self.flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
-                                   speculative=True, probe=True)
-            self.probes.sent(lane, run)
+                self.probes.send(lane, self.probes.plan(lane, [tip], self._last_pos), self.flight)
 
     @property
     def _last_pos(self) -> int:
@@ -379,7 +365,7 @@ class Speculation:
         if due and self.probes is not None:
             self.probes.sent(lane, run)
             if not joined:
-                self._send_probes(lane, asked)
+                self.probes.send(lane, asked, self.flight)
         if not limits.synchronous:
             lane.reserve.add_leaf(tip)
             lane.reserve.add(planned)

@@ -23,14 +23,13 @@ from pipeinfer.training.bita import (
     KINDS,
     Adapter,
     Plan,
-    continue_greedily,
     hit_rates,
     labels_of,
-    load_frozen,
     mask_logits,
     read_contexts,
     tune,
 )
+from pipeinfer.training.frozen import continue_greedily, load_frozen
 from tests.tiny_torch import LAYERS, VOCAB, reference, save
 
 PLAN = Plan(steps=12, batch=4, groups=6, samples=24, tokens=28, given=10, masks=3, prompts=4,

@@ -24,19 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
-from pipeinfer.backends.torch_weights import Shard, load_shard
 from pipeinfer.models.bita import BitaAdapter, save_bita
 from pipeinfer.tokenizer import Tokenizer
 from pipeinfer.training.corpus import build
+from pipeinfer.training.frozen import Contexts, Frozen, continue_greedily, load_frozen, repeat
 
-_HOOKED = "pipeinfer_bita"  #: the name under which transformers knows `_attend`
 KINDS = ("deep", "shallow", "none")
-#: what a layer's attention does: (layer, query, key, value [b, heads, n, d], scaling) -> output
-Hook = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to tune. batch: samples per step; groups: cut points of each; tokens: of a sample, of
@@ -66,80 +60,7 @@ class Plan:
         return self.rate * warm * (0.01 + 0.495 * (1 + math.cos(math.pi * step / self.steps)))
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-            scaling: float, dropout: float = 0.0, *, hook: Hook, **_: Any) -> tuple[Tensor, None]:
-    del attention_mask, dropout
-    return hook(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
-
-
-AttentionInterface.register(_HOOKED, _attend)
-
-
-class Frozen:
-    """A whole model whose attention is told from outside what rows see."""
-
-    def __init__(self, shard: Shard) -> None:
-        if shard.soft_cap is not None or getattr(shard.config, "attn_logit_softcapping", None):
-            raise ValueError("models with soft caps can not be tuned yet")
-        shard.config._attn_implementation = _HOOKED
-        self.shard, self.layers = shard, len(shard.decoder)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[b, n] -> [b, n, n_embd]."""
-        return self.shard.embedding(tokens)
-
-    def run(self, stream: Tensor, positions: Tensor, hook: Hook) -> Tensor:
-        """The stream [b, n, n_embd] after all layers; positions [b, n]."""
-        angles = self.shard.angles(stream, positions)
-        for layer, angle in zip(self.shard.decoder, angles, strict=True):
-            out = layer(stream, attention_mask=None, position_ids=positions,
-                        position_embeddings=angle, hook=hook)
-            stream = out[0] if isinstance(out, tuple) else out
-        return stream
-
-    def logits(self, stream: Tensor) -> Tensor:
-        """[b, n, n_embd] -> [b, n, n_vocab]."""
-        return self.shard.logits(stream)
-
-
-def repeat(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [b, kv heads, n, d] for as many heads as queries have."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-class Contexts:
-    """Causal attention that keeps keys and values per layer; `hook` may be called again with the
-    rows that follow."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def hook(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-             ) -> Tensor:
-        """See `Hook`."""
-        if layer in self.kept:
-            key, value = (torch.cat(pair, 2) for pair in zip(self.kept[layer], (key, value),
-                                                             strict=True))
-        self.kept[layer] = key, value
-        n, heads = query.shape[2], query.shape[1]
-        seen = torch.ones(n, key.shape[2], dtype=torch.bool).tril(key.shape[2] - n)
-        return F.scaled_dot_product_attention(query, repeat(key, heads), repeat(value, heads),
-                                              attn_mask=seen, scale=scaling)
-
-
 # --- text -----------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def continue_greedily(model: Frozen, starts: Tensor, count: int) -> Tensor:
-    """Samples [b, n + count]: `starts` [b, n] and the model's own greedy continuation."""
-    contexts, tokens, begin = Contexts(), starts, 0
-    for _ in range(count):
-        positions = torch.arange(begin, tokens.shape[1]).expand(len(tokens), -1)
-        stream = model.run(model.embed(tokens[:, begin:]), positions, contexts.hook)
-        begin = tokens.shape[1]
-        tokens = torch.cat([tokens, model.logits(stream[:, -1:]).argmax(-1)], 1)
-    return tokens
 
 
 def pieces_of(texts: Sequence[str], encode: Callable[[str], list[int]], plan: Plan
@@ -350,12 +271,6 @@ def _precision(plan: Plan) -> Iterator[None]:
         yield
 
 
-def load_frozen(path: Path, threads: int) -> Frozen:
-    """The model of a GGUF file or folder, in float32."""
-    torch.set_num_threads(threads)
-    return Frozen(load_shard(path, None, torch.float32, torch.device("cpu")))
-
-
 def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[str] = (),
         kinds: Sequence[str] = ("deep",), threads: int = 1,
         report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -363,6 +278,10 @@ def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[
     returns held-out hit rates by kind. texts: to continue; none: the standard library's sources."""
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_frozen(model_path, threads), Tokenizer(model_path)
+    window = getattr(model.shard.config, "sliding_window", None)
+    if window is not None and window < plan.tokens:
+        raise ValueError(f"texts of {plan.tokens} tokens do not fit into the model's window of "
+                         f"{window}: give fewer with --tokens")
     texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
     samples = make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
                            work / "samples.npy", report)
