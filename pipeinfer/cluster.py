@@ -37,6 +37,7 @@ from pipeinfer.errors import (
     ClusterError,
     MismatchError,
     TransportTimeout,
+    UsageError,
 )
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.head import Head, raise_worker_failed
@@ -454,6 +455,8 @@ def _start(
                                                   contended=contended))
 
     def use(asked: Config) -> Limits:
+        if job.plan.whole:
+            raise UsageError("with --layout replicate nothing else can be tried in the same job")
         other = choose_policy(asked, job.draft)
         own = draft_models(asked, job.draft, other)
         helper = None if other is Policy.ITERATIVE else load_proposers(

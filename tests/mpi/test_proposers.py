@@ -73,7 +73,7 @@ def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, dra
         assert found == [wanted[t] for t in (0.0, 0.8) for _ in policies]
     else:  # rounds otherwise than llama.cpp: its own plain tokens are those of `iterative`
         assert found == [found[k] for k in (4, 9) for _ in policies]
-    assert answer["results"][0]["runs"] < 60 / 1.2
+    assert answer["results"][0]["runs"] < 60 / 1.5  # the prompt repeats itself
     assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
 
 
