@@ -112,6 +112,19 @@ def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, draf
     assert answer["exact_width"] >= 8
 
 
+def test_the_embedded_adapter_foresees_tokens(tmp_path):
+    for package in ("torch", "transformers", "safetensors"):
+        pytest.importorskip(package)
+    config = {"bita": str(EMBEDDED / "bita.safetensors"), "backend": "torch", "device": "cpu",
+              "proposer": ["bita"], "policy": "speculative"}
+    todo = [{"prompt": PROMPT, "limits": {"policy": policy}, "count": 60, "params": {}}
+            for policy in ("iterative", "speculative")]
+    plain, guessed = run_matrix(tmp_path, 2, config, todo)["results"]
+    assert guessed["tokens"] == plain["tokens"]
+    steps = guessed["runs"] - guessed["speculative_runs"]  # masks follow in runs of their own
+    assert steps < 60 / 1.25
+
+
 def test_what_bita_can_not_do_is_said(tmp_path):
     pytest.importorskip("safetensors")
     adapter = adapter_at(tmp_path / "a.safetensors", 4)
