@@ -294,7 +294,7 @@ def test_training_on_tasks_learns_and_resumes(work: Path, codec: Codec) -> None:
 
 
 def test_laid_out_heads_find_the_fact_of_the_latest_title(codec: Codec) -> None:
-    """Before any training: after ``studies`` the subject of that student, digits one by one."""
+    """Before any training: after a grade's point its next digit, among a dozen grades."""
     shape = replace(SHAPE, n_vocab=codec.tokenizer.get_vocab_size())
     model = Llama(shape)
     model.reset(0)
@@ -305,18 +305,18 @@ def test_laid_out_heads_find_the_fact_of_the_latest_title(codec: Codec) -> None:
             text = f"{task.question}\n{task.answer}"
             ids = codec.encode(text)
             with torch.no_grad():
-                ranked = model(torch.tensor([ids]))[0].topk(3).indices
-            after = codec.one(" studies")
+                best = model(torch.tensor([ids]))[0].argmax(-1)
+            point = codec.one(".")
             start = len(codec.encode(f"{task.question}\n"))
             for at in range(start, len(ids) - 1):
-                if ids[at] == after:
+                if ids[at] == point and ids[at + 1] in codec.digits:
                     asked += 1
-                    right += ids[at + 1] in ranked[at].tolist()
+                    right += int(best[at]) == ids[at + 1]
         return right / asked
 
     before = accuracy()
     lay_out(model, *titles(codec), 0)
-    assert accuracy() > 0.6 > 0.3 > before
+    assert accuracy() > 0.4 > 0.2 > before
     with pytest.raises(ValueError, match="width 192"):
         lay_out(tiny(codec), *titles(codec), 0)
 
