@@ -70,9 +70,10 @@ def tiny(codec: Codec, seed: int = 0) -> Llama:
     shape = LlamaConfig(vocabulary, n_layer=2, n_embd=64, n_head=2, n_head_kv=1, n_ff=64)
     model = Llama(shape)
     model.reset(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for block in model.blk:
-            block.attn_output.weight.normal_(0, 0.1)
+            block.attn_output.weight.normal_(0, 0.1, generator=generator)
     return model.eval()
 
 
