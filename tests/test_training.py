@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.errors import UsageError
 from pipeinfer.training import corpus as corpus_module
 
 torch = pytest.importorskip("torch")
@@ -244,9 +245,15 @@ def test_shapes_are_what_the_package_promises() -> None:
 
 
 def test_command_wants_one_budget(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["embedded", "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "either --minutes or --steps" in result.output
+    with pytest.raises(UsageError, match="either --minutes or --steps"):
+        CliRunner().invoke(main, ["embedded", "--out", str(tmp_path)], catch_exceptions=False)
+
+
+def test_commands_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["tasks", "--out", str(tmp_path), "--steps", "1"]
+    with pytest.raises(UsageError, match=r"pip install 'pipeinfer\[train\]'"):
+        CliRunner().invoke(main, arguments, catch_exceptions=False)
 
 
 @pytest.mark.slow
