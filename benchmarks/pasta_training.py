@@ -183,6 +183,8 @@ def draw() -> None:
     figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
     for number, colour, mark in ((1, "#7a8594", "o"), (2, "#2563c9", "s")):
         names = [f"{name_of(w)}/{number}" for w in WEIGHTS if f"{name_of(w)}/{number}" in figures]
+        if not names:
+            continue
         rows = [figures[name] for name in names]
         axes.plot(
             [r["speedup"] for r in rows],
