@@ -31,7 +31,7 @@ from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral are "llama"
-SPLITTABLE = ("llama", "qwen2", "qwen3", "qwen2vl")
+SPLITTABLE = ("llama", "qwen2", "qwen3")
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (
     "attention.scale",
@@ -82,7 +82,7 @@ def check_splittable(model: ModelFile) -> None:
     """Raise UnsupportedArchitecture unless every split of `model` is known to be bit-equal."""
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
-    if architecture not in SPLITTABLE:
+    if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: layers of architecture {architecture!r} can not be cut apart "
             f"safely (proven: {', '.join(SPLITTABLE)}); {way_out}"
