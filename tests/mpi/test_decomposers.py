@@ -20,7 +20,7 @@ LLAMA = ("plain", "pdos", "skeleton", "apar", "pdos+lookahead", "apar+prompt-loo
 SAMPLED = ("--temp", "0.8", "--seed", "5")
 
 
-def compare(folder, ranks, backend, methods, *extra, tasks=2):
+def compare(folder, ranks, backend, methods, *extra, tasks=1):
     """Answers by method: text, tokens, steps of each prompt."""
     command = [sys.executable, "-m", "pipeinfer", "compare", "-m", "task", "--backend", backend,
                "--tasks", str(tasks), "-n", "400", "-o", str(folder), "-t", "1", *extra]

@@ -37,9 +37,8 @@ def wanted():
     return tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("ranks", "policy"), [(1, "speculative"), (1, "pipeinfer"),
-                                               (3, "pipeinfer")])
+@pytest.mark.parametrize(("ranks", "policy", "temperature"), [
+    (1, "speculative", 0.0), (1, "pipeinfer", 0.8), (3, "pipeinfer", 0.0), (3, "pipeinfer", 0.8)])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_who_guesses(wanted, way, ranks, policy, temperature):
     done = launch.run(ranks, [
