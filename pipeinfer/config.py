@@ -11,13 +11,12 @@ import dataclasses
 import difflib
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UsageError
+from pipeinfer.toml_file import read_toml
 
 ENV_PREFIX = "PIPEINFER_"
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -224,6 +223,19 @@ class Config:
                           help="Seconds without an answer after which the job gives up.")
     trace: str = _opt("", "--trace", kind="str", group="runtime",
                       help="Write a Chrome trace (JSON) of every run to this file.")
+    heartbeat: float = _opt(2.0, "--heartbeat", kind="float", group="runtime", low=0, high=3600,
+                            help="Seconds of silence after which a rank counts as hanging and is "
+                                 "killed, and a host as lost; 0 watches nobody (for debuggers).")
+    spares: int = _opt(0, "--spares", group="runtime", low=0, high=1000,
+                       help="How many ranks, the last ones, hold no layers but stand in at once "
+                            "for one that dies; see docs/chaos.md.")
+    rebalance: str = _opt("auto", "--rebalance", kind="str", group="runtime",
+                          choices=("auto", "off"),
+                          help="serve: deal the layers out anew, between requests, when a stage "
+                               "has become slow and that promises a quarter more speed.")
+    fault: tuple[str, ...] = _opt((), "--fault", kind="list", group="runtime",
+                                  help="For experiments: let something go wrong on purpose, like "
+                                       "kill@2:decode=30 (repeatable; see docs/chaos.md).")
 
     # sampling
     temp: float = _opt(0.8, "--temp", kind="float", group="sampling", low=0, high=100,
@@ -360,12 +372,7 @@ def resolve(
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"can not read config file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"config file {path} is not valid TOML: {error}") from error
+    data = read_toml(path, "config file")
     by_name = {}
     names = {name: name for name in options()}
     for name, option in options().items():
@@ -401,7 +408,7 @@ def _parse(option: Option, text: str, source: str) -> Any:
             case _:
                 return text
     except ValueError as error:
-        raise UsageError(f"{source}={text!r} is no {option.kind}: {error}") from error
+        raise UsageError(f"{source}={_shown(option, text)} is no {option.kind}: {error}") from error
 
 
 def _check(option: Option, value: Any, origin: str) -> Any:
@@ -414,16 +421,16 @@ def _check(option: Option, value: Any, origin: str) -> Any:
     if not isinstance(value, kinds[option.kind]) or (
         isinstance(value, bool) and option.kind != "flag"
     ):
-        raise UsageError(f"{where} needs a {option.kind}, not {value!r}")
+        raise UsageError(f"{where} needs a {option.kind}, not {_shown(option, value)}")
     if option.kind == "float":
         value = float(str(value))
         if math.isnan(value):
             raise UsageError(f"{where} is not a number")
     if isinstance(value, int | float) and option.kind != "flag":
         if option.low is not None and value < option.low:
-            raise UsageError(f"{where} is {value}; the least is {option.low:g}")
+            raise UsageError(f"{where} is {str(value)[:40]}; the least is {option.low:g}")
         if option.high is not None and value > option.high:
-            raise UsageError(f"{where} is {value}; the most is {option.high:g}")
+            raise UsageError(f"{where} is {str(value)[:40]}; the most is {option.high:g}")
     if option.choices:
         for part in value if option.kind == "list" else (value,):
             if part not in option.choices:
@@ -431,4 +438,12 @@ def _check(option: Option, value: Any, origin: str) -> Any:
                 raise UsageError(f"{where} is {part!r}; choose from {known}")
     if option.kind == "list" and not all(isinstance(part, str) for part in value):
         raise UsageError(f"{where} needs a list of texts")
+    if option.kind in ("str", "list") and any("\0" in part for part in (
+            value if option.kind == "list" else (value,))):
+        raise UsageError(f"{where} has a NUL character in it")
     return value
+
+
+def _shown(option: Option, value: Any) -> str:
+    """A value for a message; secrets are none."""
+    return "what was given" if option.secret else repr(value)[:200]

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models.random_model import byte_tokens
 from pipeinfer.models.safetensors_dir import ModelDir
 from pipeinfer.tokenizer import Tokenizer
@@ -48,14 +48,15 @@ class FolderTokenizer(Tokenizer):
             raise ModelError(f"{self.path}: a tokenizer that is neither byte-level nor like "
                              "SentencePiece; convert the model to GGUF instead")
         self._added: dict[int, dict[str, Any]] = {
-            int(entry["id"]): entry for entry in data.get("added_tokens", ())}
+            entry["id"]: entry for entry in data.get("added_tokens") or ()
+            if isinstance(entry, dict) and type(entry.get("id")) is int}
         self._texts: dict[int, str] = {
             i: text for text, i in self._special.get_vocab(True).items()}
         if max(self._texts, default=-1) >= self.n_vocab:
             raise ModelError(f"{self.path}: its tokenizer has token {max(self._texts)} and the "
                              f"model {self.n_vocab} in all; a file is of another model")
         template = folder / "chat_template.jinja"
-        self._template = (template.read_text(encoding="utf-8") if template.is_file()
+        self._template = (_text(template) if template.is_file()
                           else _template(self._settings.get("chat_template")))
         self._bytes = {text: i for i, text in enumerate(byte_tokens())}
 
@@ -95,7 +96,7 @@ class FolderTokenizer(Tokenizer):
         found = {self.eos_id}
         for source in (self._config, self._generation):
             ids = source.get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [ids])
+            found |= {i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int}
         found |= {i for i, entry in self._added.items()
                   if entry.get("special") and entry.get("content") in _END_TEXTS}
         return frozenset(i for i in found if isinstance(i, int) and 0 <= i < self.n_vocab)
@@ -115,7 +116,18 @@ class FolderTokenizer(Tokenizer):
         """The tokens of the text alone; see `Tokenizer.encode`."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
         reader = self._special if special else self._plain
-        return list(reader.encode(text, add_special_tokens=False).ids)
+        try:
+            ids = list(reader.encode(text, add_special_tokens=False).ids)
+        except BaseException as error:  # a damaged vocabulary shows only here, as a panic
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(f"a text of {len(text)} characters can not be tokenised: {reason}"
+                               ) from None
+        if max(ids, default=0) >= self.n_vocab:
+            raise RequestError(f"the tokenizer gives token {max(ids)} and the model has "
+                               f"{self.n_vocab}")
+        return ids
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless `special`."""
@@ -170,7 +182,9 @@ def _load(folder: Path, special: bool) -> Any:
                          "pip install 'pipeinfer[torch]'") from None
     try:
         reader = Reader.from_file(str(file))
-    except Exception as error:  # the package raises plain Exception
+    except BaseException as error:  # the package raises plain Exception, and panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{file}: can not be read: {reason}") from None
     reader.no_truncation()
@@ -190,6 +204,13 @@ def _optional(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelError(f"{path}: is no JSON object; fetch it again")
     return data
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: can not be read: {error}") from None
 
 
 def _mentions(part: Any, *kinds: str) -> bool:

@@ -27,7 +27,7 @@ def to_lark(text: str) -> str:
     except RecursionError as error:
         raise RequestError("it is nested too deeply") from error
     except Exception as error:  # the converter raises plain exceptions for what users get wrong
-        raise RequestError(f"{error}") from error
+        raise RequestError(" ".join(str(error).split()) or "it is no grammar") from error
 
 
 def _convert(text: str) -> str:
@@ -108,7 +108,7 @@ def _characters(text: str) -> list[str]:
             elif kind in _PLAIN_ESCAPES:
                 char = _PLAIN_ESCAPES[kind]
             else:
-                raise RequestError(f"unknown escape \\{kind}")
+                raise RequestError(f"unknown escape \\{ascii(kind)[1:-1]}")
         out.append(char)
     return out
 

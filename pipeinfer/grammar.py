@@ -198,7 +198,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     """What `compile_grammar` does, in this process: a hostile grammar can end it."""
-    body = _schema(text) if kind.startswith("json") else _from_text(kind, text)
+    body = _schema(text) if kind.startswith("json") else from_text(kind, text)
     compiled = _HEADER + body
     if complaint := vocabulary.complaint(compiled):
         raise RequestError(_short(complaint))
@@ -209,7 +209,7 @@ def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     return compiled
 
 
-def _from_text(kind: str, text: str) -> str:
+def from_text(kind: str, text: str) -> str:
     if kind == "gbnf":
         return to_lark(text)
     if kind == "regex":

@@ -9,9 +9,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import hashlib
-import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +18,7 @@ import llama_cpp
 
 from pipeinfer.backends.llama_library import clear_log, ensure_llama, last_log
 from pipeinfer.errors import ModelError, RequestError, UsageError
+from pipeinfer.models.llama_rules import check_file
 
 _NULL = -1  #: llama.cpp's "no such token"
 
@@ -47,6 +46,7 @@ class Tokenizer:
         clear_log()
         if not os.path.exists(path):
             raise ModelError(f"{os.fspath(path)}: no such file")
+        check_file(path)
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
         self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
@@ -174,32 +174,16 @@ class Tokenizer:
         if template is None:
             parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
             return "".join(parts) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from pipeinfer.templates import render
 
-        def raise_exception(message: str) -> str:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = time.strftime
-        try:
-            return environment.from_string(template).render({
-                **(variables or {}),
-                "messages": list(messages),
-                "tools": None if tools is None else list(tools),
-                "add_generation_prompt": add_generation_prompt,
-                "bos_token": self._text(self.bos_id),
-                "eos_token": self._text(self.eos_id),
-            })
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError,
-                TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template refuses these messages: {error}") from (
-                None
-            )
+        return render(template, {
+            **(variables or {}),
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self._text(self.bos_id),
+            "eos_token": self._text(self.eos_id),
+        })
 
     def token_text(self, token: int) -> bytes:
         """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
@@ -268,11 +252,6 @@ def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
             f"{draft.path}: its vocabulary differs from the target's ({shown}); "
             "use a draft model of the target's family"
         )
-
-
-def _to_json(value: Any, **how: Any) -> str:
-    """What templates mean by tojson: in the order given, with nothing escaped for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **how})
 
 
 def _or_none(token: int) -> int | None:

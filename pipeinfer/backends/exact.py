@@ -9,12 +9,9 @@ Where a cell lies in memory matters, too: `backends.cellorder` sees to that.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core import ALL_SEQS, END, FloatArray, Rows, make_rows
-from pipeinfer.models.shard import cache_directory
+from pipeinfer.models.cache import cache_directory, recall, remember
 
 Indices = npt.NDArray[np.signedinteger]
 
@@ -53,28 +50,36 @@ class Widths:
 
 def known_widths(
     backend: Backend, identity: Sequence[object], limit: int = 16,
-    progress: Progress | None = None,
+    progress: Progress | None = None, known_curve: Sequence[float] | None = None,
 ) -> Widths:
     """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes.
 
     identity: everything beside the backend's own sizes and options that the answer depends on
-    (model, llama.cpp, threads, processor).
+    (model, llama.cpp, threads, processor). known_curve: taken for the rest instead of measuring it.
     """
     info = backend.info
     text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
                  getattr(backend, "options", None)))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
-    with contextlib.suppress(OSError, ValueError):
-        width, *curve = path.read_text().split()
-        if 1 <= int(width) <= limit and len(curve) == len(CURVE_ROWS):
-            return Widths(int(width), tuple(map(float, curve)))
-    found = Widths(exact_width(backend, limit, progress=progress), curve_of(backend))
-    with contextlib.suppress(OSError):  # a full disk costs the next start time, nothing else
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=name, delete=False) as file:
-            file.write(" ".join([str(found.exact), *(f"{time:.3f}" for time in found.curve)]))
-        os.replace(file.name, path)
+    if (known := _widths_from(recall(path), limit)) is not None:
+        return known
+    curve_now = tuple(known_curve) if known_curve else None
+    found = Widths(exact_width(backend, limit, progress=progress), curve_now or curve_of(backend))
+    remember(path, [found.exact, *(round(time, 3) for time in found.curve)])
     return found
+
+
+def _widths_from(note: object, limit: int) -> Widths | None:
+    """What `known_widths` remembered, if that is what it is."""
+    if not isinstance(note, list) or len(note) != 1 + len(CURVE_ROWS):
+        return None
+    width, *curve = note
+    if not isinstance(width, int) or not 1 <= width <= limit:
+        return None
+    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve):
+        return None
+    return Widths(width, tuple(map(float, curve)))
 
 
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:

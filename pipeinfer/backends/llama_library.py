@@ -17,6 +17,7 @@ import llama_cpp
 from llama_cpp import _ggml
 
 from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models.llama_rules import check_file
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
 CACHE_TYPES = {
@@ -183,6 +184,7 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     params.use_extra_bufts = False
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
+    check_file(path)
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp can not load it: {last_log()}")

@@ -184,7 +184,12 @@ def _narrow(query: Any, keys: Any, values: Any, call: Call, scaling: float,
     if k.dim() == 3:
         k, v = k[None].expand(n, *k.shape), v[None].expand(n, *v.shape)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    result = _attention(rows, k, v, call.mask, scaling, softcap)
+    if softcap is None:
+        result = _attention(rows, k, v, call.mask, scaling, None)
+    else:  # the number of matrices in a batched product decides its bits on some processors
+        result = torch.cat([
+            _attention(rows[i : i + 1], k[i : i + 1], v[i : i + 1], call.mask[i : i + 1], scaling,
+                       softcap) for i in range(n)])
     return result.reshape(n, heads, size)
 
 

@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
+from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
 
 _GLOBAL = {"model.embed_tokens.weight": "token_embd.weight",
@@ -158,5 +159,4 @@ def _paired_halves(array: Any, heads: int) -> Any:
     if array.shape[0] % (2 * heads):
         raise ModelError(f"a projection of {array.shape[0]} rows for {heads} heads; the file is "
                          "damaged")
-    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
+    return array[half_split(array.shape[0], heads)]

@@ -8,7 +8,7 @@ is taken back to the Hugging Face layout. Knows no cells, rows or ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from pipeinfer.backends.torch_attention import IMPLEMENTATION, attend
 from pipeinfer.backends.torch_gguf import GgufTensors, config_of
 from pipeinfer.backends.torch_options import check_family
-from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.errors import ModelError, PipeinferError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.llama_rules import check_numbers
 from pipeinfer.models.safetensors_dir import FLOATS, ModelDir
 
 #: kinds of rotary embedding whose angles depend on the row's position alone
@@ -120,19 +121,31 @@ def load_shard(
         else:
             model = ModelFile(path)
             check_family(model.architecture, os.fspath(path), gguf=True)
-            config = CONFIG_MAPPING[model.architecture](**config_of(model))
+            config = _checked(lambda: CONFIG_MAPPING[model.architecture](**config_of(model)), path)
+            check_numbers(model)
             source = gguf = GgufTensors(model)
             factors = gguf.rope_factors()
-        check_config(config, os.fspath(path))
+        _checked(check_config, path, config, os.fspath(path))
         start, stop = layers or (0, config.num_hidden_layers)
         if not 0 <= start < stop <= config.num_hidden_layers:
             raise PlanError(f"layers {start} to {stop} are no range of the "
                             f"{config.num_hidden_layers} layers of {os.fspath(path)}")
-        shard = _assemble(config, start, stop, device)
+        shard: Shard = _checked(_assemble, path, config, start, stop, device)
         _fill(shard, source, start, dtype, device)
         if factors is not None:
             shard.rotary.inv_freq = shard.rotary.inv_freq / factors.to(device)
     return shard
+
+
+def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any) -> Any:
+    """What `make` makes of a config; whatever goes wrong in it is the file's fault."""
+    try:
+        return make(*args)
+    except (PipeinferError, RuntimeError):  # memory is a RuntimeError, and not the file's
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(f"{os.fspath(path)}: its config can not be used: {reason}") from error
 
 
 def folder_config(folder: ModelDir) -> Any:

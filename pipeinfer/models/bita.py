@@ -70,8 +70,11 @@ def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
             masks, keys, values = (np.asarray(file.get_tensor(name), np.float32)
                                    for name in ("masks", "keys", "values"))
             about = json.loads((file.metadata() or {}).get("bita", "{}"))
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{where}: can not be read as a BiTA adapter: {error}") from error
+    except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{where}: can not be read as a BiTA adapter: {reason}") from error
+    if not isinstance(about, dict):
+        raise ModelError(f"{where}: says nothing about what it is for; tune the adapter again")
     if not all(np.isfinite(part).all() for part in (masks, keys, values)):
         raise ModelError(f"{where}: has values that are no numbers")
     return BitaAdapter(masks, keys, values, about)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeinfer.errors import UnsupportedArchitecture
+from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
 
 ARCHITECTURE = "qwen2vl"
@@ -105,7 +105,13 @@ class GapModel(ModelFile):
         for tensor in model.tensors.values():
             yield tensor
             part = tensor.name.rsplit(".", 2)
-            if self._from == "llama" and part[-1] == "weight" and part[-2] in self._heads:
+            if len(part) < 3 or part[-1] != "weight" or part[-2] not in self._heads:
+                continue
+            if len(tensor.shape) != 2 or tensor.shape[1] % (2 * self._heads[part[-2]]):
+                raise ModelError(f"{model.path}: tensor {tensor.name!r} of shape "
+                                 f"{list(tensor.shape)} has no {self._heads[part[-2]]} heads; the "
+                                 "file is damaged")
+            if self._from == "llama":
                 rows = tensor.shape[1]
                 yield dataclasses.replace(
                     tensor, name=".".join((*part[:-1], "bias")), type=_F32, shape=(rows,),

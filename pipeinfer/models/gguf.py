@@ -11,6 +11,7 @@ Knows nothing about shards, backends or what the tensors mean beyond `blk.<i>.` 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import os
 import re
@@ -36,7 +37,10 @@ SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=T
 _SAMPLE_BYTES = 1024
 _CHUNK = 8 << 20
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
-_BLOCK = re.compile(r"^blk\.(\d+)\.")
+_BLOCK = re.compile(r"^blk\.(\d{1,9})\.")
+_NAME = re.compile(r"^[a-zA-Z0-9_.-]{1,64}$")
+_PLAIN = re.compile(r"^[^\x00-\x1f\x7f]+$")
+MOST_LAYERS = 4096  #: more than any model has; lists of this length are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,8 @@ class _Part:
             kind = cursor.scalar("I", f"metadata {key!r}")
             value = cursor.pos
             cursor.skip_value(kind, f"metadata {key!r}")
+            if not _PLAIN.match(key):
+                raise cursor.fail(f"metadata key {key!r} is no name")
             if key in self.meta:
                 raise cursor.fail(f"metadata {key!r} appears twice")
             self.meta[key] = MetaSpan(start, value, cursor.pos, kind)
@@ -212,9 +218,14 @@ class _Part:
                     " bytes behind the end: the file is truncated, fetch it again"
                 )
             self.tensors.append(TensorInfo(name, kind, shape, nbytes, number, data_start + offset))
+        for one, other in itertools.pairwise(sorted(self.tensors, key=lambda t: t.offset)):
+            if one.name != other.name and one.offset + one.nbytes > other.offset:
+                raise cursor.fail(f"tensors {one.name!r} and {other.name!r} overlap")
 
     def _tensor_entry(self, cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int, int]:
         name = cursor.string("a tensor name", limit=255)
+        if not _PLAIN.match(name):
+            raise cursor.fail(f"{name!r} is no name of a tensor")
         n_dims = cursor.scalar("I", f"tensor {name!r}")
         if not 1 <= n_dims <= 4:
             raise cursor.fail(f"tensor {name!r} has {n_dims} dimensions")
@@ -243,6 +254,27 @@ class _Part:
         cursor = _Cursor(self.header, self.path)
         cursor.pos = span.value
         return self._decode(cursor, span.type, key)
+
+    def array(self, key: str) -> tuple[int, int] | None:
+        """Type and number of the values of an array; None for no array."""
+        span = self.meta.get(key)
+        if span is None or span.type != ARRAY:
+            return None
+        kind, count = struct.unpack_from("<IQ", self.header, span.value)
+        return int(kind), int(count)
+
+    def texts(self, key: str) -> list[bytes]:
+        """The texts of an array of texts."""
+        found = self.array(key)
+        if found is None or found[0] != STRING:
+            return []
+        unpack, data, at = struct.Struct("<Q").unpack_from, self.header, self.meta[key].value + 12
+        out = []
+        for _ in range(found[1]):
+            end = at + 8 + unpack(data, at)[0]
+            out.append(data[at + 8 : end])
+            at = end
+        return out
 
     def _decode(self, cursor: _Cursor, kind: int, key: str) -> Value:
         if kind == STRING:
@@ -287,10 +319,10 @@ class ModelFile:
                 "announced; a part is of another model, fetch them again"
             )
         architecture = self.get("general.architecture")
-        if not isinstance(architecture, str) or not architecture:
+        if not isinstance(architecture, str) or not _NAME.match(architecture):
             raise ModelError(f"{first}: names no general.architecture; it is no language model")
         self.architecture: str = architecture
-        self.n_layers: int = self._count("block_count")
+        self.n_layers: int = self._count("block_count", MOST_LAYERS)
         self.n_embd: int = self._count("embedding_length")
 
     @property
@@ -333,6 +365,20 @@ class ModelFile:
         """Whether the metadata value under `key` is an array."""
         span = self._parts[0].meta.get(key)
         return span is not None and span.type == ARRAY
+
+    def array_type(self, key: str) -> int | None:
+        """The type of the values of the array under `key`; None for no array."""
+        found = self._parts[0].array(key)
+        return None if found is None else found[0]
+
+    def array_length(self, key: str) -> int:
+        """How many values the array under `key` has; 0 for no array."""
+        found = self._parts[0].array(key)
+        return 0 if found is None else found[1]
+
+    def texts(self, key: str) -> list[bytes]:
+        """The texts of the array under `key` as the file has them; quick, for vocabularies."""
+        return self._parts[0].texts(key)
 
     def raw_entry(self, key: str) -> bytes:
         """One metadata entry (key, type, value) as the bytes that the file has."""
@@ -401,11 +447,12 @@ class ModelFile:
                     digest.update(piece)
         return digest.hexdigest()
 
-    def _count(self, key: str) -> int:
+    def _count(self, key: str, most: int = 2**31 - 1) -> int:
         value = self.arch_get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
             raise ModelError(
-                f"{self.path}: {self.architecture}.{key} is {value!r}, not a positive number; "
+                f"{self.path}: {self.architecture}.{key} is {repr(value)[:80]}, not a number from "
+                f"1 to {most}; "
                 "the file is damaged or no language model"
             )
         return value

@@ -8,6 +8,7 @@ a layer's tensors mean is `backends.torch_weights`' business.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.gguf import MOST_LAYERS
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
               "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -26,6 +28,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MOST_HEADER = 100 << 20
+_MOST_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  #: llama.cpp's numbers
 #: GGUF's names of what the planner asks for, as config.json has them
@@ -71,7 +74,7 @@ class ModelDir:
         if not isinstance(kind, str) or not kind:
             raise ModelError(f"{self.path}: config.json names no model_type")
         self.architecture: str = kind
-        self.n_layers = self._count("num_hidden_layers")
+        self.n_layers = self._count("num_hidden_layers", MOST_LAYERS)
         self.n_embd = self._count("hidden_size")
         self.n_vocab = self._count("vocab_size")
         self.tensors: dict[str, StoredTensor] = {}
@@ -81,6 +84,10 @@ class ModelDir:
                 if tensor.name in self.tensors:
                     raise ModelError(f"{file}: tensor {tensor.name!r} appears twice")
                 self.tensors[tensor.name] = tensor
+        found = {tensor.layer for tensor in self.tensors.values()} - {None}
+        if found and len(found) < self.n_layers:
+            raise ModelError(f"{self.path}: config.json says {self.n_layers} layers and the files "
+                             f"have {len(found)}; fetch the model again")
 
     @property
     def name(self) -> str:
@@ -130,11 +137,11 @@ class ModelDir:
                     f"{tensor.file}: can not be read: {error.strerror or error}") from None
         return digest.hexdigest()
 
-    def _count(self, key: str) -> int:
+    def _count(self, key: str, most: int = 2**31 - 1) -> int:
         value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise ModelError(f"{self.path}: {key} in config.json is {value!r}, not a positive "
-                             "number; name a folder with a language model")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            raise ModelError(f"{self.path}: {key} in config.json is {repr(value)[:80]}, not a "
+                             f"number from 1 to {most}; name a folder with a language model")
         return value
 
 
@@ -163,8 +170,9 @@ def _files(folder: Path) -> tuple[Path, ...]:
         if not isinstance(weights, dict) or not weights:
             raise ModelError(f"{index}: has no weight_map; fetch it again")
         names = sorted(set(map(str, weights.values())))
-        if any(Path(name).name != name for name in names):
-            raise ModelError(f"{index}: names a file outside its folder")
+        if any(Path(name).name != name or not name.isprintable() or len(name) > 200
+               or not name.endswith(".safetensors") for name in names):
+            raise ModelError(f"{index}: names a file outside its folder, or none with weights")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder}: has no {missing[0]}, which its index names; fetch the "
@@ -187,33 +195,49 @@ def _read_header(path: Path) -> list[StoredTensor]:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             if size < 8 or not 2 <= length <= min(size - 8, _MOST_HEADER):
                 raise ModelError(f"{path}: is no safetensors file, or truncated; fetch it again")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_once)
     except OSError as error:
         raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{path}: its header is damaged; fetch it again") from None
     if not isinstance(header, dict):
         raise ModelError(f"{path}: its header is damaged; fetch it again")
-    return [_entry(path, name, entry, 8 + length, size)
-            for name, entry in header.items() if name != "__metadata__"]
+    found = [_entry(path, name, entry, 8 + length, size)
+             for name, entry in header.items() if name != "__metadata__"]
+    for one, other in itertools.pairwise(sorted(found, key=lambda t: (t.start, t.nbytes))):
+        if one.start + one.nbytes > other.start:
+            raise ModelError(f"{path}: tensors {one.name!r} and {other.name!r} overlap; the file "
+                             "is damaged, fetch it again")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found
 
 
 def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-        start, stop = map(int, entry["data_offsets"])
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        whole = all(type(number) is int for number in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{path}: tensor {name!r} is damaged; fetch the file again") from None
-    item = ITEM_BYTES.get(dtype)
+        whole = False
+    if not whole or not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise ModelError(f"{path}: tensor {name[:80]!r} is damaged; fetch the file again")
+    item = ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
     if item is None:
-        raise ModelError(f"{path}: tensor {name!r} has type {dtype}, which is not supported")
+        raise ModelError(f"{path}: tensor {name!r} has type {str(dtype)[:80]!r}, which is not "
+                         "supported")
     if min(shape, default=0) < 0 or start < 0 or stop - start != item * math.prod(shape):
         raise ModelError(f"{path}: tensor {name!r} of shape {list(shape)} has {stop - start} "
                          "bytes; the file is damaged, fetch it again")
     if data + stop > size:
         raise ModelError(f"{path}: tensor {name!r} ends behind the end: the file is truncated, "
                          "fetch it again")
-    return StoredTensor(name, path, dtype, shape, data + start, stop - start)
+    return StoredTensor(name, path, dtype, tuple(shape), data + start, stop - start)
 
 
 def _read_json(path: Path, otherwise: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ Knows nothing about ranks or memory limits: `planner` decides who gets which lay
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import struct
 import tempfile
@@ -26,6 +28,7 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models.cache import cache_directory, is_sound, new_hash, seal
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
@@ -53,7 +56,8 @@ _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.
 _OUTPUT_BIAS = "output.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _OUTPUT, _OUTPUT_BIAS}
 _UINT32, _STRING, _F32 = 4, 8, 0
-_STALE_SECONDS = 24 * 3600
+_UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
+_STALE_SECONDS = 24 * 3600.0  #: after which one is where files can not be locked
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -113,6 +117,13 @@ def check_splittable(model: ModelFile) -> None:
     for name in (_EMBEDDING, _NORM, *(f"blk.{i}.attn_norm.weight" for i in range(model.n_layers))):
         if name not in model.tensors:
             raise ModelError(f"{model.path}: has no tensor {name!r}; the file is incomplete")
+    for name in (_EMBEDDING, _OUTPUT, _NORM):
+        if name not in model.tensors:
+            continue
+        shape = model.tensors[name].shape
+        if shape[0] != model.n_embd or (name != _NORM and len(shape) != 2):
+            raise ModelError(f"{model.path}: tensor {name!r} has shape {list(shape)} in a "
+                             f"model of {model.n_embd} elements; the file is damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,27 +257,6 @@ def shard_bytes(model: ModelFile, start: int, stop: int) -> int:
     return sum(piece.nbytes for piece in _pieces(model, start, stop))
 
 
-def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where shards are kept: the argument, `$PIPEINFER_CACHE`, `$XDG_CACHE_HOME/pipeinfer`, or
-    `~/.cache/pipeinfer`. Made when missing, readable for its owner only."""
-    if cache_dir is not None:
-        path = Path(cache_dir)
-    elif os.environ.get("PIPEINFER_CACHE"):
-        path = Path(os.environ["PIPEINFER_CACHE"])
-    elif os.environ.get("XDG_CACHE_HOME"):
-        path = Path(os.environ["XDG_CACHE_HOME"]) / "pipeinfer"
-    else:
-        path = Path.home() / ".cache" / "pipeinfer"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"{path}: can not be made ({error.strerror}); set PIPEINFER_CACHE to a directory "
-            "with room for the shards"
-        ) from None
-    return path
-
-
 def extract_shard(
     model: ModelFile,
     start: int,
@@ -279,7 +269,8 @@ def extract_shard(
 
     All layers: the model's own path, nothing is copied. The file's name is made of the model's
     fingerprint, the range and the format, so a stale shard is never taken; one that is there
-    counts when its size and its header are what would be written. Writing goes to a temporary
+    counts when its header is what would be written and its bytes are those that were (`cache`);
+    a damaged one is made again. Writing goes to a temporary
     file beside it that is renamed when it is safely on disk: several processes or hosts may
     extract the same shard at once, a reader sees a whole file or none.
 
@@ -296,18 +287,21 @@ def extract_shard(
     name = shard_name(model.fingerprint, start, stop)
     directory = cache_directory(cache_dir)
     target = directory / name
-    if _is_complete(target, header, total):
+    _remove_stale(directory)
+    if _is_complete(target, header, total) and is_sound(target):
         if progress:
             progress(total, total)
         return target
-    _remove_stale(directory)
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{name}.", dir=directory)
-        done = 0
+        done, digest = 0, new_hash()
         with os.fdopen(handle, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for block in _blocks(model, header, pieces):
                 file.write(block)
+                digest.update(block)
                 done += len(block)
                 if progress:
                     progress(done, total)
@@ -315,6 +309,7 @@ def extract_shard(
             os.fsync(file.fileno())
         os.replace(temporary, target)
         temporary = ""
+        seal(target, digest.digest())
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "the disk is full" if full else (error.strerror or str(error))
@@ -358,11 +353,15 @@ def _is_complete(path: Path, header: bytes, total: int) -> bool:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Delete temporary files that a killed process left a day ago or earlier."""
-    limit = time.time() - _STALE_SECONDS
-    for path in directory.glob("*.gguf.*.tmp"):
+    """Delete temporary files of dead writers: a lock ends with its process, on every host."""
+    now = time.time()
+    for path in directory.glob("*.tmp"):
         try:
-            if path.stat().st_mtime < limit:
-                path.unlink()
+            age = now - path.stat().st_mtime
+            if age > _UNLOCKED_SECONDS:
+                with path.open("r+b") as file:
+                    if age < _STALE_SECONDS:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
         except OSError:
-            pass  # another process was quicker, or it is not ours
+            pass  # it is being written, another process was quicker, or it is not ours

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from pipeinfer.models.bita import BitaAdapter, save_bita
 from pipeinfer.tokenizer import Tokenizer
+from pipeinfer.training.checkpoint import load_state, save_state
 from pipeinfer.training.corpus import build
 from pipeinfer.training.frozen import Contexts, Frozen, continue_greedily, load_frozen, repeat
 
@@ -79,7 +80,9 @@ def pieces_of(texts: Sequence[str], encode: Callable[[str], list[int]], plan: Pl
 def make_samples(model: Frozen, pieces: Iterator[list[int]], plan: Plan, path: Path,
                  report: Callable[[str], None], batch: int = 128) -> Tensor:
     """int64[samples, tokens]: pieces, continued; kept at `path`, where another run goes on."""
-    made = np.load(path) if path.exists() else np.zeros((0, plan.tokens), np.int32)
+    made = np.zeros((0, plan.tokens), np.int32)
+    if path.exists():
+        made = np.load(path, allow_pickle=False)
     for _ in range(min(len(made), plan.samples)):
         next(pieces)
     while len(made) < plan.samples:
@@ -205,19 +208,18 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: 
     optimizers = {name: torch.optim.AdamW(adapter.parameters(), plan.rate, (0.9, 0.95),
                                           weight_decay=0.0) for name, adapter in adapters.items()}
     losses: dict[str, list[float]] = {name: [] for name in adapters}
-    checkpoint = work / "bita.pt"
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+    stored = work / "bita-checkpoint.safetensors"
+    if stored.exists():
+        state = load_state(stored)
         losses = state["losses"]
         for name, adapter in adapters.items():
             adapter.load_state_dict(state["adapters"][name])
             optimizers[name].load_state_dict(state["optimizers"][name])
 
     def save() -> None:
-        torch.save({"losses": losses, "adapters": {k: a.state_dict() for k, a in adapters.items()},
-                    "optimizers": {k: o.state_dict() for k, o in optimizers.items()}},
-                   checkpoint.with_suffix(".partial"))
-        os.replace(checkpoint.with_suffix(".partial"), checkpoint)
+        save_state(stored, {
+            "losses": losses, "adapters": {k: a.state_dict() for k, a in adapters.items()},
+            "optimizers": {k: o.state_dict() for k, o in optimizers.items()}})
 
     first = len(next(iter(losses.values())))
     saved = told = time.monotonic()

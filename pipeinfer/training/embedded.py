@@ -72,7 +72,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     settings.work.mkdir(parents=True, exist_ok=True)
     report("corpus and tokenizer")
     prepare(settings)
-    stream = np.load(settings.work / "train.npy")
+    stream = np.load(settings.work / "train.npy", allow_pickle=False)
     report(f"{len(stream) / 1e6:.2f} M tokens in the training stream")
 
     def step(name: str, model: Llama, teacher: Llama | None = None) -> Progress:
@@ -81,7 +81,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
             model,
             stream,
             settings.plan_for(name),
-            settings.work / f"{name}.pt",
+            settings.work / f"{name}.safetensors",
             teacher=teacher,
             report=lambda line: report(f"{name}: {line}"),
         )
@@ -109,7 +109,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
         "training": {name: asdict(progress) for name, progress in spent.items()},
         "held_out": {
             kind: compare(
-                np.load(settings.work / f"held_out_{kind}.npy"),
+                np.load(settings.work / f"held_out_{kind}.npy", allow_pickle=False),
                 {"target": target, "draft_alone": alone, "draft": draft},
                 settings,
             )

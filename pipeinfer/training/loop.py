@@ -10,7 +10,6 @@ Does not know: where tokens come from, GGUF, the command line.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeinfer.training.checkpoint import load_state, save_state
 from pipeinfer.training.model import Llama
 from pipeinfer.training.optim import make_optimizers
 
@@ -209,17 +209,14 @@ def _save(
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "progress": [progress.step, progress.tokens, progress.seconds, progress.loss],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    save_state(path, state)
 
 
 def _load(path: Path, model: Llama, optimizers: list[torch.optim.Optimizer]) -> Progress:
     """Restore a run, or begin one when there is no checkpoint."""
     if not path.exists():
         return Progress()
-    state = torch.load(path, weights_only=True)
+    state = load_state(path)
     if state["config"] != model.config.to_dict():
         raise ValueError(f"{path} holds another model shape; remove it or use another --work")
     model.load_state_dict(state["model"])

@@ -62,7 +62,7 @@ def annotate(
 
 @click.command("pasta-sft")
 @click.option("--data", type=_FILE, required=True, help="Annotated JSONL.")
-@click.option("--model", type=_FILE, required=True, help="GGUF, or a checkpoint (.pt).")
+@click.option("--model", type=_FILE, required=True, help="GGUF, or a checkpoint.")
 @click.option("--out", type=_FOLDER, required=True, help="Where the fine-tuned model goes.")
 @click.option("--steps", default=200, show_default=True)
 @click.option("--batch", default=8, show_default=True, help="Responses per step.")
@@ -80,12 +80,12 @@ def pasta_sft(
     _check_tags(codec, model)
     rows = finetune.examples_of(codec, data, network.config.n_ctx, say)
     settings = finetune.Finetune(steps=steps, batch=batch, rate=rate, seed=seed)
-    finetune.finetune(network, rows, settings, out / "pasta-sft.pt", report=say)
+    finetune.finetune(network, rows, settings, out / "pasta-sft.safetensors", report=say)
     _write(out / "pasta-sft.gguf", network, codec)
 
 
 @click.command("pasta-bonbon")
-@click.option("--model", type=_FILE, required=True, help="Stage 1's model: GGUF or .pt.")
+@click.option("--model", type=_FILE, required=True, help="Stage 1's model: GGUF or a checkpoint.")
 @click.option("--out", type=_FOLDER, required=True, help="Where each round's model goes.")
 @click.option("--data", type=_FILE, help="JSONL with prompts. Default: generated tasks.")
 @click.option("--prompts", default=64, show_default=True, help="Prompts per round.")

@@ -12,6 +12,7 @@ import gguf
 import torch
 
 from pipeinfer.errors import ModelError
+from pipeinfer.training.checkpoint import load_state
 from pipeinfer.training.markup import Codec
 from pipeinfer.training.model import Llama, LlamaConfig
 from pipeinfer.training.tokenizer import load
@@ -29,7 +30,7 @@ def restore(path: Path) -> tuple[Llama, Codec]:
     words = path.with_name("tokenizer.json")
     if not words.exists():
         raise ModelError(f"{path} has no tokenizer.json beside it")
-    state = torch.load(path, weights_only=True)
+    state = load_state(path)
     model = Llama(LlamaConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model, Codec(load(words))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pipeinfer.training import batches, circuits, formats, markup, programs, reference, tasks, words
+from pipeinfer.training.checkpoint import load_state
 from pipeinfer.training.export import ModelCard, write_gguf
 from pipeinfer.training.loop import Plan, Progress, optimise
 from pipeinfer.training.markup import Codec
@@ -116,7 +117,7 @@ def fit(
         ramp=settings.ramp,
         bfloat16=plan.bfloat16,
     )
-    checkpoint = settings.work / "task.pt"
+    checkpoint = settings.work / "task.safetensors"
     progress = optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
     return model, progress
 
@@ -195,7 +196,7 @@ def export(path: Path, model: Llama, codec: Codec, name: str = "pipeinfer embedd
 
 def load_model(path: Path) -> Llama:
     """The model of a checkpoint of :func:`pipeinfer.training.loop.optimise`."""
-    state = torch.load(path, weights_only=True)
+    state = load_state(path)
     model = Llama(LlamaConfig(**state["config"]))
     model.load_state_dict(state["model"])
     model.eval()
@@ -206,7 +207,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     """Train, write ``task.gguf``, evaluate, write ``tasks.json``; returns the report."""
     codec = codec_at(settings.work, settings.seed)
     _, progress = fit(settings, codec, report)
-    model = load_model(settings.work / "task.pt")
+    model = load_model(settings.work / "task.safetensors")
     export(settings.out / "task.gguf", model, codec)
     result: dict[str, object] = {
         "version": VERSION,

@@ -1,0 +1,88 @@
+"""Several shards of consecutive layers as one: a stage that took over a neighbour's layers loads
+only those, beside what it has. Knows no transport and no plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from pipeinfer.backends.base import Backend, Capabilities, apply
+from pipeinfer.core import FloatArray, Rows, SeqJoin
+
+
+class ChainBackend:
+    """`parts` in the order of their layers, each beginning where the one before it ends.
+
+    Raises ValueError for parts that do not fit together.
+    """
+
+    def __init__(self, parts: Sequence[Backend]) -> None:
+        infos = [part.info for part in parts]
+        if not infos or any(a.layers[1] != b.layers[0]
+                            for a, b in itertools.pairwise(infos)):
+            raise ValueError(f"layers {[info.layers for info in infos]} do not follow one another")
+        self._parts = list(parts)
+        self.info = dataclasses.replace(
+            infos[0], layers=(infos[0].layers[0], infos[-1].layers[1]), last=infos[-1].last,
+            n_vocab=infos[-1].n_vocab, n_ctx=min(info.n_ctx for info in infos),
+            n_seq_max=min(info.n_seq_max for info in infos),
+            n_batch=min(info.n_batch for info in infos),
+            weight_bytes=sum(info.weight_bytes for info in infos),
+            cache_bytes=sum(info.cache_bytes for info in infos))
+        able = [part.capabilities for part in parts]
+        self.capabilities = Capabilities(
+            free_positions=all(one.free_positions for one in able),
+            separate_views=all(one.separate_views for one in able),
+            embedding_rows=able[0].embedding_rows,
+            stops_inside=any(one.stops_inside for one in able))
+
+    def decode(
+        self, rows: Rows, hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """See `Backend.decode`."""
+        result: FloatArray | None = hidden
+        for turn, part in enumerate(self._parts):
+            try:
+                stopped = turn > 0 and should_stop is not None and should_stop()
+                result = None if stopped else part.decode(rows, result, should_stop)
+            except BaseException:
+                self._drop(rows, turn)
+                raise
+            if result is None:
+                self._drop(rows, turn)
+                return None
+        return result
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_rm`."""
+        for part in self._parts:
+            part.seq_rm(seq_id, p0, p1)
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_cp`."""
+        for part in self._parts:
+            part.seq_cp(src, dst, p0, p1)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """See `Backend.seq_keep`."""
+        for part in self._parts:
+            part.seq_keep(seq_id)
+
+    def seq_join(self, src: int, dst: int) -> None:
+        """See `core.SeqJoin`. Raises BackendError where a part can not."""
+        for part in self._parts:
+            apply(part, SeqJoin(src, dst))
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        for part in self._parts:
+            part.close()
+
+    def _drop(self, rows: Rows, count: int) -> None:
+        """Take the rows' cells off the first `count` parts, which had computed them."""
+        end = int(rows.positions.max(initial=-1)) + 1
+        for part in self._parts[:count]:
+            for seq_id, first in rows.first_positions().items():
+                part.seq_rm(seq_id, first, end)

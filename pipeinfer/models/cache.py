@@ -1,0 +1,167 @@
+"""The directory of things made once: shards with their checksums, and notes of what was measured.
+
+Beside a shard `NAME` lies `NAME.sum`: the BLAKE2b of its bytes, made while they were written, and
+what the file system said of the file when they were last compared. A shard is used only when it
+still is that very file (size, times, inode) or when its bytes have been read and compared again;
+PIPEINFER_VERIFY=always reads them each time. The directory belongs to its user alone.
+Knows files, no models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import ModelError
+
+DIGEST_BYTES = 32
+_BLOCK = 4 << 20
+_MOST_NOTE = 1 << 20
+_VERIFY = "PIPEINFER_VERIFY"
+_log = logging.getLogger("pipeinfer.cache")
+
+
+def new_hash() -> hashlib.blake2b:
+    """What shards are hashed with."""
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where shards are kept: the argument, `$PIPEINFER_CACHE`, `$XDG_CACHE_HOME/pipeinfer`, or
+    `~/.cache/pipeinfer`. Made when missing, readable for its owner only.
+
+    Raises ModelError when it can not be made, belongs to another user or others may write there:
+    they could put weights in the place of a shard.
+    """
+    if cache_dir is not None:
+        path = Path(cache_dir)
+    elif os.environ.get("PIPEINFER_CACHE"):
+        path = Path(os.environ["PIPEINFER_CACHE"])
+    elif os.environ.get("XDG_CACHE_HOME"):
+        path = Path(os.environ["XDG_CACHE_HOME"]) / "pipeinfer"
+    else:
+        path = Path.home() / ".cache" / "pipeinfer"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = (os.stat(path, follow_symlinks=False), os.stat(path))
+    except OSError as error:
+        raise ModelError(
+            f"{path}: can not be made ({error.strerror}); set PIPEINFER_CACHE to a directory "
+            "with room for the shards"
+        ) from None
+    _check_private(path, *facts)
+    return path
+
+
+def _check_private(path: Path, itself: os.stat_result, target: os.stat_result) -> None:
+    user = os.geteuid()
+    for found in (itself, target):
+        if found.st_uid != user:
+            raise ModelError(f"{path}: belongs to user {found.st_uid} and this process to {user}; "
+                             "set PIPEINFER_CACHE to a directory of your own")
+    if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ModelError(f"{path}: others may write there, so its shards can not be trusted; "
+                         f"chmod go-w {path}, or set PIPEINFER_CACHE to another directory")
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def seal(path: Path, digest: bytes) -> None:
+    """Note beside the file, which was just written, what its bytes are."""
+    with contextlib.suppress(OSError):  # without it the file is made again, nothing else
+        _write(_sum_of(path), json.dumps({"blake2b": digest.hex(), "file": _identity(path)}))
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the file is what was sealed. Says so, once, where it is damaged."""
+    try:
+        identity = _identity(path)
+        note = json.loads(_sum_of(path).read_text(encoding="utf-8")[:_MOST_NOTE])
+        digest, known = note["blake2b"], note["file"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    if known == identity and os.environ.get(_VERIFY) != "always":
+        return True
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        _log.warning("pipeinfer: note: %s can not be read (%s): it is made again", path,
+                     error.strerror)
+        return False
+    if found.hex() != digest:
+        with contextlib.suppress(OSError):
+            _sum_of(path).unlink()
+        _log.warning("pipeinfer: note: %s is damaged (its checksum is another): it is made again",
+                     path)
+        return False
+    if _identity(path) == identity:
+        seal(path, found)
+    return True
+
+
+def digest_of(path: Path) -> bytes:
+    """The BLAKE2b of a file. Raises OSError."""
+    found = new_hash()
+    with path.open("rb") as file:
+        while piece := file.read(_BLOCK):
+            found.update(piece)
+    return found.digest()
+
+
+def open_private(path: Path) -> int:
+    """A descriptor to read and append to `path`, made for its owner only and never through a link.
+    Raises OSError."""
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sum")
+
+
+def _identity(path: Path) -> list[int]:
+    facts = os.stat(path)
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+
+def remember(path: Path, value: Any) -> None:
+    """Write a small JSON value and its checksum; a full disk only costs the next start time."""
+    with contextlib.suppress(OSError):
+        _write(path, json.dumps({"value": value, "check": _check(value)}))
+
+
+def recall(path: Path) -> Any:
+    """What `remember` wrote; None when there is nothing or it is damaged."""
+    try:
+        note = json.loads(path.read_text(encoding="utf-8")[:_MOST_NOTE])
+        return note["value"] if note["check"] == _check(note["value"]) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _check(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, for its owner only. Raises OSError."""
+    handle, name = tempfile.mkstemp(suffix=".tmp", prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,194 @@
+"""What must hold in a GGUF file before llama.cpp is given it.
+
+llama.cpp ends the process (an assertion, or worse) for some values that it does not check, so they
+are checked here, in every file before it is loaded: sizes that must divide each other, numbers that
+must be finite, types that its kernels know, a vocabulary whose lists are as long as its tokens.
+Found by `python -m benchmarks.fuzz`; docs/security.md says how far that goes. Knows headers, loads
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+
+from pipeinfer.errors import ModelError
+from pipeinfer.models.gguf import STRING, ModelFile
+
+#: architectures whose graphs these rules cover wholly; of others only what all share is checked
+COVERED = ("llama", "qwen2", "qwen3", "qwen2vl")
+#: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
+VOCABULARIES = ("gpt2", "llama")
+_MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own
+_MOST_HEADS, _MOST_WIDTH = 1 << 16, 1 << 24
+_ALIGNMENT = 32
+_F32 = 0
+#: ggml's types that matrices may have: floats and quantised ones; no integers, and none of those
+#: that only activations have
+_FLOATS = frozenset({0, 1, 30})
+_MATRICES = _FLOATS | {2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 34, 35, 39}
+_META_F32, _META_I32, _META_U32 = 6, 5, 4
+_WITHOUT_HEADS = ("mamba", "rwkv")
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_LEAST_TOKENS = 12  #: llama.cpp takes token 11 where a byte-level vocabulary names no end of text
+_NONE = ("none", "no_vocab")
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise ModelError unless llama.cpp can be given the file at `path`."""
+    model = ModelFile(path)
+    alignment = model.get("general.alignment", _ALIGNMENT)
+    if isinstance(alignment, int) and alignment % _ALIGNMENT:
+        raise _bad(model, "general.alignment", alignment)
+    check_numbers(model)
+    check_types(model)
+    check_vocabulary(model)
+
+
+def check_numbers(model: ModelFile) -> None:
+    """The sizes and factors of the architecture."""
+    for key in model.meta_keys():
+        if key.startswith(model.architecture + ".") and not model.is_array(key):
+            value = model.get(key)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _bad(model, key, value)
+    if model.n_layers > _MOST_LAYERS:
+        raise _bad(model, f"{model.architecture}.block_count", model.n_layers)
+    found = {tensor.layer for tensor in model.tensors.values()} - {None}
+    if found and len(found) < model.n_layers:
+        raise ModelError(f"{model.path}: says that it has {model.n_layers} layers and has "
+                         f"{len(found)}; the file is damaged, fetch it again")
+    _number(model, "attention.layer_norm_rms_epsilon", 0, 1)
+    _number(model, "attention.layer_norm_epsilon", 0, 1)
+    _number(model, "rope.freq_base", 1e-9, 1e30)
+    _number(model, "rope.freq_base_swa", 1e-9, 1e30)
+    _number(model, "rope.scaling.factor", 0, 1e9)
+    scaling = model.arch_get("rope.scaling.type")
+    if scaling is not None and scaling not in _SCALINGS:
+        raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
+    _check_experts(model)
+    if not model.architecture.startswith(_WITHOUT_HEADS):  # sizes are divided by their number
+        heads = _integers(model, "attention.head_count", 0, _MOST_HEADS)
+        if max(heads, default=0) == 0:
+            raise _bad(model, f"{model.architecture}.attention.head_count", heads or None)
+    if model.architecture in COVERED:
+        _check_heads(model)
+
+
+def check_types(model: ModelFile) -> None:
+    """The types of the tensors, where it is known what they are for."""
+    if model.architecture not in COVERED:
+        return
+    for tensor in model.tensors.values():
+        vector = sum(size > 1 for size in tensor.shape) <= 1 and "token_embd" not in tensor.name
+        if tensor.type not in (_FLOATS if vector else _MATRICES) or (
+                len(tensor.shape) == 1 and tensor.type != _F32):
+            raise ModelError(f"{model.path}: tensor {tensor.name!r} has type {tensor.type_name}, "
+                             "in which llama.cpp can not compute; convert the model again")
+
+
+def check_vocabulary(model: ModelFile) -> None:
+    """The tables of the tokenizer, if there is one."""
+    kind = model.get("tokenizer.ggml.model")
+    if kind is None or kind in _NONE:
+        return
+    if kind not in VOCABULARIES:
+        raise ModelError(f"{model.path}: has a tokenizer of kind {str(kind)[:40]!r}, which is not "
+                         f"supported (known: {', '.join(VOCABULARIES)})")
+    if model.array_type("tokenizer.ggml.tokens") != STRING:
+        raise ModelError(f"{model.path}: has a tokenizer without tokens; convert the model again")
+    tokens = model.texts("tokenizer.ggml.tokens")
+    if len(tokens) < _LEAST_TOKENS:
+        raise ModelError(f"{model.path}: a vocabulary of {len(tokens)} tokens is too small")
+    known = {_name(token, i) for i, token in enumerate(tokens)}
+    if len(known) != len(tokens):
+        raise ModelError(f"{model.path}: {len(tokens) - len(known)} tokens are in its vocabulary "
+                         "twice; convert the model again")
+    for name, types in (("scores", (_META_F32,)), ("token_type", (_META_I32, _META_U32))):
+        _check_column(model, f"tokenizer.ggml.{name}", types, len(tokens))
+    merges = "tokenizer.ggml.merges"
+    if model.array_type(merges) not in (None, STRING) or (
+            merges in model.meta_keys() and not model.is_array(merges)):
+        raise _bad(model, merges, "no list of texts")
+    if kind == "llama":
+        _check_bytes(model, known)
+
+
+def _name(token: bytes, number: int) -> bytes:
+    """What llama.cpp knows a token by: its text up to a NUL, or a number for an empty one."""
+    return (token.partition(b"\0")[0] if 0 in token else token) or b"[EMPTY_%d]" % number
+
+
+def _check_column(model: ModelFile, key: str, types: Collection[int | None], count: int) -> None:
+    """A list beside the tokens: llama.cpp reads as many values as there are tokens."""
+    if key not in model.meta_keys():
+        return
+    length = model.array_length(key)
+    if model.array_type(key) not in types or length != count:
+        raise ModelError(f"{model.path}: {key} has {length} values for {count} tokens, or of the "
+                         "wrong type; convert the model again")
+
+
+def _check_bytes(model: ModelFile, known: set[bytes]) -> None:
+    """Text that is in no token is written in bytes, so a token for each must be there."""
+    missing = [b for b in range(256) if b"<0x%02X>" % b not in known and bytes([b]) not in known]
+    if missing:
+        raise ModelError(f"{model.path}: its vocabulary has no token for {len(missing)} of the 256 "
+                         f"bytes, the first {missing[0]}; convert the model again")
+
+
+def _check_heads(model: ModelFile) -> None:
+    heads = _integers(model, "attention.head_count", 1, _MOST_HEADS)
+    shared = _integers(model, "attention.head_count_kv", 1, _MOST_HEADS) or heads
+    if len(shared) != len(heads):
+        shared, heads = (shared * len(heads), heads) if len(shared) == 1 else (
+            shared, heads * len(shared))
+    for count, groups in zip(heads, shared, strict=True):
+        if groups > count or count % groups:
+            raise _bad(model, f"{model.architecture}.attention.head_count_kv", groups)
+    default = model.n_embd // heads[0]
+    key, value = (_integers(model, f"attention.{part}_length", 1, 1 << 16) or [default]
+                  for part in ("key", "value"))
+    rotated = _integers(model, "rope.dimension_count", 1, 1 << 16) or key
+    if not key[0] == value[0] == rotated[0] or key[0] % 2:
+        raise ModelError(
+            f"{model.path}: heads of {key[0]} and {value[0]} elements of which {rotated[0]} are "
+            f"rotated; in a {model.architecture} model these are one even number")
+    for name in ("feed_forward_length", "context_length"):
+        _integers(model, name, 1, 2**31 - 1)
+
+
+def _check_experts(model: ModelFile) -> None:
+    experts = _integers(model, "expert_count", 0, _MOST_EXPERTS) or [0]
+    used = _integers(model, "expert_used_count", 0, _MOST_EXPERTS) or [0]
+    if max(used) > min(experts) or (min(used) > 0) != (max(experts) > 0):
+        raise _bad(model, f"{model.architecture}.expert_used_count", max(used))
+
+
+def _integers(model: ModelFile, key: str, low: int, high: int) -> list[int]:
+    """The integer under `key`, or one per layer; empty without one. Raises ModelError."""
+    value = model.arch_get(key)
+    if value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and len(value) != model.n_layers:
+        raise _bad(model, f"{model.architecture}.{key}", f"{len(value)} values")
+    checked = [v for v in values if isinstance(v, int) and not isinstance(v, bool)
+               and low <= v <= high]
+    if len(checked) != len(values):
+        raise _bad(model, f"{model.architecture}.{key}", value if len(values) < 5 else "a list")
+    return checked
+
+
+def _number(model: ModelFile, key: str, low: float, high: float) -> None:
+    value = model.arch_get(key)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise _bad(model, f"{model.architecture}.{key}", value)
+
+
+def _bad(model: ModelFile, key: str, value: object) -> ModelError:
+    return ModelError(f"{model.path}: {key} is {str(value)[:80]!r}, with which llama.cpp can not "
+                      "run a model; the file is damaged, fetch it again")
