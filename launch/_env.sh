@@ -2,6 +2,7 @@
 # Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
 # MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
+# PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
 
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -75,6 +76,7 @@ setup() {
     export PATH="$VENV/bin:$PATH"
     MPIRUN=${SYSTEM_MPIRUN:-$VENV/bin/mpirun}
     [ -z "$SYSTEM_MPIRUN" ] || use_system_library
+    export PIPEINFER_JOB="${PIPEINFER_JOB:-$(uname -n)-$$-$(date +%s)}"  # every rank bears it
     load_mpi_env
 }
 
@@ -120,23 +122,89 @@ spool_stdin() {
 }
 
 run_mpi() {
+    # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
+    # 30 s; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
+    # 130) and what can not be used as it is (2) is not tried again.
+    local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
+    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is no number"; exit 2 ;; esac
+    ASKED=0
+    while true; do
+        began=$SECONDS
+        run_mpi_once "$@" && status=0 || status=$?
+        case "$status" in 0 | 2 | 130) return "$status" ;; esac
+        [ "$ASKED" = 0 ] || return "$status"
+        if [ $((SECONDS - began)) -ge 600 ]; then
+            left=${PIPEINFER_RESTARTS:-0} pause=1
+        fi
+        if [ "$left" -le 0 ]; then
+            if [ "${PIPEINFER_RESTARTS:-0}" != 0 ]; then
+                say "the job has ended with exit code $status, and every restart is used up"
+            fi
+            return "$status"
+        fi
+        left=$((left - 1))
+        say "the job has ended with exit code $status: starting again in $pause s ($left more after that)"
+        sleep "$pause"
+        pause=$((pause * 2 < 30 ? pause * 2 : 30))
+        end_leftovers
+    done
+}
+
+end_leftovers() {
+    # No rank of an earlier try may hold a port, memory or a lock: here and on the hosts of HOSTS
+    # whatever bears this job's number is killed. A host that does not answer has its own clock.
+    local line host asked=()
+    "$VENV/bin/python" -m pipeinfer.leftovers "$PIPEINFER_JOB" || true
+    if [ -z "${HOSTS:-}" ] || [ ! -f "$HOSTS" ]; then return 0; fi
+    while read -r line; do
+        host=${line%%[ :]*}
+        if [ -z "$host" ] || [ "$host" = "$(uname -n)" ] || [ "$host" = localhost ]; then continue; fi
+        # shellcheck disable=SC2086  # options are words
+        env -u PIPEINFER_JOB timeout 15 ssh -n -o BatchMode=yes -o ConnectTimeout=5 ${PIPEINFER_SSH_ARGS:-} "$host" \
+            "$VENV/bin/python" -m pipeinfer.leftovers "$PIPEINFER_JOB" </dev/null &
+        asked+=($!)
+    done <"$HOSTS"
+    if [ ${#asked[@]} -gt 0 ]; then wait "${asked[@]}" || true; fi
+}
+
+run_mpi_once() {
     # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
     # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
-    # the running ones end (SIGUSR1); the second ends the job.
-    local job status count=0
+    # the running ones end (SIGUSR1); the second ends the job. ASKED counts them.
+    # Rank 0, when it is on this host, writes "up" into a file and later its exit status: where a job
+    # survives deaths, mpirun says nothing of that of rank 0, and a host that can not be reached keeps
+    # it waiting for ever ("lost").
+    local job status ended watcher
+    ended=$(mktemp)
+    PIPEINFER_STATUS="$(uname -n):$ended"
+    export PIPEINFER_STATUS
     if [ -t 2 ]; then
         PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
         export PIPEINFER_TERMINAL
     fi
     setsid "$MPIRUN" "$@" </dev/null &
     job=$!
-    trap 'count=$((count + 1)); if [ $count -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT TERM
-    trap 'kill -TERM $job' HUP
+    trap 'ASKED=$((ASKED + 1)); if [ $ASKED -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT TERM
+    trap 'ASKED=$((ASKED + 1)); kill -TERM $job' HUP
+    (while ! grep -q lost "$ended" && kill -0 "$job" 2>/dev/null; do sleep 0.5; done
+     kill -0 "$job" 2>/dev/null || exit 0
+     sleep 3
+     pkill -KILL -s "$job") &  # its session: mpirun, and ssh to lost hosts
+    watcher=$!
     while true; do
-        wait "$job" && status=0 || status=$?
+        wait "$job" 2>/dev/null && status=0 || status=$?
         kill -0 "$job" 2>/dev/null || break
     done
     trap - INT TERM HUP
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    case "$(cat "$ended")" in
+        [0-9]*) read -r status _ <"$ended" ;;
+        *)  # it did not end by itself
+            if [ "$status" = 0 ] && [ "$ASKED" != 0 ]; then status=130; fi
+            if [ "$status" = 0 ] && [ -s "$ended" ]; then status=1; fi ;;
+    esac
+    rm -f "$ended"
     return "$status"
 }
 

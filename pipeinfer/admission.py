@@ -21,14 +21,17 @@ from pipeinfer.tree import Node, Tree
 
 
 class Admission:
-    """Owns the sequence ids, the remembered prompts and the queue."""
+    """Owns the sequence ids, the remembered prompts and the queue.
 
-    def __init__(self, limits: Limits) -> None:
+    next_lane_id: the number of the lane that is opened next.
+    """
+
+    def __init__(self, limits: Limits, next_lane_id: int = 0) -> None:
         self.limits = limits
         self.pool = SequencePool(limits.n_ids, limits.parallel + limits.kept)
         self.prefixes = Prefixes(limits.chunk)
         self.waiting: deque[Ticket] = deque()
-        self._next_lane = 0
+        self.next_lane_id = next_lane_id
         self._running: dict[int, Lane] = {}
 
     def used(self, lanes: Collection[Lane]) -> int:
@@ -78,12 +81,12 @@ class Admission:
 
     def new_path(self) -> int:
         """A number that no lane has, for what becomes of a lane that is cut back."""
-        self._next_lane += 1
-        return self._next_lane - 1
+        self.next_lane_id += 1
+        return self.next_lane_id - 1
 
     def _open(self, ticket: Ticket, accepted: list[int], own: Request | None = None,
               thread: int = 0, jumps: list[tuple[int, int]] | None = None, base: int = 0) -> Lane:
-        lane_id, self._next_lane = self._next_lane, self._next_lane + 1
+        lane_id, self.next_lane_id = self.next_lane_id, self.next_lane_id + 1
         seq_id = self.pool.acquire(lane_id)
         jumps = jumps or []
         last = len(accepted) - 1

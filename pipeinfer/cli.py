@@ -25,8 +25,16 @@ import click
 from pipeinfer import __version__, host, nodes
 from pipeinfer.config import Config, Option, Resolved, options, resolve
 from pipeinfer.core import SamplingParams
-from pipeinfer.errors import PipeinferError, RequestError, UsageError, WorkerFailed
+from pipeinfer.errors import (
+    ClusterError,
+    PipeinferError,
+    RequestError,
+    UsageError,
+    WorkerFailed,
+)
+from pipeinfer.leaving import end_job, note_exit
 from pipeinfer.observe import check_writable
+from pipeinfer.transport.base import Dismissed
 
 INTERRUPTED = 130
 _AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
@@ -90,15 +98,21 @@ class _Main(click.Group):
         "doctor": ("pipeinfer.doctor", "doctor_command"),
         "plan": ("pipeinfer.plan", "plan_command"),
         "bench": ("pipeinfer.bench", "bench_command"),
+        "chaos": ("pipeinfer.chaos.command", "chaos_command"),
         "chat": ("pipeinfer.chat", "chat_command"),
         "compare": ("pipeinfer.compare", "compare_command"),
+        "rebalance": ("pipeinfer.rebalance", "rebalance_command"),
         "train": ("pipeinfer.training.__main__", "main"),
         "serve": ("pipeinfer.server.serve", "serve_command"),
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if host.launched_rank() == 0:
-            return super().main(*args, **kwargs)
+            try:
+                return super().main(*args, **kwargs)
+            except SystemExit as error:
+                note_exit(error.code if isinstance(error.code, int) else int(bool(error.code)))
+                raise
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
@@ -124,6 +138,8 @@ class _Main(click.Group):
             fail(error)
         except Stopped:
             leave(INTERRUPTED)
+        except Dismissed:  # rank 0 has ended the job
+            leave(0)
         except BrokenPipeError:  # the reader of our output has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             leave(1)
@@ -148,8 +164,6 @@ def fail(error: PipeinferError) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """Exit with `code`, and end the other ranks."""
-    from pipeinfer.cluster import end_job
-
     end_job(code)
     raise SystemExit(code)
 
@@ -217,6 +231,10 @@ def generate(resolved: Resolved) -> None:
         _write_trace(Path(config.trace), session)
     if out.reason == "interrupted":
         raise SystemExit(INTERRUPTED)
+    if out.reason == "poison":
+        click.echo("pipeinfer: error: several stages failed one after the other while they worked "
+                   "on this request: it was given up", err=True)
+        raise SystemExit(ClusterError.exit_code)
     if out.reason == "context":
         click.echo(
             f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "

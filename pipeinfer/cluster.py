@@ -13,12 +13,12 @@ and every other rank returns from it when the job is over.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,20 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer import __version__, host, survey
-from pipeinfer.backends.exact import CURVE_ROWS
-from pipeinfer.backends.torch_options import missing_packages
+from pipeinfer import host, survey
+from pipeinfer.assembly import Assembly, Loss, ProgressHook
 from pipeinfer.config import Config
 from pipeinfer.controller import Controller
-from pipeinfer.distribute import Sender
-from pipeinfer.errors import (
-    ClusterError,
-    MismatchError,
-    TransportTimeout,
-    UsageError,
-)
+from pipeinfer.errors import ClusterError, MismatchError, UsageError, WorkerFailed
+from pipeinfer.faults import parse_faults
 from pipeinfer.grammar import Vocabulary
-from pipeinfer.head import Head, raise_worker_failed
+from pipeinfer.head import Head
+from pipeinfer.heartbeat import HeadPulse, Meeting, RankPulse
+from pipeinfer.hello import compare, hello, take_settings
 from pipeinfer.host import Place
 from pipeinfer.knobs import (
     cells_for,
@@ -52,58 +48,53 @@ from pipeinfer.knobs import (
     spare_cells,
     widths_for,
 )
+from pipeinfer.leaving import skip_finalize, survivable, write_status
+from pipeinfer.leftovers import clear_sessions
 from pipeinfer.loading import (
     EXACT_LIMIT,
     check_bita,
-    llama_version,
     load_proposers,
-    run_stage,
     settle,
     threads_of,
 )
-from pipeinfer.nodes import Nodes, check_head
-from pipeinfer.nodes import load as load_nodes
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.shard import ShardSource, check_splittable
+from pipeinfer.pace import StagePace
 from pipeinfer.planner import (
     Plan,
     backends_of,
     choose_policy,
     context_size,
     draft_models,
+    estimate,
     model_paths,
     open_model,
     row_method,
     sizes_for,
 )
 from pipeinfer.policy import Limits, Policy
-from pipeinfer.protocol import VERSION, Notice, ShardHave, Tag, WorkerFailed
+from pipeinfer.protocol import Tag
+from pipeinfer.replan import Holding
 from pipeinfer.replica_head import ReplicaHead
 from pipeinfer.replicas import ReplicaScheduler
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
+from pipeinfer.stage_life import StageLife
 from pipeinfer.strategies.lookahead import Lookahead
 from pipeinfer.strategies.rows import RowProposer
 from pipeinfer.strategies.worker import DraftWorker
 from pipeinfer.survey import Survey
 from pipeinfer.tokenizer import Tokenizer, check_draft_vocab
-from pipeinfer.transport.base import Port
+from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
 from pipeinfer.transport.inproc import local_ports
+from pipeinfer.watchdog import Pulse, Watchdog
 
 if TYPE_CHECKING:
     from pipeinfer.models.gguf import ModelFile
 
-_PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
-                              "keep_binding", "trace", "nodes", "given", "backend", "device"})
 _LAST_WORDS_SECONDS = 6.0
-
-
-@dataclass(slots=True)
-class StageState:
-    """What the head knows about a stage while it starts."""
-
-    phase: str = "waiting"
-    done: int = 0
-    total: int = 0
-    ready: dict[str, Any] = field(default_factory=dict)
+_POISON = 3  #: stages that fail one after the other without a token between them
+_HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +106,6 @@ class Brain:
     controller: Controller | None
 
 
-ProgressHook = Callable[[dict[int, StageState]], None]
-
-
 @dataclass(slots=True)
 class Session:
     """A running cluster, as rank 0 sees it."""
@@ -127,7 +115,7 @@ class Session:
     limits: Limits
     tokenizer: Tokenizer
     draft: DraftWorker | None
-    stages: dict[int, dict[str, Any]]
+    assembly: Assembly
     hosts: list[dict[str, Any]]
     model_name: str
     draft_name: str
@@ -135,7 +123,9 @@ class Session:
     load_seconds: float
     plan: Plan
     _use: Callable[[Config], Limits]
+    _resume: Callable[[], None] = lambda: None
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    on_change: Callable[[], None] = lambda: None  #: called when other stages have taken over
 
     def use(self, config: Config) -> None:
         """Decode by another config's policy, proposers and knobs from now on; only while nothing
@@ -144,6 +134,32 @@ class Session:
         self.limits = self._use(config)
         self.config = config
         self.draft = self.head.draft
+
+    def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
+        """Deal the layers out by what stages take now, if that promises `need` times the speed and
+        a stage takes `drift` times as long as at its best.
+
+        What runs is replayed over the new stages. Says what was done, None where nothing was.
+        """
+        pace, policy = self.head.pace, self.limits.policy
+        if not pace.known or self.plan.whole or len(self.assembly.held) == 1:
+            return None
+        if max(pace.slowdown) < drift:
+            return None
+        held, gain = self.assembly.better(pace.seconds, lambda split: estimate(split, policy))
+        if held == self.assembly.held or gain < need:
+            return None
+        slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
+        why = (f"layers dealt out anew for {gain:.2f} times the speed (stage {slowest + 1} takes "
+               f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
+        self.assembly.move(held, why)
+        self._resume()
+        return str(self.assembly.changes[-1])
+
+    @property
+    def stages(self) -> dict[int, dict[str, Any]]:
+        """What each stage said when it was ready, by node."""
+        return self.assembly.ready
 
     @property
     def n_stages(self) -> int:
@@ -158,18 +174,30 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
 
     grammars: requests may have one, so the last stage and the draft need the vocabulary.
     """
+    parse_faults(config.fault)
+    pulse = Pulse(_HANGS * config.timeout)
+    guard = watch_over(config, pulse)
     place = find_place(config)
+    if guard is not None:
+        guard.arm()
     if place.rank > 0:
-        _serve_rank(config, place)
+        _serve_rank(config, place, pulse)
+        if guard is not None:
+            guard.close()
         yield None
         return
     started = time.monotonic()
     hosts = compare(config, place)
     take_settings(config, hosts)
     config = settle(config, place, hosts[0]["settings"])
-    job = prepare(config, place, hosts)
-    port, thread = _head_port(config, place, job.plan)
+    beats = listen_for(config, hosts)
+    job = prepare(config, place, hosts, None if beats is None else beats.meeting)
+    port, thread = _head_port(config, place, job.plan, beats, hosts)
+    if survivable(place):
+        write_status("up")
+        atexit.register(skip_finalize)
     session = _start(config, place, job, port, hosts, progress, started, grammars)
+    pulse.settle()
     try:
         yield session
     finally:
@@ -180,11 +208,15 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
         if not failed:
             session.head.drain(config.timeout)
             session.reports = session.head.shutdown(timeout=10.0)
+            busy = {holding.rank for holding in session.assembly.held}
+            for rank in set(range(1, len(hosts))) - busy:  # spares, and those that may hold nothing
+                port.order(rank, {"kind": "leave"})
             port.close(timeout=5.0)
             if thread is not None:
                 thread.join(timeout=10.0)
-            survey.end_spares(place, job.plan)
             session.tokenizer.close()
+            if guard is not None:
+                guard.close()
 
 
 # --- places -----------------------------------------------------------------------------------
@@ -214,110 +246,85 @@ def find_place(config: Config) -> Place:
                 "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
                 "libmpi of your mpirun)"
             )
+        if local_rank == 0:
+            clear_sessions()
     cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
         local_rank, local_size)
     return Place(rank, size, comm, cores, local_rank, local_size)
 
 
-def _head_port(config: Config, place: Place, plan: Plan
-               ) -> tuple[Port, threading.Thread | None]:
+def _head_port(config: Config, place: Place, plan: Plan, beats: HeadPulse | None,
+               hosts: list[dict[str, Any]]) -> tuple[Port, threading.Thread | None]:
     """The head's port, and the thread of a stage that shares this process."""
-    n_stages = len(plan.ranks)
     if place.comm is None:
         head_port, stage_port = local_ports(2)
-        return head_port, _stage_thread(config, place, stage_port, n_stages)
+        return head_port, _stage_thread(config, place, stage_port)
     from pipeinfer.transport import mpi
 
-    port = mpi.MpiPort(place.comm, mpi.Layout((0, *plan.ranks)))
+    mpi.meet([rank["bell"] for rank in hosts])
+    port = mpi.MpiPort(place.comm, Layout((0, *plan.ranks)))
+    port.give_up(rank for rank, one in enumerate(hosts) if "dead" in one)
+    if beats is not None:
+        port.silent, beats.wake = beats.silent, port.wake
     if 0 not in plan.ranks:
         return port, None
-    return port, _stage_thread(config, place, port.local_port(1), n_stages)
+    return port, _stage_thread(config, place, port.local_port(1))
 
 
-def _stage_thread(config: Config, place: Place, port: Port, n_stages: int) -> threading.Thread:
-    thread = threading.Thread(target=run_stage, args=(config, place, port, n_stages),
-                              name="stage", daemon=True)
+def _stage_thread(config: Config, place: Place, port: Port) -> threading.Thread:
+    thread = threading.Thread(target=StageLife(config, place, port).run, name="stage", daemon=True)
     thread.start()
     return thread
 
 
-def _serve_rank(config: Config, place: Place) -> None:
+def _serve_rank(config: Config, place: Place, pulse: Pulse) -> None:
     from pipeinfer.transport import mpi
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mpi.gather_json(place.comm, json.dumps(hello(config, place)))
-    rank_of = survey.await_place(config, place)
-    if place.rank not in rank_of:
-        survey.await_end(place)
-        return
-    port = mpi.MpiPort(place.comm, mpi.Layout(rank_of))
-    ok = run_stage(config, place, port, len(rank_of) - 1)
+    try:
+        called = survey.await_place(config, place)
+    except Dismissed:
+        mpi.leave()
+    mpi.meet(called.bells)
+    port = mpi.MpiPort(place.comm, Layout(called.rank_of))
+    beats = None
+    if called.meeting is not None:
+        beats = RankPulse(place.rank, called.meeting, pulse, lambda: _cut_off(place))
+    try:
+        ok = StageLife(config, place, port, pulse).run()
+        if not ok:
+            _await_verdict(port)
+    except Dismissed:
+        ok = True
+    if beats is not None:
+        beats.close()
     port.close(timeout=2.0)
     if not ok:
-        time.sleep(_LAST_WORDS_SECONDS)  # rank 0 reports and ends the job; if it can not, we do
         mpi.abort(ClusterError.exit_code)
+    if mpi.survivable():
+        mpi.leave()
 
 
-# --- hello ------------------------------------------------------------------------------------
+def _await_verdict(port: Port) -> None:
+    """This rank has failed and said so: rank 0 ends the job, or goes on without it (Dismissed).
+    Returns when nothing is heard; then this rank ends the job."""
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    with contextlib.suppress(ClusterError):  # rank 0 has died
+        while time.monotonic() < deadline and 0 not in port.gone:
+            with contextlib.suppress(Regrouped):
+                port.take(Tag.TRANSACTION)
+            time.sleep(0.02)
 
 
-def hello(config: Config, place: Place) -> dict[str, Any]:
-    """What this rank tells the head: versions, config digest, host facts."""
-    shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in _PER_NODE_FIELDS}
-    digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
-    return {
-        "rank": place.rank, "version": __version__, "protocol": VERSION,
-        "backend": llama_version(), "config": digest.hexdigest(),
-        "asked_backend": config.backend, "torch_missing": missing_packages(),
-        "values": {k: repr(v)[:80] for k, v in shared.items()},
-        **host.facts(place.cores, place.local_rank, place.local_size).to_json(),
-    }
-
-
-def compare(config: Config, place: Place) -> list[dict[str, Any]]:
-    """Every rank's hello; raises MismatchError when they can not work together."""
-    mine = hello(config, place)
-    if place.comm is None:
-        return [mine]
-    from pipeinfer.transport import mpi
-
-    texts = mpi.gather_json(place.comm, json.dumps(mine))
-    assert texts is not None
-    hellos: list[dict[str, Any]] = [json.loads(text) for text in texts]
-    for other in hellos[1:]:
-        who = f"rank {other['rank']} on {other['host']}"
-        for key, what in (("version", "pipeinfer"), ("protocol", "protocol"),
-                          ("backend", "llama-cpp-python")):
-            if other[key] != mine[key]:
-                raise MismatchError(
-                    f"{who} runs {what} {other[key]}, rank 0 on {mine['host']} runs {mine[key]}: "
-                    "install the same version on every host"
-                )
-        if other["config"] != mine["config"]:
-            names = [k for k, v in mine["values"].items() if other["values"].get(k) != v]
-            raise MismatchError(
-                f"{who} has other values than rank 0 for {', '.join(names)}: give every rank the "
-                "same options (PIPEINFER_* variables and config files differ between hosts?)"
-            )
-    return hellos
-
-
-def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
-    """Put each rank's settings of the nodes file into its hello, and bound its memory by them.
-
-    Raises UsageError when the file can not be used or names another host as the head.
-    """
-    nodes = load_nodes(config) or Nodes("")
-    check_head(nodes, [rank["host"] for rank in hosts])
-    for rank in hosts:
-        settings = nodes.of(rank["host"])
-        rank["settings"] = dataclasses.asdict(settings)
-        rank["asked_backend"] = settings.options(config.given).get("backend",
-                                                                   rank["asked_backend"])
-        if settings.memory is not None:
-            rank["memory_available"] = min(rank["memory_available"], settings.memory)
+def _cut_off(place: Place) -> None:
+    """From the thread of the heartbeats: rank 0 does not answer any more."""
+    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} does not hear rank 0 "
+                     "any more, and leaves\n")
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # --- the head's start -------------------------------------------------------------------------
@@ -343,12 +350,25 @@ class Job:
         return self.survey.plan
 
 
-def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
+def watch_over(config: Config, pulse: Pulse) -> Watchdog | None:
+    """A process that kills this rank when it hangs; only where the others go on without it."""
+    rank, size = host.launched_rank(), host.launched_size()
+    if size == 1 or not config.heartbeat:
+        return None
+    return Watchdog(f"rank {rank}", config.heartbeat, pulse)
+
+
+def listen_for(config: Config, hosts: list[dict[str, Any]]) -> HeadPulse | None:
+    """Heartbeats of other ranks; None where there are none."""
+    if not config.heartbeat or len(hosts) == 1:
+        return None
+    return HeadPulse(config.heartbeat)
+
+
+def prepare(config: Config, place: Place, hosts: list[dict[str, Any]],
+            meeting: Meeting | None = None) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
     from pipeinfer.backends.llama_library import ensure_llama
-    from pipeinfer.models.gaps import GapModel
-    from pipeinfer.models.shard import check_splittable
-
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     backends = backends_of(config, model, hosts)
@@ -371,7 +391,7 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]]) -> Job:
     for path in draft_models(config, draft_path, policy):
         head_bytes += sum(open_model(path).layer_bytes)
     found = survey.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
-                         head_bytes)
+                         head_bytes, meeting)
     return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)
 
 
@@ -379,45 +399,36 @@ def _start(
     config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
     progress: ProgressHook | None, started: float, grammars: bool,
 ) -> Session:
-    from pipeinfer.models.gaps import GapModel
-    from pipeinfer.models.shard import ShardSource
-
     target_path, model, policy = job.target, job.model, job.policy
     drafts = draft_models(config, job.draft, policy)
-    n_ctx, width, n_stages = job.n_ctx, job.width, len(job.plan.ranks)
+    n_ctx, width = job.n_ctx, job.width
     notes = [*job.survey.notes, *filter(None, [job.plan.line()])]
-    if {"lookahead", "bita"} <= set(config.proposer):
-        notes.append("lookahead and BiTA both want the spare rows: "
-                     f"{row_method(config)}, named first, is used")
-    if row_method(config) == "bita" and config.policy == Policy.PIPEINFER:
-        notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
-                     "pipeinfer works like speculative")
-    credit = config.credit or n_stages + 1
+    notes += _doubts(config, job)
+    credit = config.credit or len(job.plan.ranks) + 1
     chunk = min(config.chunk, config.ubatch or config.chunk)
     spare = spare_cells(width, credit)
     cells = cells_for(config, n_ctx) + spare + probe_cells(config)
     prompt_id = ids_for(config, credit)
-    setup = {
-        "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
-        "n_seq_max": prompt_id + bool(config.bita), "n_batch": job.n_batch,
-        "fingerprint": model.fingerprint, "prompt_id": prompt_id, "gaps": job.gaps,
-    }
     tokenizer = Tokenizer(target_path)
     vocabulary = Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None
-    if job.gaps:
-        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
-                     "another run up to near-ties (docs/decomposers.md)")
-    sources = {node: ShardSource(GapModel(model) if job.gaps else model, start, stop)
-               for node, (start, stop) in enumerate(job.plan.ranges, 1) if config.distribute}
-    for node, (start, stop) in enumerate(job.plan.ranges, 1):
-        source = sources.get(node)
-        port.send(node, Tag.TRANSACTION, Notice("setup", node, {
-            **setup, "start": start, "stop": stop,
-            "shard": source and {"name": source.name, "bytes": source.total},
-            "vocabulary": vocabulary.to_json() if vocabulary and stop == model.n_layers
-            else None,
-            "settings": hosts[job.plan.ranks[node - 1]]["settings"]}))
-    states = {node: StageState() for node in range(1, n_stages + 1)}
+
+    def setup_of(holding: Holding) -> dict[str, Any]:
+        return {
+            "model": str(target_path), "n_layers": model.n_layers, "n_ctx": cells,
+            "n_seq_max": prompt_id + bool(config.bita), "n_batch": job.n_batch,
+            "fingerprint": model.fingerprint, "prompt_id": prompt_id, "gaps": job.gaps,
+            "start": holding.start, "stop": holding.stop,
+            "vocabulary": vocabulary.to_json() if vocabulary and holding.stop == model.n_layers
+            else None}
+
+    def source_of(holding: Holding) -> ShardSource | None:
+        shard = GapModel(model) if job.gaps else model
+        return ShardSource(shard, holding.start, holding.stop) if config.distribute else None
+
+    assembly = Assembly(
+        config, port, job.plan, job.survey.load,
+        dict(zip(job.plan.candidates, job.survey.members, strict=True)), hosts, setup_of, source_of,
+        progress, survives=survivable(place))
     worker = None
     if policy is not Policy.ITERATIVE:
         for path in drafts:
@@ -426,29 +437,30 @@ def _start(
             draft_tokenizer.close()
         worker = load_proposers(config, place, drafts, cells, tokenizer.n_vocab, port.wake,
                                 vocabulary)
-    _await_ready(config, port, states, progress, Sender(port, sources))
-    exact = min(state.ready["exact_width"] for state in states.values())
-    row_cost = max(state.ready["row_cost"] for state in states.values())
-    sizes = sizes_for(row_cost)
-    curve = tuple((rows, max(float(state.ready["curve"][k]) for state in states.values()))
-                  for k, rows in enumerate(CURVE_ROWS))
+    assembly.start()
+    notes += map(str, assembly.changes)
+    said = assembly.ready
+    row_cost = assembly.terms.row_cost
+    sizes, curve = sizes_for(row_cost), assembly.terms.curve
+    exact = width if config.exact == "off" else assembly.terms.exact
     if config.exact == "off":
-        exact = width
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif exact == 1 and policy is not Policy.ITERATIVE:
         notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
                      "--policy speculative works like iterative; --exact off lifts the bound")
-    at_home = sum(int(states[node].ready["threads"]) for node, rank in enumerate(job.plan.ranks, 1)
-                  if hosts[rank]["host"] == hosts[0]["host"])
+    at_home = sum(int(one["threads"]) for one in said.values()
+                  if one["host"] == hosts[0]["host"])
     drafting = threads_of(config.threads_draft, place) if drafts else 0
     contended = at_home + drafting > hosts[0]["cores_host"]
-    if len({state.ready["backend"] for state in states.values()}) > 1:
+    if len({one["backend"] for one in said.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")
 
     def think(asked: Config, chosen: Policy) -> Brain:
-        limits, pinned = limits_for(asked, chosen, sizes, n_ctx=n_ctx, chunk=chunk, exact=exact,
-                                    n_stages=n_stages, curve=curve, spare=spare)
+        width_now = exact if asked.exact == "off" else assembly.terms.exact
+        stages = min(len(assembly.held), len(job.plan.ranks))  # ids were made for so many
+        limits, pinned = limits_for(asked, chosen, sizes, n_ctx=n_ctx, chunk=chunk, exact=width_now,
+                                    n_stages=stages, curve=curve, spare=spare)
         rows = None if chosen is Policy.ITERATIVE else row_proposer(asked, tokenizer.n_vocab,
                                                                     prompt_id)
         return Brain(limits, rows, controller_for(asked, limits, pinned, curve, spare,
@@ -466,67 +478,56 @@ def _start(
                      brain.controller)
         return brain.limits
 
+    failures: list[int] = []  # tokens accepted by the time of each, while they stay the same
+
+    def go_on(loss: Loss) -> None:
+        accepted = head.scheduler.totals.accepted
+        failures[:] = [*(count for count in failures if count == accepted), accepted] \
+            if isinstance(loss, WorkerFailed) else []
+        if assembly.recover(loss):
+            # What has made several stages fail would take the next one along, too.
+            resume("poison" if len(failures) >= _POISON else "")
+        else:
+            session.on_change()
+
+    def resume(reason: str = "") -> None:
+        brain = think(session.config, session.limits.policy)
+        session.limits = brain.limits
+        head.restart(len(assembly.held), brain.limits, brain.controller, reason)
+        head.pace = StagePace(len(assembly.held), curve)
+        session.notes.append(str(assembly.changes[-1]))
+        session.on_change()
+
     brain = think(config, policy)
     if job.plan.whole:
         assert isinstance(brain.rows, Lookahead)
-        head: Head = ReplicaHead(port, ReplicaScheduler(brain.limits, brain.rows, n_stages),
-                                 trace=bool(config.trace), timeout=config.timeout)
+        replicas = ReplicaScheduler(brain.limits, brain.rows, len(assembly.held))
+        head: Head = ReplicaHead(port, replicas, trace=bool(config.trace), timeout=config.timeout)
     else:
-        head = Head(port, n_stages, Scheduler(brain.limits, brain.rows, drafts=worker is not None),
-                    worker, cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
+        scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None)
+        head = Head(port, len(assembly.held), scheduler, worker,
+                    cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
                     timeout=config.timeout, controller=brain.controller)
-    limits = brain.limits
-    return Session(
-        config, head, limits, tokenizer, worker,
-        {node: state.ready for node, state in states.items()}, hosts, target_path.resolve().name,
-        drafts[-1].name if drafts else "",
-        notes, time.monotonic() - started, job.plan, use,
+    head.on_loss = go_on
+    session = Session(
+        config, head, brain.limits, tokenizer, worker, assembly, hosts,
+        target_path.resolve().name, drafts[-1].name if drafts else "",
+        notes, time.monotonic() - started, job.plan, use, resume,
     )
+    head.pace = StagePace(len(assembly.held), curve)
+    return session
 
 
-def _await_ready(
-    config: Config, port: Port, states: dict[int, StageState], progress: ProgressHook | None,
-    sender: Sender,
-) -> None:
-    last_news = time.monotonic()
-    while not all(state.ready for state in states.values()):
-        failure = port.take(Tag.ERROR)
-        if failure is not None and isinstance(failure.message, WorkerFailed):
-            raise_worker_failed(failure.message)
-        busy = sender.pump()
-        envelope = port.take(Tag.RESULT)
-        if envelope is None:
-            if busy:
-                last_news = time.monotonic()
-            else:
-                port.wait(0.2)
-            if time.monotonic() - last_news > config.timeout:
-                late = next(n for n, state in states.items() if not state.ready)
-                raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
-                                       seconds=config.timeout)
-            continue
-        last_news = time.monotonic()
-        message = envelope.message
-        if isinstance(message, ShardHave):
-            sender.hear(message)
-        elif isinstance(message, Notice) and message.node in states:
-            state = states[message.node]
-            if message.kind == "progress":
-                state.phase = str(message.data["phase"])
-                state.done, state.total = int(message.data["done"]), int(message.data["total"])
-            elif message.kind == "ready":
-                state.phase, state.ready = "ready", message.data
-            if progress is not None:
-                progress(states)
-
-
-def end_job(code: int) -> None:
-    """Leave with `code` and take every other rank along."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "mpi4py.MPI" in sys.modules:
-        from pipeinfer.transport import mpi
-
-        time.sleep(0.2)  # the launcher drops output that it has not read when it kills
-        mpi.abort(code)
-    os._exit(code)
+def _doubts(config: Config, job: Job) -> list[str]:
+    """Options that do not do what one may expect."""
+    notes = []
+    if {"lookahead", "bita"} <= set(config.proposer):
+        notes.append("lookahead and BiTA both want the spare rows: "
+                     f"{row_method(config)}, named first, is used")
+    if row_method(config) == "bita" and config.policy == Policy.PIPEINFER:
+        notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
+                     "pipeinfer works like speculative")
+    if job.gaps:
+        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
+                     "another run up to near-ties (docs/decomposers.md)")
+    return notes

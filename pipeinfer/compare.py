@@ -217,7 +217,7 @@ def file_prompts(path: Path) -> list[Prompt]:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         found = [json.loads(line) if line.lstrip().startswith("{") else {"question": line}
                  for line in lines]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"can not read prompts from {path}: {error}") from error
     prompts = []
     for number, entry in enumerate(found, 1):

@@ -26,22 +26,25 @@ from typing import Any, BinaryIO
 
 from pipeinfer.config import Config
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.models.cache import (
+    DIGEST_BYTES,
+    cache_directory,
+    is_sound,
+    new_hash,
+    open_private,
+    seal,
+)
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.shard import ShardSource, cache_directory, extract_shard
+from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.planner import open_model
 from pipeinfer.protocol import ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.transport.base import Port
 
 CHUNK = 1 << 20  #: bytes of one message
 WINDOW = 8 * CHUNK  #: bytes on the way to one stage
-_DIGEST_BYTES = 32
 _FORGET_SECONDS = 7 * 24 * 3600
 
 Report = Callable[[str, int, int], None]
-
-
-def _hasher() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 # --- the head ---------------------------------------------------------------------------------
@@ -90,16 +93,22 @@ class Sender:
         self.sent_bytes = 0
 
     def hear(self, message: ShardHave) -> None:
-        """A stage wants its shard, or has more of it."""
+        """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
+        if message.node not in self._sources or len(message.digest) not in (0, DIGEST_BYTES):
+            raise ProtocolError(f"node {message.node} asks for a shard that is not for it")
         if message.digest:
             source = self._sources[message.node]
             out = _Outgoing(source, message.offset, message.digest, _Pieces(source.blocks()),
-                            _hasher(), answered=message.offset)
+                            new_hash(), answered=message.offset)
             if not 0 <= message.offset <= source.total:
                 out.have = out.answered = 0
             self._outgoing[message.node] = out
         else:
-            self._outgoing[message.node].answered = message.offset
+            current = self._outgoing.get(message.node)
+            if current is None or not 0 <= message.offset <= current.offset:
+                raise ProtocolError(f"node {message.node} has {message.offset} bytes of a shard "
+                                    "that were not sent")
+            current.answered = message.offset
 
     def pump(self) -> bool:
         """Move every stage's shard on by a chunk. Whether there is more to do at once."""
@@ -110,7 +119,7 @@ class Sender:
         if out.offset < out.have:
             piece = self._next(out, min(CHUNK, out.have - out.offset))
             if out.offset == out.have and out.hasher.digest() != out.digest:
-                out.pieces, out.hasher = _Pieces(out.source.blocks()), _hasher()
+                out.pieces, out.hasher = _Pieces(out.source.blocks()), new_hash()
                 out.offset = out.have = out.answered = 0
             return True
         if out.offset == out.source.total:
@@ -188,20 +197,22 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
     Raises ModelError when the disk is full, another job receives it or the bytes are damaged.
     """
     target = directory / name
-    if target.exists() and target.stat().st_size == total:
-        return target, 0
+    with contextlib.suppress(OSError):
+        if target.stat().st_size == total and is_sound(target):
+            return target, 0
     part = directory / f"{name}.part"
     _forget_old(directory, part)
     try:
-        with part.open("a+b") as file:
+        with os.fdopen(open_private(part), "a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ModelError(
                     f"{part}: another job on {socket.gethostname()} receives this shard; wait for "
                     "it, or give this job its own PIPEINFER_CACHE") from None
-            arrived = _fill(port, file, total, timeout, report)
+            arrived, digest = _fill(port, part, file, total, timeout, report)
             os.replace(part, target)
+            seal(target, digest)
     except OSError as error:
         raise ModelError(
             f"{part} on {socket.gethostname()}: can not store a shard of {total / 1e6:.0f} MB "
@@ -218,13 +229,15 @@ def _forget_old(directory: Path, but: Path) -> None:
                 path.unlink()
 
 
-def _fill(port: Port, file: BinaryIO, total: int, timeout: float, report: Report) -> int:
-    """Complete `file`; bytes that arrived. On damage it is emptied and ModelError raised."""
+def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, report: Report
+          ) -> tuple[int, bytes]:
+    """Complete `file`; bytes that arrived, and the digest of all. On damage it is emptied and
+    ModelError raised."""
     have, hasher = _hash_file(file, total)
-    free = shutil.disk_usage(os.path.dirname(file.name)).free
+    free = shutil.disk_usage(part.parent).free
     if free < total - have:
         raise ModelError(
-            f"{file.name} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
+            f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
             f"disk has {free / 1e6:.0f} MB: make room, or set PIPEINFER_CACHE to another directory")
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
     arrived, last_news = 0, time.monotonic()
@@ -240,7 +253,7 @@ def _fill(port: Port, file: BinaryIO, total: int, timeout: float, report: Report
         match envelope.message:
             case ShardChunk(offset, data):
                 if offset == 0:  # the head did not know what was here
-                    have, hasher = 0, _hasher()
+                    have, hasher = 0, new_hash()
                     file.truncate(0)
                 if offset != have or have + len(data) > total:
                     raise ProtocolError(f"a chunk from {offset} on, where {have} bytes are there")
@@ -253,18 +266,18 @@ def _fill(port: Port, file: BinaryIO, total: int, timeout: float, report: Report
             case ShardEnd(digest):
                 if have != total or digest != hasher.digest():
                     file.truncate(0)
-                    raise ModelError(f"{file.name} on {socket.gethostname()} arrived damaged: "
+                    raise ModelError(f"{part} on {socket.gethostname()} arrived damaged: "
                                      "start the job again")
                 file.flush()
                 os.fsync(file.fileno())
-                return arrived
+                return arrived, digest
             case other:
                 raise ProtocolError(f"{type(other).__name__} in the middle of a shard")
 
 
 def _hash_file(file: BinaryIO, total: int) -> tuple[int, hashlib.blake2b]:
     """How many bytes of the shard `file` has, and their digest so far."""
-    hasher = _hasher()
+    hasher = new_hash()
     if os.fstat(file.fileno()).st_size > total:
         file.truncate(0)
     file.seek(0)

@@ -26,6 +26,7 @@ import click
 from pipeinfer import cluster, host, planner, survey
 from pipeinfer.config import Config
 from pipeinfer.errors import PipeinferError, PlanError
+from pipeinfer.hello import hello
 
 _PROBE_SECONDS = 60
 
@@ -74,7 +75,7 @@ def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks:
 def examine(config: Config) -> list[Finding] | None:
     """Every finding on rank 0, None on other ranks."""
     place = cluster.find_place(config)
-    mine = {**cluster.hello(config, place), "probe": probe_in_subprocess(), "links": []}
+    mine = {**hello(config, place), "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
         everyone = [mine]
         library = "not used (one process)"

@@ -90,6 +90,14 @@ class BackendError(ClusterError):
     """A decode or a cache operation of a backend failed."""
 
 
+class RankLost(ClusterError):
+    """A rank is dead, hangs or can not be reached. why: goes on after "rank 3"."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}")
+        self.rank, self.why = rank, why
+
+
 class WorkerFailed(ClusterError):
     """Another rank failed: `remote_traceback` is what it saw."""
 

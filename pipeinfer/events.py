@@ -12,6 +12,7 @@ from typing import TypeAlias
 from pipeinfer.core import Choice, Request, Rows, SamplingParams, SeqOp
 from pipeinfer.decomposers.base import Decomposer
 from pipeinfer.errors import RequestError
+from pipeinfer.policy import Limits
 from pipeinfer.tree import Proposal
 
 
@@ -55,7 +56,19 @@ class Abort:
     reason: str
 
 
-Event: TypeAlias = Submit | RunDone | Drafted | Abort
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The stages are others, with empty caches, and know no lane: whatever was in flight is lost.
+
+    limits: from now on. The context, the chunk and the room of the caches are those of before.
+    reason: requests that ran end with it; empty: they are replayed.
+    """
+
+    limits: Limits
+    reason: str = ""
+
+
+Event: TypeAlias = Submit | RunDone | Drafted | Abort | Restart
 
 
 # --- instructions -----------------------------------------------------------------------------
@@ -67,8 +80,9 @@ class LaneStats:
 
     guesses_tested: accepted positions at which a speculated child was there to be compared.
     reused: prompt tokens that were not computed again. preempted: how often its lane was given up
-    for lack of cells and replayed. steps: the longest chain of passes through the pipeline that
-    had to wait for one another, prompt not counted (plain decoding: one per token).
+    for lack of cells and replayed. recovered: how often because stages were lost. steps: the
+    longest chain of passes through the pipeline that had to wait for one another, prompt not
+    counted (plain decoding: one per token).
     """
 
     accepted: int = 0
@@ -83,6 +97,7 @@ class LaneStats:
     empty_drafts: int = 0
     reused: int = 0
     preempted: int = 0
+    recovered: int = 0
     steps: int = 0
 
 

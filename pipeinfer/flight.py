@@ -42,6 +42,15 @@ class Flight:
         """The sequence ids."""
         return self.admission.pool
 
+    def restart(self, limits: Limits) -> None:
+        """Nothing is in flight, no lane is open and no cache holds anything any more."""
+        self.limits = limits
+        self.admission = Admission(limits, self.admission.next_lane_id)
+        self.lanes.clear()
+        self.runs.clear()
+        self.tips.clear()
+        self.useful = self.plain = self.chunks = self.guess_rows = 0
+
     @property
     def decoding(self) -> int:
         """Lanes beyond their prompt, at least one."""

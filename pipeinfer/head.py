@@ -20,7 +20,13 @@ import numpy as np
 from pipeinfer.controller import Controller, gaps
 from pipeinfer.core import ALL_SEQS, END, Request, SeqRemove
 from pipeinfer.decomposers.base import Decomposer
-from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout, WorkerFailed
+from pipeinfer.errors import (
+    BackendError,
+    ProtocolError,
+    RankLost,
+    TransportTimeout,
+    WorkerFailed,
+)
 from pipeinfer.events import (
     Abort,
     CancelRuns,
@@ -32,6 +38,7 @@ from pipeinfer.events import (
     IssueRun,
     OpenLane,
     Refuse,
+    Restart,
     RunDone,
     SendOps,
     StartDraft,
@@ -39,6 +46,7 @@ from pipeinfer.events import (
     Submit,
 )
 from pipeinfer.lanes import Run
+from pipeinfer.pace import StagePace
 from pipeinfer.policy import Limits
 from pipeinfer.protocol import (
     CacheOps,
@@ -57,8 +65,10 @@ from pipeinfer.protocol import WorkerFailed as WorkerFailedMessage
 from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath
 from pipeinfer.strategies.worker import DraftWorker
-from pipeinfer.transport.base import Port
+from pipeinfer.transport.base import Envelope, Port
 from pipeinfer.watch import RunWatch, fate
+
+_LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has left
 
 
 @dataclass(slots=True)
@@ -82,7 +92,11 @@ class HeadStats:
 
 
 class Head:
-    """The message loop of node 0."""
+    """The message loop of node 0.
+
+    pace: how long stages take. on_loss: told that a stage is lost; when it returns, other stages
+    are there and `restart` was called. Without it a loss is raised to whoever waits.
+    """
 
     def __init__(
         self, port: Port, n_stages: int, scheduler: Scheduler, draft: DraftWorker | None, *,
@@ -99,6 +113,8 @@ class Head:
         self._last_result = time.monotonic()
         self._woken = False
         self._watch: RunWatch | None = None
+        self.pace = StagePace(n_stages, ())
+        self.on_loss: Callable[[RankLost | WorkerFailed], None] | None = None
 
     def wake(self) -> None:
         """Make a `next_news` that waits return None soon; any thread may call it."""
@@ -126,6 +142,16 @@ class Head:
         self.scheduler, self._draft, self._controller = scheduler, draft, controller
         self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
 
+    def restart(self, n_stages: int, limits: Limits, controller: Controller | None,
+                reason: str = "") -> None:
+        """The stages are others: replay every request over them, from what it has brought; or, with
+        a reason, end those that ran."""
+        self._n_stages, self._controller = n_stages, controller
+        self._issued.clear()
+        if self._watch is not None:
+            self._watch = RunWatch()
+        self._feed(Restart(limits, reason))
+
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
         """Queue a request; its tokens and its one terminal event come from `next_news`.
 
@@ -140,8 +166,9 @@ class Head:
     def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
         """The next token or terminal event, waiting up to `timeout` seconds or a `wake` for it.
 
-        Raises WorkerFailed when a node reports failure, TransportTimeout when runs are in flight
-        and nothing has come back for the deadline.
+        Raises WorkerFailed when a node reports failure and RankLost when its rank is gone, unless
+        `on_loss` sees to it; TransportTimeout when runs are in flight and nothing has come back for
+        the deadline.
         """
         deadline = time.monotonic() + timeout
         while not self._news:
@@ -167,7 +194,8 @@ class Head:
         """What is going on, see `Scheduler.snapshot`; and seconds of work so far."""
         return self.scheduler.snapshot() | {
             "head_busy": self.stats.busy,
-            "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds}
+            "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
+            "stage_seconds": self.pace.seconds, "stage_slowdown": self.pace.slowdown}
 
     def drain(self, timeout: float) -> None:
         """Wait for the runs that are still in flight after their request has ended."""
@@ -185,11 +213,15 @@ class Head:
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(reports) < self._n_stages and time.monotonic() < deadline:
-            envelope = self._take()
-            if envelope is None:
+            try:
+                message = self._take()
+            except (RankLost, WorkerFailed):  # it has left, or would have: nothing is lost now
+                deadline = min(deadline, time.monotonic() + _LAST_REPORTS_SECONDS)
+                continue
+            if message is None:
                 self._port.wait(0.05)
-            elif isinstance(envelope, Notice) and envelope.kind == "report":
-                reports[envelope.node] = envelope.data
+            elif isinstance(message, Notice) and message.kind == "report":
+                reports[message.node] = message.data
         return reports
 
     # --- receive ------------------------------------------------------------------------------
@@ -199,12 +231,24 @@ class Head:
 
     def _receive(self) -> bool:
         """Handle everything that has arrived; whether there was anything."""
+        try:
+            return self._handle_mail()
+        except (RankLost, WorkerFailed) as loss:
+            if self.on_loss is None:
+                raise
+            self.on_loss(loss)
+            self._last_result = time.monotonic()
+            return True
+
+    def _handle_mail(self) -> bool:
         some = False
         while (message := self._take()) is not None:
             some = True
             match message:
                 case RunFinished(run_id, choices, slowest=slowest, computed=computed):
                     self._result(message)
+                    if (run := self.scheduler.runs.get(run_id)) is not None:
+                        self.pace.saw(run.n_rows, message.spans)
                     self._tune(message, slowest, computed)
                     self._feed(RunDone(run_id, choices))
                 case RunCancelled(run_id):
@@ -226,10 +270,7 @@ class Head:
         return some
 
     def _take(self) -> Message | None:
-        failure = self._port.take(Tag.ERROR)
-        if failure is not None and isinstance(failure.message, WorkerFailedMessage):
-            raise_worker_failed(failure.message)
-        envelope = self._port.take(Tag.RESULT)
+        envelope = take_result(self._port)
         return None if envelope is None else envelope.message
 
     def _result(self, message: RunFinished | RunCancelled) -> None:
@@ -328,6 +369,16 @@ class Head:
             else (self._n_stages,)
         for node in targets:
             self._port.send(node, Tag.CANCEL, Cancel(run_ids))
+
+
+def take_result(port: Port) -> Envelope | None:
+    """The next message for the head. Raises RankLost and WorkerFailed for what has gone wrong."""
+    failure = port.take(Tag.ERROR)
+    if failure is not None and isinstance(failure.message, WorkerFailedMessage):
+        raise_worker_failed(failure.message)
+    if lost := port.new_losses():
+        raise RankLost(min(lost), "is dead")
+    return port.take(Tag.RESULT)
 
 
 def raise_worker_failed(message: WorkerFailedMessage) -> None:

@@ -1,15 +1,11 @@
-"""Loading models into this process: a stage's shard, or the draft; and a stage's life around it.
+"""Loading models into this process: parts of the target, or the draft.
 
-Knows backends and the shard cache, no requests and no policies.
+Knows backends and options, no transport, no requests and no policies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import socket
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,99 +13,19 @@ from typing import Any
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact import Widths
-from pipeinfer.backends.torch_options import require_torch, torch_options, torch_version
+from pipeinfer.backends.torch_options import require_torch, torch_options
 from pipeinfer.config import Config
-from pipeinfer.distribute import own_model, stage_shard
-from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
+from pipeinfer.errors import UsageError
 from pipeinfer.grammar import Vocabulary
 from pipeinfer.host import Place
 from pipeinfer.models.bita import BitaAdapter, load_bita
 from pipeinfer.nodes import NodeSettings
-from pipeinfer.planner import backend_for, open_model
-from pipeinfer.protocol import Notice, Tag, WorkerFailed
-from pipeinfer.stage import CancelPath, Stage
+from pipeinfer.planner import open_model
 from pipeinfer.strategies.base import Proposer
 from pipeinfer.strategies.worker import DraftWorker
-from pipeinfer.transport.base import Port
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 DRAFT_PATHS = 8  #: paths that a draft keeps in its cache
-
-
-def run_stage(config: Config, place: Place, port: Port, n_stages: int) -> bool:
-    """Run a stage; failures become a message to the head. Whether it ended well."""
-    stage: Stage | None = None
-    try:
-        stage, backend = _load_stage(config, place, port, n_stages)
-        stage.serve()
-        backend.close()
-    except BaseException as error:  # everything is reported, nothing may vanish in a thread
-        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
-        summary, trace = " ".join(str(error).split()) or type(error).__name__, ""
-        if not isinstance(error, PipeinferError):
-            summary, trace = f"{type(error).__name__}: {summary}", traceback.format_exc()
-        with contextlib.suppress(Exception):
-            port.send(0, Tag.ERROR, WorkerFailed(
-                port.node, socket.gethostname(), -1 if stage is None else stage.current_run,
-                summary, trace, code))
-        return False
-    return True
-
-
-def _load_stage(config: Config, place: Place, port: Port, n_stages: int
-                ) -> tuple[Stage, Backend]:
-    from pipeinfer.backends.exact import known_widths
-
-    setup = _await_setup(config, port)
-    config = settle(config, place, setup["settings"])
-
-    def report(phase: str, done: int, total: int) -> None:
-        port.send(0, Tag.RESULT, Notice("progress", port.node, {
-            "phase": phase, "done": done, "total": total}))
-
-    start, stop = setup["start"], setup["stop"]
-    threads, received = threads_of(config.threads, place), 0
-    kind = backend_for(config.backend, Path(setup["model"]))
-    backend: Backend
-    if kind == "torch":
-        path = own_model(setup)
-        report("loading", 0, 1)
-        backend, version = load_torch(config, path, (start, stop), setup, threads), torch_version()
-    else:
-        from pipeinfer.backends.llamacpp import LlamaCppBackend
-
-        shard, received = stage_shard(config, port, setup, report)
-        report("loading", 0, 1)
-        whole, version = start == 0 and stop == setup["n_layers"], llama_version()
-        backend = LlamaCppBackend.load(
-            shard, layers=(start, stop), n_layers_total=setup["n_layers"], first=start == 0,
-            last=stop == setup["n_layers"], n_ctx=setup["n_ctx"], n_seq_max=setup["n_seq_max"],
-            n_batch=setup["n_batch"], n_threads=threads,
-            options=llama_options(config, callbacks=not whole or config.policy != "iterative",
-                                  gaps=setup["gaps"]),
-        )
-    widths = known_widths(
-        backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
-        limit=EXACT_LIMIT, progress=lambda done, total: report("measuring", done, total))
-    if config.pace_ms:
-        backend, widths = paced(backend, widths, config.pace_ms / 1e3, config.pace_row_ms / 1e3)
-    if config.bita:
-        learn(backend, load_bita(config.bita), setup["prompt_id"])
-    report("loading", 1, 1)
-    port.send(0, Tag.RESULT, Notice("ready", port.node, {
-        "layers": [start, stop], "host": socket.gethostname(), "rank": place.rank,
-        "backend": kind, "exact_width": widths.exact, "row_cost": widths.row_cost,
-        "curve": widths.curve,
-        "weight_bytes": backend.info.weight_bytes,
-        "cache_bytes": backend.info.cache_bytes, "threads": threads, "received_bytes": received,
-    }))
-    last = port.node if stop == setup["n_layers"] else n_stages  # a replica is its own last stage
-    stage = Stage(port, last, backend, cancel_path=CancelPath(config.cancel_path),
-                  trace=bool(config.trace), timeout=config.timeout,
-                  vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
-                  extra_report=lambda: {"host": socket.gethostname(), "rank": place.rank,
-                                        "exact_width": widths.exact, **host.memory_parts()})
-    return stage, backend
 
 
 def check_bita(config: Config, model: Any, backends: Sequence[str]) -> None:
@@ -167,18 +83,6 @@ def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:
     if not config.keep_binding:
         host.bind_numa(node.numa, place)
     return dataclasses.replace(config, **node.options(config.given))
-
-
-def _await_setup(config: Config, port: Port) -> dict[str, Any]:
-    deadline = time.monotonic() + config.timeout
-    while True:
-        envelope = port.take(Tag.TRANSACTION)
-        if envelope is not None and isinstance(envelope.message, Notice):
-            return envelope.message.data
-        if time.monotonic() > deadline:
-            raise TransportTimeout(rank=port.node, peer=0, tag="Setup", run_id=None,
-                                   seconds=config.timeout)
-        port.wait(0.5)
 
 
 def llama_version() -> str:

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import socket
@@ -32,7 +31,8 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.config import Config
 from pipeinfer.core import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
-from pipeinfer.models.shard import ShardSource, cache_directory
+from pipeinfer.models.cache import cache_directory, recall, remember
+from pipeinfer.models.shard import ShardSource
 
 FORMAT = 1  #: part of a remembered figure's name; raise it when what is measured changes
 ROWS = (1, 2, 4)
@@ -70,7 +70,7 @@ def from_json(data: Any) -> Figures:
     try:
         seconds = {int(k): float(v) for k, v in data["seconds"].items()}
         found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
     if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
@@ -127,14 +127,10 @@ def figures_here(config: Config, model: Any, threads: int, *, again: bool = Fals
     """
     path = cache_directory() / _name(config, model, threads)
     if not again:
-        with contextlib.suppress(OSError, ValueError):
-            return from_json(json.loads(path.read_text(encoding="utf-8")))
+        with contextlib.suppress(ValueError):
+            return from_json(recall(path))
     found = _measure(config, model, threads)
-    with contextlib.suppress(OSError):  # a full disk costs the next start time, nothing else
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False,
-                                         encoding="utf-8") as file:
-            json.dump(found.to_json(), file)
-        os.replace(file.name, path)
+    remember(path, found.to_json())
     return found
 
 

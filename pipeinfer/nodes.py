@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from pipeinfer.config import Config, Resolved
 from pipeinfer.errors import UsageError
+from pipeinfer.toml_file import read_toml
 
 ROLES = ("auto", "head", "stage", "draft", "spare")
 NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
@@ -200,12 +200,7 @@ def nodes_file_beside(hostfile: str | Path) -> Path | None:
 
 def read_nodes(path: str | Path) -> Nodes:
     """The nodes file `path`. Raises UsageError naming the file, the table and the key."""
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"can not read nodes file {path}: {_reason(error)}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"nodes file {path} is not valid TOML: {error}") from error
+    data = read_toml(path, "nodes file")
     where = f"nodes file {path}"
     known = ("layers", "link", "defaults", "node")
     for key in data:
@@ -214,7 +209,7 @@ def read_nodes(path: str | Path) -> Nodes:
                              f"{', '.join(known)})")
     layers, link = data.get("layers"), data.get("link", "")
     if layers is not None and not (isinstance(layers, list) and layers and
-                                   all(_is_int(n) and n >= 0 for n in layers)):
+                                   all(_is_int(n) and 0 <= n <= _ALL_LAYERS for n in layers)):
         raise UsageError(f"{where}: layers is a list of numbers, one per stage, like [10, 12]")
     if not isinstance(link, str):
         raise UsageError(f"{where}: link is the name of a link profile, like \"gigabit\"")
@@ -225,7 +220,10 @@ def read_nodes(path: str | Path) -> Nodes:
     parsed = []
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise UsageError(f"{where}: node.{name} is no table: write [node.\"{name}\"]")
+            raise UsageError(f"{where}: node.{name if name.isprintable() else repr(name)} is no "
+                             "table: write [node.\"NAME\"]")
+        if not name.isprintable():
+            raise UsageError(f"{where}: {name!r} is no name of a host")
         parsed.append((name, _settings(table, f"{where}, [node.\"{name}\"]")))
     return Nodes(str(path), None if layers is None else tuple(layers), link,
                  NodeSettings(**defaults), tuple(parsed))
@@ -267,21 +265,23 @@ def _setting(name: str, value: Any, where: str) -> Any:
             if not isinstance(value, str):
                 raise UsageError(f"{where} needs the name of a profile, not {value!r}")
         case _:
-            if not _is_int(value) or value < 0:
-                raise UsageError(f"{where} needs a whole number from 0 on, not {value!r}")
+            if not _is_int(value) or not 0 <= value <= _ALL_LAYERS:
+                raise UsageError(f"{where} needs a whole number from 0 to {_ALL_LAYERS}, not "
+                                 f"{repr(value)[:80]}")
     return value
 
 
 def parse_bytes(value: Any, where: str) -> int:
     """Bytes from a number or a text such as "8 GiB" or "7.5GB". Raises UsageError."""
-    if _is_int(value) and value > 0:
+    if _is_int(value) and 0 < value < 2**63:
         return int(value)
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(value).strip().lower())
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)",
+                         str(value)[:60].strip().lower())
     size = 0
     if isinstance(value, str) and found and found[2] in _UNITS:
         size = int(float(found[1]) * _UNITS[found[2]])
     if size <= 0:
-        raise UsageError(f"{where} is {value!r}; give bytes or a text such as \"8 GiB\"")
+        raise UsageError(f"{where} is {repr(value)[:80]}; give bytes or a text such as \"8 GiB\"")
     return size
 
 

@@ -122,17 +122,30 @@ def pyplot() -> Any:
     return plt
 
 
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The runs of a trace that --trace wrote. Raises UsageError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
+        good = all(
+            isinstance(e["ts"], int | float) and isinstance(e["dur"], int | float)
+            and isinstance(e["tid"], int) and isinstance(e["cat"], str)
+            and isinstance(e["args"]["run"], int) and abs(e["ts"]) < 1e18 and abs(e["dur"]) < 1e18
+            for e in events)
+    except OSError as error:
+        raise UsageError(f"can not read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise UsageError(f"{path} is no trace written by --trace")
+    if not events:
+        raise UsageError(f"{path} holds no runs")
+    return events
+
+
 def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: float) -> None:
     """Draw stages against time, runs coloured by fate. Raises UsageError."""
-    try:
-        data = json.loads(trace_file.read_text(encoding="utf-8"))
-        events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
-    except OSError as error:
-        raise UsageError(f"can not read {trace_file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{trace_file} is no trace written by --trace") from error
-    if not events:
-        raise UsageError(f"{trace_file} holds no runs")
+    events = read_trace(trace_file)
     plt = pyplot()
     from matplotlib.patches import Patch
 

@@ -95,7 +95,7 @@ def partition(load: Load, members: Sequence[Member]) -> Split:
     """The best split. Raises PlanError: too few layers, or which rank lacks how much memory."""
     n = len(load.costs)
     _check_counts(n, members)
-    times = [_times(load, member, bounded=True) for member in members]
+    times = [stage_times(load, member, bounded=True) for member in members]
     bound = _slowest(times)
     if not np.isfinite(bound):
         raise _too_big(load, members)
@@ -145,7 +145,7 @@ def _check_counts(n: int, members: Sequence[Member]) -> None:
             + ": every rank needs at least one; start fewer ranks")
 
 
-def _times(load: Load, member: Member, *, bounded: bool) -> Matrix:
+def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
     """[start, stop] -> seconds, inf where the rank can not hold that; [i, i] leaves it out."""
     n = len(load.costs)
     cost = _ranges(load.costs, load.first_cost, load.last_cost)
@@ -210,7 +210,7 @@ def _best_under(times: Sequence[Matrix]) -> list[int]:
 def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     """Why no split fits, told by the fastest split that asks nobody's memory."""
     n = len(load.costs)
-    times = [_times(load, member, bounded=False) for member in members]
+    times = [stage_times(load, member, bounded=False) for member in members]
     bound = _slowest(times)
     times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
     split = measure(load, members, _best_under(times))

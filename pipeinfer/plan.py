@@ -215,7 +215,7 @@ def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings,
 
 def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     """A report from what the ranks of this job measure; None on ranks but 0."""
-    from pipeinfer import cluster, survey
+    from pipeinfer import cluster, hello, survey
     from pipeinfer.loading import settle
 
     if host.launched_size() == 1:
@@ -232,13 +232,13 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     from pipeinfer.transport import mpi  # after find_place, which says what is wrong with MPI
 
     if place.rank > 0:
-        mpi.gather_json(place.comm, json.dumps(cluster.hello(config, place)))
+        mpi.gather_json(place.comm, json.dumps(hello.hello(config, place)))
         survey.await_place(config, place)
         own = [dataclasses.asdict(link) for link in mpi.measure_links(place.comm)]
         mpi.gather_json(place.comm, json.dumps(own))
         return None
-    hosts = cluster.compare(config, place)
-    cluster.take_settings(config, hosts)
+    hosts = hello.compare(config, place)
+    hello.take_settings(config, hosts)
     job = cluster.prepare(settle(config, place, hosts[0]["settings"]), place, hosts)
     own = [dataclasses.asdict(link) for link in mpi.measure_links(place.comm)]
     texts = mpi.gather_json(place.comm, json.dumps(own)) or []

@@ -5,8 +5,8 @@ stage) the activations, all little-endian and readable in place. There is no pic
 marker. This module knows no transport, rank, clock or model; it checks every count and length
 of a frame before it uses it and raises ProtocolError otherwise.
 
-    header  magic "PIPE", version, op, flags, epoch, run id, parent run id,
-            rows, sequence ids, operations, hidden size, payload bytes, spans   (64 bytes)
+    header  magic "PIPE", version, op, flags, run id, parent run id,
+            rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
     DECODE  spans f64[s,2] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
             hidden f32[n,d]
@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core import (
+    ALL_SEQS,
     Choice,
     FloatArray,
     IntArray,
@@ -40,10 +42,10 @@ from pipeinfer.core import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 4
+VERSION = 5
 NO_RUN = -1
 
-_HEADER = struct.Struct("<4sBBHIIqqIIIIIII")
+_HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
@@ -54,6 +56,7 @@ _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass 
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows look through other ids than they are stored under
+_FLAGS = 15  # all of them
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
@@ -109,7 +112,6 @@ class Decode:
     speculative: bool = False
     skipped: bool = False
     hidden: FloatArray | None = None
-    epoch: int = 0
     spans: Spans = field(default_factory=lambda: NO_SPANS)
 
     def __eq__(self, other: object) -> bool:
@@ -120,7 +122,7 @@ class Decode:
             (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
             == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
                 other.skipped)
-            and (self.epoch, self.spans.tolist()) == (other.epoch, other.spans.tolist())
+            and self.spans.tolist() == other.spans.tolist()
             and np.array_equal(self.lanes, other.lanes)
             and (mine is None) == (theirs is None)
             and (mine is None or theirs is None or np.array_equal(mine, theirs))
@@ -134,7 +136,6 @@ class CacheOps:
     """Apply sequence operations outside any run (lane end, idle times)."""
 
     ops: tuple[SeqOp, ...]
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,6 @@ class LaneOpen:
 
     lane: int
     params: SamplingParams
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +151,12 @@ class LaneClose:
     """Forget a lane; every run that uses it has passed."""
 
     lane: int
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Pass it on, report, and leave."""
 
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +165,6 @@ class RunFinished:
 
     run_id: int
     choices: tuple[Choice, ...]
-    epoch: int = 0
     spans: Spans = field(default_factory=lambda: NO_SPANS)
 
     @property
@@ -183,8 +180,8 @@ class RunFinished:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RunFinished):
             return NotImplemented
-        return (self.run_id, self.choices, self.epoch, self.spans.tolist()) == (
-            other.run_id, other.choices, other.epoch, other.spans.tolist())
+        return (self.run_id, self.choices, self.spans.tolist()) == (
+            other.run_id, other.choices, other.spans.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,14 +189,13 @@ class RunCancelled:
     """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
 
     run_id: int
-    epoch: int = 0
     spans: Spans = field(default_factory=lambda: NO_SPANS)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RunCancelled):
             return NotImplemented
-        return (self.run_id, self.epoch, self.spans.tolist()) == (
-            other.run_id, other.epoch, other.spans.tolist())
+        return (self.run_id, self.spans.tolist()) == (
+            other.run_id, other.spans.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +203,6 @@ class Cancel:
     """Runs whose rows are all dead. Advisory, idempotent, travels against the flow."""
 
     run_ids: tuple[int, ...]
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +215,6 @@ class WorkerFailed:
     summary: str
     traceback: str
     exit_code: int = 6
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +224,6 @@ class Notice:
     kind: str
     node: int
     data: dict[str, Any] = field(default_factory=dict)
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +233,6 @@ class ShardHave:
     node: int
     offset: int
     digest: bytes = b""
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +241,6 @@ class ShardChunk:
 
     offset: int
     data: bytes | memoryview
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +248,6 @@ class ShardEnd:
     """All of a shard was sent; its BLAKE2b."""
 
     digest: bytes
-    epoch: int = 0
 
 
 Message: TypeAlias = (
@@ -271,36 +261,36 @@ def encode(message: Message) -> bytes:
     match message:
         case Decode():
             return _encode_decode(message)
-        case CacheOps(ops, epoch):
-            return _frame(Op.CACHE_OPS, epoch, _ops_array(ops).tobytes(), n_ops=len(ops))
-        case LaneOpen(lane, params, epoch):
-            return _frame(Op.LANE_OPEN, epoch, _encode_params(params), run_id=lane)
-        case LaneClose(lane, epoch):
-            return _frame(Op.LANE_CLOSE, epoch, run_id=lane)
-        case Shutdown(epoch):
-            return _frame(Op.SHUTDOWN, epoch)
-        case RunFinished(run_id, choices, epoch, spans):
-            return _frame(Op.RUN_FINISHED, epoch, _encode_spans(spans), _encode_choices(choices),
+        case CacheOps(ops):
+            return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case LaneOpen(lane, params):
+            return _frame(Op.LANE_OPEN, _encode_params(params), run_id=lane)
+        case LaneClose(lane):
+            return _frame(Op.LANE_CLOSE, run_id=lane)
+        case Shutdown():
+            return _frame(Op.SHUTDOWN)
+        case RunFinished(run_id, choices, spans):
+            return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
                           run_id=run_id, n_rows=len(choices), n_spans=len(spans))
-        case RunCancelled(run_id, epoch, spans):
-            return _frame(Op.RUN_CANCELLED, epoch, _encode_spans(spans), run_id=run_id,
+        case RunCancelled(run_id, spans):
+            return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
                           n_spans=len(spans))
-        case Cancel(run_ids, epoch):
+        case Cancel(run_ids):
             body = np.asarray(run_ids, "<i8").tobytes()
-            return _frame(Op.CANCEL, epoch, body, n_rows=len(run_ids))
-        case WorkerFailed(node, host, run_id, summary, traceback, exit_code, epoch):
+            return _frame(Op.CANCEL, body, n_rows=len(run_ids))
+        case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
             data = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
-            return _frame(Op.WORKER_FAILED, epoch, json.dumps(data).encode(), run_id=run_id,
+            return _frame(Op.WORKER_FAILED, json.dumps(data).encode(), run_id=run_id,
                           parent_id=node)
-        case Notice(kind, node, data, epoch):
+        case Notice(kind, node, data):
             body = json.dumps({"kind": kind, "data": data}).encode()
-            return _frame(Op.NOTICE, epoch, body, parent_id=node)
-        case ShardHave(node, offset, digest, epoch):
-            return _frame(Op.SHARD_HAVE, epoch, digest, run_id=offset, parent_id=node)
-        case ShardChunk(offset, chunk, epoch):
-            return _frame(Op.SHARD_CHUNK, epoch, chunk, run_id=offset)
-        case ShardEnd(digest, epoch):
-            return _frame(Op.SHARD_END, epoch, digest)
+            return _frame(Op.NOTICE, body, parent_id=node)
+        case ShardHave(node, offset, digest):
+            return _frame(Op.SHARD_HAVE, digest, run_id=offset, parent_id=node)
+        case ShardChunk(offset, chunk):
+            return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
+        case ShardEnd(digest):
+            return _frame(Op.SHARD_END, digest)
         case _:
             raise ProtocolError(f"can not encode {type(message).__name__}")
 
@@ -310,16 +300,16 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     view = memoryview(frame)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
-    (magic, version, op, flags, epoch, reserved, run_id, parent_id, n_rows, n_ids, n_ops, d, size,
-     n_spans, padding) = _HEADER.unpack_from(view)
-    if magic != MAGIC or reserved:
+    (magic, version, op, flags, run_id, parent_id, n_rows, n_ids, n_ops, d, size, n_spans
+     ) = _HEADER.unpack_from(view)
+    if magic != MAGIC or flags > _FLAGS:
         raise ProtocolError("a frame that does not start with pipeinfer's header")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version} met {VERSION}: install the same pipeinfer on every host"
         )
     body = view[HEADER_BYTES:]
-    if padding or len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
+    if len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
         raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
     reader = _Reader(body)
     spans = _read_spans(reader, run_id, n_spans) if n_spans else NO_SPANS
@@ -327,36 +317,84 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     match op:
         case Op.DECODE:
             message = _decode_decode(
-                reader, flags, epoch, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
+                reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
         case Op.CACHE_OPS:
-            message = CacheOps(_read_ops(reader, n_ops), epoch)
+            message = CacheOps(_read_ops(reader, n_ops))
         case Op.LANE_OPEN:
-            message = LaneOpen(run_id, _decode_params(reader), epoch)
+            message = LaneOpen(run_id, _decode_params(reader))
         case Op.LANE_CLOSE:
-            message = LaneClose(run_id, epoch)
+            message = LaneClose(run_id)
         case Op.SHUTDOWN:
-            message = Shutdown(epoch)
+            message = Shutdown()
         case Op.RUN_FINISHED:
-            message = RunFinished(run_id, _decode_choices(reader, n_rows), epoch, spans)
+            message = RunFinished(run_id, _decode_choices(reader, n_rows), spans)
         case Op.RUN_CANCELLED:
-            message = RunCancelled(run_id, epoch, spans)
+            message = RunCancelled(run_id, spans)
         case Op.CANCEL:
-            message = Cancel(tuple(reader.array("<i8", n_rows).tolist()), epoch)
+            message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
         case Op.WORKER_FAILED:
-            message = _decode_failure(reader, epoch, run_id, parent_id)
+            message = _decode_failure(reader, run_id, parent_id)
         case Op.NOTICE:
-            message = _decode_notice(reader, epoch, parent_id)
+            message = _decode_notice(reader, parent_id)
         case Op.SHARD_HAVE:
-            message = ShardHave(parent_id, run_id, bytes(reader.rest()), epoch)
+            message = ShardHave(parent_id, run_id, bytes(reader.rest()))
         case Op.SHARD_CHUNK:
-            message = ShardChunk(run_id, reader.rest(), epoch)
+            message = ShardChunk(run_id, reader.rest())
         case Op.SHARD_END:
-            message = ShardEnd(bytes(reader.rest()), epoch)
+            message = ShardEnd(bytes(reader.rest()))
         case _:
             raise ProtocolError(f"unknown operation {op}")
     reader.finish()
     return message
+
+
+def check_decode(
+    run: Decode, n_seq: int, n_positions: int, n_tokens: int | None = None,
+    width: int | None = None, lanes: Collection[int] | None = None,
+) -> None:
+    """Raise ProtocolError for a run that names what this stage does not have.
+
+    Sequence ids are below `n_seq`, positions below `n_positions`, tokens below `n_tokens` (the
+    vocabulary and learned masks), activations are `width` wide and there unless the run is
+    skipped, lanes are among `lanes`; None: not looked at. Costs a few microseconds for a few rows.
+    """
+    rows, n = run.rows, len(run.rows)
+    for ids in (rows.seq_ids, rows.views or ()):
+        flat = list(itertools.chain.from_iterable(ids))
+        if flat and (min(flat) < 0 or max(flat) >= n_seq):
+            raise ProtocolError(f"run {run.run_id} has rows of a sequence outside of {n_seq}")
+    if n:
+        positions = rows.positions.tolist()
+        if min(positions) < 0 or max(positions) >= n_positions:
+            raise ProtocolError(f"run {run.run_id} has a row outside of {n_positions} positions")
+        if n_tokens is not None:
+            tokens = rows.tokens.tolist()
+            if min(tokens) < 0 or max(tokens) >= n_tokens:
+                raise ProtocolError(f"run {run.run_id} has a token outside of {n_tokens}")
+        if lanes is not None and not all(lane in lanes for lane in set(run.lanes.tolist())):
+            raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
+    if width is not None and not run.skipped and (
+            run.hidden is None or run.hidden.shape[1] != width):
+        raise ProtocolError(f"run {run.run_id} came without activations of {width} elements")
+    if run.ops:
+        check_ops(run.ops, n_seq)
+
+
+def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
+    """Raise ProtocolError for an operation on a sequence that is not one of `n_seq`."""
+    for op in ops:
+        match op:
+            case SeqRemove(seq_id, p0, _):
+                good = ALL_SEQS <= seq_id < n_seq and p0 >= 0
+            case SeqCopy(src, dst, p0, _):
+                good = 0 <= src < n_seq and 0 <= dst < n_seq and p0 >= 0
+            case SeqKeep(seq_id):
+                good = 0 <= seq_id < n_seq
+            case SeqJoin(src, dst):
+                good = 0 <= src < n_seq and 0 <= dst < n_seq
+        if not good:
+            raise ProtocolError(f"an operation outside of {n_seq} sequences: {op}")
 
 
 def _encode_spans(spans: Spans) -> bytes:
@@ -408,15 +446,15 @@ class _Reader:
 
 
 def _frame(
-    op: Op, epoch: int, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
+    op: Op, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
     parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
     n_spans: int = 0,
 ) -> bytes:
     size = sum(len(part) for part in body)
     if size > _MAX_PAYLOAD:
         raise ProtocolError(f"a message of {size} bytes is over the limit of {_MAX_PAYLOAD}")
-    header = _HEADER.pack(MAGIC, VERSION, op, flags, epoch, 0, run_id, parent_id, n_rows, n_ids,
-                          n_ops, d, size, n_spans, 0)
+    header = _HEADER.pack(MAGIC, VERSION, op, flags, run_id, parent_id, n_rows, n_ids,
+                          n_ops, d, size, n_spans)
     return b"".join((header, *body))
 
 
@@ -445,13 +483,13 @@ def _encode_decode(m: Decode) -> bytes:
         d = m.hidden.shape[1]
         hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
         parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
-    return _frame(Op.DECODE, m.epoch, *parts, flags=flags, run_id=m.run_id,
+    return _frame(Op.DECODE, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
                   n_spans=len(m.spans))
 
 
 def _decode_decode(
-    reader: _Reader, flags: int, epoch: int, run_id: int, parent_id: int,
+    reader: _Reader, flags: int, run_id: int, parent_id: int,
     counts: tuple[int, int, int, int], spans: Spans,
 ) -> Decode:
     n, n_ids, n_ops, d = counts
@@ -472,7 +510,7 @@ def _decode_decode(
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views), lanes, ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
-        hidden=hidden, epoch=epoch, spans=spans,
+        hidden=hidden, spans=spans,
     )
 
 
@@ -484,21 +522,24 @@ def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
 
 
-def _decode_failure(reader: _Reader, epoch: int, run_id: int, node: int) -> WorkerFailed:
+def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
     data = reader.json()
     try:
-        return WorkerFailed(node, str(data["host"]), run_id, str(data["summary"]),
-                            str(data["traceback"]), int(data["code"]), epoch)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a failure report with a bad body: {error}") from error
+        host, summary, trace, code = (data[k] for k in ("host", "summary", "traceback", "code"))
+    except KeyError as error:
+        raise ProtocolError(f"a failure report with a bad body: it has no {error}") from error
+    if not all(isinstance(text, str) for text in (host, summary, trace)) or not (
+            isinstance(code, int) and abs(code) < 2**31):
+        raise ProtocolError("a failure report with a bad body")
+    return WorkerFailed(node, host, run_id, summary, trace, int(code))
 
 
-def _decode_notice(reader: _Reader, epoch: int, node: int) -> Notice:
+def _decode_notice(reader: _Reader, node: int) -> Notice:
     data = reader.json()
     kind, inner = data.get("kind"), data.get("data")
     if not isinstance(kind, str) or not isinstance(inner, dict):
         raise ProtocolError("a notice without a kind or data")
-    return Notice(kind, node, inner, epoch)
+    return Notice(kind, node, inner)
 
 
 def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
@@ -547,7 +588,11 @@ def _decode_params(reader: _Reader) -> SamplingParams:
      n_grammar, n_bans) = _PARAMS.unpack(reader.take(_PARAMS.size))
     if min(n_bias, start, n_grammar, n_bans) < 0:
         raise ProtocolError("a negative number of logit biases or bans, or a negative grammar")
+    if not all(map(math.isfinite, (t, top_p, min_p, repeat, presence, frequency))):
+        raise ProtocolError("sampling parameters that are no numbers")
     bias = reader.array(_BIAS, n_bias)
+    if not np.isfinite(bias["bias"]).all():
+        raise ProtocolError("a logit bias that is no number")
     bans = reader.array("<i4", 3 * n_bans).reshape(n_bans, 3)
     try:
         grammar = str(reader.take(n_grammar), "utf-8")

@@ -62,6 +62,20 @@ class Remote:
             raise RequestError(f"the cluster at {self.url} has failed: "
                                f"{health.get('reason') or 'see its log'}; start it again")
 
+    def rebalance(self) -> dict[str, Any]:
+        """Have the server deal its layers out anew. Raises RequestError."""
+        connection = self._connect()
+        try:
+            response = self._ask(connection, "POST", "/rebalance", b"")
+            answer = _object(response.read())
+            if response.status != 200:
+                raise _refusal(response.status, answer, response.getheader("Retry-After"))
+            return answer
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"nothing answers at {self.url} ({_reason(error)})") from error
+        finally:
+            connection.close()
+
     def model(self) -> str:
         """The name of the model. Raises RequestError."""
         status, answer = self._get("/v1/models")

@@ -31,16 +31,19 @@ _MASK = (1 << 64) - 1
 
 def noise_key(seed: int, choice_index: int = 0, thread: tuple[int, ...] = ()) -> int:
     """The 64-bit key of one causal thread of one choice of one request."""
-    text = f"{seed}/{choice_index}/{','.join(map(str, thread))}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return _digest(f"{seed}/{choice_index}/{','.join(map(str, thread))}")
 
 
 def thread_key(key: int, thread: int) -> int:
     """The key of a thread inside a response whose own key is `key`; thread 0 has that itself."""
     if not thread:
         return key
-    text = f"{key}/{thread}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return _digest(f"{key}/{thread}")
+
+
+def _digest(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def gumbel(key: int, position: int, ids: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

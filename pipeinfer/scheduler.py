@@ -32,6 +32,7 @@ from pipeinfer.events import (
     LaneStats,
     OpenLane,
     Refuse,
+    Restart,
     RunDone,
     SendOps,
     StopDraft,
@@ -123,15 +124,19 @@ class Scheduler:
                 self.speculation.drafted(job_id, proposals)
             case Abort(request_id, reason):
                 self._abort(request_id, reason)
+            case Restart(limits, reason):
+                self._restart(limits, reason)
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
-        self._make_room()
-        self._admit()
-        self._issue_tips()
-        self.threads.advance()
-        self._prefill()
-        self.threads.advance()
-        self._hand_out()
+        ended = True
+        while ended:  # a response that ends makes room for who waits
+            self._make_room()
+            self._admit()
+            self._issue_tips()
+            self.threads.advance()
+            self._prefill()
+            self.threads.advance()
+            ended = self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
         out, self.flight.out = self.flight.out, []
@@ -152,6 +157,7 @@ class Scheduler:
             "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self.flight.useful,
             "cells_used": admission.used(self.lanes.values()), "cells": limits.cells or
             limits.n_ctx * limits.parallel, "kept_prefixes": len(admission.prefixes.kept),
+            "free_ids": len(self.pool.free),
             "credit": limits.credit, "draft_max": limits.draft_max,
             "acceptance": self.calibration.acceptance,
             "speculating": limits.speculates and self.speculation.room_to_guess(),
@@ -251,6 +257,24 @@ class Scheduler:
             if lane.request.request_id == request_id and not lane.thread:
                 self._finish(lane, reason)
 
+    def _restart(self, limits: Limits, reason: str) -> None:
+        """Every request goes back to the queue, in order of submission, with what it brought; or
+        those that ran end, where there is a reason."""
+        tickets = {lane.ticket.order: lane.ticket for lane in self.lanes.values()}
+        for lane in list(self.lanes.values()):
+            if lane.lane in self.lanes:  # giving up one thread of a response gives up all
+                self._give_up(lane)
+        for ticket in tickets.values():
+            ticket.stats.recovered += 1
+        out: list[Instruction] = [o for o in self.flight.out if isinstance(o, StopDraft)]
+        if reason:
+            out += [Finish(t.request.request_id, reason, t.stats) for t in tickets.values()]
+            tickets.clear()
+        waiting = sorted([*tickets.values(), *self.waiting], key=lambda ticket: ticket.order)
+        self.flight.restart(limits)
+        self.waiting.extend(waiting)
+        self.flight.out = out
+
     # --- the walk -----------------------------------------------------------------------------
 
     def _walk(self, lane: Lane) -> None:
@@ -317,8 +341,9 @@ class Scheduler:
         else:
             self._finish(lane, reason)
 
-    def _hand_out(self) -> None:
-        """Text of responses with threads, in reading order; and their end."""
+    def _hand_out(self) -> bool:
+        """Text of responses with threads, in reading order; and their end. Whether one ended."""
+        ended = False
         for response in list(self.threads.responses.values()):
             decomposer, most = response.decomposer, response.ticket.request.max_tokens
             self.threads.hand_out(response, decomposer.take())
@@ -326,6 +351,10 @@ class Scheduler:
                 self._finish(response.lanes[MAIN], "length")
             elif decomposer.complete:
                 self._finish(response.lanes[MAIN], "stop")
+            else:
+                continue
+            ended = True
+        return ended
 
     def _finish(self, lane: Lane, reason: str) -> None:
         ticket = lane.ticket

@@ -43,11 +43,15 @@ from pipeinfer.protocol import (
     Shutdown,
     Spans,
     Tag,
+    check_decode,
+    check_ops,
 )
 from pipeinfer.sampling import choose, likeliest
-from pipeinfer.transport.base import Port
+from pipeinfer.transport.base import Dismissed, Port, Regrouped
+from pipeinfer.watchdog import Pulse
 
 _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
+_ANY_POSITION = 1 << 31
 _NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
@@ -119,7 +123,7 @@ class Stage:
         self, port: Port, n_stages: int, backend: Backend, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: Vocabulary | None = None, pulse: Pulse | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._n_stages, self._backend = port, n_stages, backend
@@ -132,10 +136,15 @@ class Stage:
         self._lanes: dict[int, SamplingParams] = {}
         self._constraints = Constraints(vocabulary)
         info = backend.info
+        able = backend.capabilities  # one with views of its own may know learned tokens, too
+        self._bounds = (info.n_seq_max, _ANY_POSITION if able.free_positions else info.n_ctx,
+                        None if able.separate_views else info.n_vocab,
+                        None if info.first else info.n_embd)
         self._history = History(info.n_seq_max, info.n_ctx) if self._last else None
         self._next_probe = 0.0
         self._run_at_hand = -1
         self._speculates = False
+        self._pulse = pulse or Pulse()
 
     def serve(self) -> None:
         """Handle messages until Shutdown. Raises TransportTimeout, ProtocolError, BackendError."""
@@ -154,6 +163,7 @@ class Stage:
         """The next transaction; looks for cancellations while it waits."""
         start = time.monotonic()
         while True:
+            self._pulse.beat("waits")
             self._take_cancels()
             envelope = self._port.take(Tag.TRANSACTION)
             if envelope is not None:
@@ -180,6 +190,7 @@ class Stage:
             case Decode():
                 self._decode(message)
             case CacheOps(ops):
+                check_ops(ops, self._backend.info.n_seq_max)
                 self._forward(message)
                 self._apply(ops)
             case LaneOpen(lane, params):
@@ -209,12 +220,14 @@ class Stage:
 
     def _decode(self, run: Decode) -> None:
         start = time.time()
+        check_decode(run, *self._bounds, lanes=self._lanes)
         self._apply(run.ops)
         # A child of a skipped run reads cells that were never made: skip it as well.
         dead = run.skipped or run.run_id in self._cancelled or run.parent_id in self._skipped
         result: FloatArray | None = None
         self._speculates |= run.speculative
         self._run_at_hand = run.run_id
+        self._pulse.beat(f"has worked on run {run.run_id}")
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
             look = None  # asking at each layer costs something
@@ -230,10 +243,10 @@ class Stage:
         elif self._last:
             choices = self._choose(run, result)
             spans = _extended(run.spans, start, time.time() - start)
-            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, run.epoch, spans))
+            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
         else:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, hidden=result, epoch=run.epoch,
+                                 speculative=run.speculative, hidden=result,
                                  spans=_extended(run.spans, start, computed - start)))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
@@ -244,10 +257,10 @@ class Stage:
         if len(self._skipped) > _REMEMBER:
             self._skipped = {i for i in self._skipped if i > run.run_id - _REMEMBER}
         if self._last:
-            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, run.epoch, spans))
+            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, spans))
         else:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, skipped=True, epoch=run.epoch,
+                                 speculative=run.speculative, skipped=True,
                                  spans=spans))
 
     def _look(self) -> bool:
@@ -260,7 +273,10 @@ class Stage:
         if now < self._next_probe:
             return False
         self._next_probe = now + _PROBE_SECONDS
-        self._take_cancels()
+        try:
+            self._take_cancels()
+        except (Regrouped, Dismissed):  # raised again by the next look, outside of the backend
+            return True
         return self._run_at_hand in self._cancelled
 
     def _apply(self, ops: tuple[SeqOp, ...]) -> None:

@@ -1,16 +1,16 @@
 """How the ranks of a job come to a plan, before any port exists.
 
     head        asks one rank of each host and kind to measure itself, plans, tells all their places
-    rank k      answers, then learns which rank holds which node; a rank without a node is spare:
-                it sleeps until the head says that the job is over
+    rank k      answers, then learns which rank holds which node; a rank without a node is spare
 
-Every wait has a deadline but a spare rank's. A measurement that fails is a note, never the end of
-a job. Knows no policies beyond what the planner asks, and no requests.
+Every wait has a deadline. A measurement that fails is a note, never the end of a job. Knows no
+policies beyond what the planner asks, and no requests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import Config
-from pipeinfer.errors import TransportTimeout
+from pipeinfer.errors import RankLost, UsageError
+from pipeinfer.heartbeat import Meeting
 from pipeinfer.host import Place
 from pipeinfer.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.nodes import load as load_nodes
@@ -52,11 +53,12 @@ class Survey:
 
 def agree(
     config: Config, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
-    n_cells: int, n_batch: int, head_bytes: int,
+    n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None,
 ) -> Survey:
     """Head: plan, and tell every rank.
 
-    head_bytes: what the draft takes of rank 0's memory. Raises PlanError and UsageError.
+    head_bytes: what the draft takes of rank 0's memory. meeting: where heartbeats go. Raises
+    PlanError and UsageError.
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
     candidates = list(range(0 if config.head_stage or place.size == 1 else 1, place.size))
@@ -64,6 +66,9 @@ def agree(
     nodes = load_nodes(config)
     counts = asked_counts(config, model, candidates, hosts,
                           nodes.layers if nodes is not None else None)
+    counts = leave_spares(config, counts)
+    counts = [0 if "dead" in hosts[rank] else count
+              for rank, count in zip(candidates, counts, strict=True)]
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
     notes: list[str] = []
@@ -76,10 +81,23 @@ def agree(
     if place.comm is not None:
         from pipeinfer.transport import mpi
 
-        text = json.dumps({"kind": "place", "rank_of": [0, *plan.ranks]})
+        text = json.dumps({"kind": "start", "rank_of": [0, *plan.ranks],
+                           "meeting": meeting and dataclasses.asdict(meeting),
+                           "bells": [rank["bell"] for rank in hosts]})
         for rank in range(1, place.size):
-            mpi.send_json(place.comm, rank, text)
+            with contextlib.suppress(RankLost):  # found out again, where it can be mended
+                mpi.send_json(place.comm, rank, text)
     return Survey(plan, load, members, figures, notes)
+
+
+def leave_spares(config: Config, counts: list[int | None]) -> list[int | None]:
+    """The counts with the last `--spares` candidates holding nothing. Raises UsageError."""
+    if not config.spares:
+        return counts
+    if config.spares >= len(counts):
+        raise UsageError(f"--spares {config.spares} leaves no rank for a stage: {len(counts)} can "
+                         "hold one; start more ranks")
+    return [*counts[:-config.spares], *[0] * config.spares]
 
 
 def members_of(
@@ -116,15 +134,19 @@ def _ask(
     hollow = Hollow.of(model).to_json() if config.distribute else None
     for rank in asked:
         if rank != 0:
-            mpi.send_json(place.comm, rank, json.dumps({
-                "kind": "measure", "settings": hosts[rank]["settings"], "model": str(path),
-                "fingerprint": model.fingerprint, "hollow": hollow}))
+            with contextlib.suppress(RankLost):  # the answer will not come either
+                mpi.send_json(place.comm, rank, json.dumps({
+                    "kind": "measure", "settings": hosts[rank]["settings"], "model": str(path),
+                    "fingerprint": model.fingerprint, "hollow": hollow}))
     answers = {}
     if 0 in asked:
         answers[0] = _answer(config, place, hosts[0]["settings"], path, model.fingerprint)
     for rank in asked:
         if rank != 0:
-            answers[rank] = json.loads(mpi.receive_json(place.comm, rank, config.timeout))
+            try:
+                answers[rank] = json.loads(mpi.receive_json(place.comm, rank, config.timeout))
+            except RankLost as lost:
+                answers[rank] = {"error": str(lost)}
     figures: dict[int, Figures] = {}
     notes = []
     for group in kinds.values():
@@ -151,32 +173,25 @@ def _answer(
     return try_figures(config, path, fingerprint, threads_of(config.threads, place), hollow)
 
 
-def await_place(config: Config, place: Place) -> tuple[int, ...]:
-    """Rank k: answer the head until it says who holds which node (`rank_of[node]`)."""
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Who holds which node (`rank_of[node]`), where heartbeats go, every rank's doorbell."""
+
+    rank_of: tuple[int, ...]
+    meeting: Meeting | None
+    bells: list[dict[str, str]]
+
+
+def await_place(config: Config, place: Place) -> Called:
+    """Rank k: answer the head until it says who holds which node."""
     from pipeinfer.transport import mpi
 
     while True:
         message = json.loads(mpi.receive_json(place.comm, 0, config.timeout))
-        if message["kind"] == "place":
-            return tuple(map(int, message["rank_of"]))
+        if message["kind"] == "start":
+            meeting = message["meeting"]
+            return Called(tuple(map(int, message["rank_of"])), meeting and Meeting(**meeting),
+                          message["bells"])
         answer = _answer(config, place, message["settings"], Path(message["model"]),
                          message["fingerprint"], message["hollow"])
         mpi.send_json(place.comm, 0, json.dumps(answer))
-
-
-def await_end(place: Place) -> None:
-    """A spare rank: sleep until the job is over."""
-    from pipeinfer.transport import mpi
-
-    mpi.receive_json(place.comm, 0, None)
-
-
-def end_spares(place: Place, plan: Plan) -> None:
-    """Head: tell the ranks without a node that the job is over."""
-    if place.comm is None:
-        return
-    from pipeinfer.transport import mpi
-
-    for rank in sorted(set(range(1, place.size)) - set(plan.ranks)):
-        with contextlib.suppress(TransportTimeout):
-            mpi.send_json(place.comm, rank, json.dumps({"kind": "end"}), timeout=5.0)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pipeinfer.core import ANY
 from pipeinfer.decomposers.base import (
     MAIN,
     Action,
@@ -106,6 +106,7 @@ class Pasta(Reader):
         self._index = start
         self._begin = tuple(vocabulary.encode(ASYNC.decode()))
         self._end = tuple(vocabulary.encode(END_ASYNC.decode()))
+        self._block_bans = _banned(vocabulary, b"<promise", b'<promise topic="', SYNC, ASYNC)
         self._numbers = 0
         self._blocks: dict[int, _Block] = {}
         self._waiting = False
@@ -191,8 +192,7 @@ class Pasta(Reader):
         self._blocks[thread] = block
         self._main.parts.insert(len(self._main.parts) - 1, block.stream)
         self._pos += skip
-        bans = _banned(self._vocabulary, b"<promise", b'<promise topic="', SYNC, ASYNC)
-        return [Fork(thread, MAIN, self._index, self._begin, bans), Skip(MAIN, skip)]
+        return [Fork(thread, MAIN, self._index, self._begin, self._block_bans), Skip(MAIN, skip)]
 
     def _sync(self) -> list[Action]:
         self._waiting = True
@@ -229,12 +229,6 @@ class Pasta(Reader):
     def _over(self, block: _Block) -> list[Action]:
         block.stream.over = True
         return [Close(block.thread, evaluate=True)]
-
-
-def sequential(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
-    """The text of a program in its flat form, tags removed."""
-    text = b"".join(map(vocabulary.piece, tokens))
-    return _TAGS.sub(b"", text).replace(ASYNC, b"").replace(END_ASYNC, b"")
 
 
 def _may_be_tag(text: bytes) -> bool:
@@ -278,5 +272,5 @@ def _cut_tail(stream: Stream, count: int) -> None:
 
 def _banned(vocabulary: Vocabulary, *tags: bytes) -> tuple[tuple[int, int, int], ...]:
     """Bans of those tags that are single tokens."""
-    single: Callable[[str], int | None] = vocabulary.single
-    return tuple((-1, -1, token) for tag in tags if (token := single(tag.decode())) is not None)
+    return tuple((ANY, ANY, token) for tag in tags
+                 if (token := vocabulary.single(tag.decode())) is not None)

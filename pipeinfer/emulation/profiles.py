@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 from pipeinfer.emulation.sizes import BASE, Shape, quantised
 from pipeinfer.errors import UsageError
+from pipeinfer.toml_file import read_toml
 
 T = TypeVar("T")
 
@@ -226,6 +226,9 @@ def load_profiles(path: Path | None = None) -> Profiles:
     models = {n: _model(origin, n, e) for n, e in tables["models"].items()}
     pairs, clusters = {}, {}
     for name, entry in tables["pairs"].items():
+        _need(origin, "pairs", name, entry)
+        if entry["acceptance"] > 1:
+            raise UsageError(f"{origin}[pairs.{name}] acceptance is a share, from 0 to 1")
         for key in ("target", "draft"):
             lookup(models, entry[key], "model profile", f"{origin}pair {name}: ")
         pairs[name] = PairProfile(name=name, **entry)
@@ -246,6 +249,9 @@ class _Entry:
 
 
 _NUMBER = (int, float)
+_MOST = 1e15  #: of any unit
+_MOST_SIZE = 1 << 20  #: layers, heads, elements of a model
+_COUNT_DIGITS = 4  #: of how many nodes of a kind
 _SECTIONS = {
     "kernels": _Entry({"first": dict, "further": dict, "source": str}, ("first", "further")),
     "nodes": _Entry({
@@ -274,25 +280,21 @@ _MIX_BITS = {"F16": 16.0, "Q8_0": 8.5, "Q6_K": 6.56, "Q5_K_M": 5.68, "Q4_K_M": 4
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Section -> name -> entry, every key checked. Raises UsageError."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"can not read profiles {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    data = read_toml(path, "profiles")
     for section, entries in data.items():
         known = lookup(_SECTIONS, section, "section", f"{path}: ")
         if not isinstance(entries, dict):
             raise UsageError(f"{path}: [{section}] needs tables: write [{section}.NAME]")
         for name, entry in entries.items():
-            if not isinstance(entry, dict):
-                raise UsageError(f"{path}: {section}.{name} is no table: write [{section}.NAME]")
+            if not isinstance(entry, dict) or not name.isprintable():
+                raise UsageError(f"{path}: {section}.{name!r} is no table: write [{section}.NAME]")
             for key, value in entry.items():
                 kind = lookup(known.keys, key, "key", f"{path}: [{section}.{name}] ")
                 if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                     raise UsageError(f"{path}: [{section}.{name}] {key} can not be {value!r}")
-                if isinstance(value, int | float) and value < 0:
-                    raise UsageError(f"{path}: [{section}.{name}] {key} is below zero")
+                if isinstance(value, int | float) and not 0 <= value <= _MOST:
+                    raise UsageError(f"{path}: [{section}.{name}] {key} is below zero, or no "
+                                     "number that can be")
                 if isinstance(value, dict):
                     _check_rates(f"{path}: [{section}.{name}] {key}", value)
     return {section: data.get(section, {}) for section in _SECTIONS}
@@ -301,8 +303,8 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def _check_rates(where: str, rates: Mapping[str, Any]) -> None:
     for mix, rate in rates.items():
         lookup(BASE, mix, "quantisation", f"{where}: ")
-        if not isinstance(rate, int | float) or isinstance(rate, bool):
-            raise UsageError(f"{where}.{mix} can not be {rate!r}")
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= _MOST:
+            raise UsageError(f"{where}.{mix} can not be {repr(rate)[:80]}")
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:
@@ -355,7 +357,8 @@ def _model(origin: str, name: str, entry: Mapping[str, Any]) -> ModelProfile:
     lookup({"llama": 1, "falcon": 1, "qwen2": 1}, entry["architecture"], "architecture", where)
     names = {f.name for f in dataclasses.fields(Shape)}
     shape = Shape(**{k: v for k, v in entry.items() if k in names})
-    if min(shape.n_layers, shape.n_embd, shape.n_head, shape.n_head_kv) < 1 or (
+    sizes_given = (shape.n_layers, shape.n_embd, shape.n_head, shape.n_head_kv)
+    if min(sizes_given) < 1 or max(sizes_given) > _MOST_SIZE or (
             shape.n_expert and not 0 < shape.n_expert_used <= shape.n_expert):
         raise UsageError(f"{where}has sizes that no model has")
     sizes = quantised(shape, mix)
@@ -376,7 +379,7 @@ def _cluster(
     expanded: list[str] = []
     for item in entry["nodes"]:
         count, times, single = str(item).partition(" x ")
-        if times and not count.isdigit():
+        if times and not (count.isdecimal() and len(count) <= _COUNT_DIGITS):
             raise UsageError(f'{where}nodes: {item!r} is neither a name nor "8 x name"')
         lookup(nodes, single or count, "node profile", where)
         expanded += [single] * int(count) if times else [count]

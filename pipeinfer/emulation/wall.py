@@ -29,7 +29,7 @@ from pipeinfer.scheduler import Scheduler
 from pipeinfer.stage import CancelPath, Stage
 from pipeinfer.strategies.draft_model import DraftModel
 from pipeinfer.strategies.worker import DraftWorker
-from pipeinfer.transport.base import Envelope, Mailbox, Port
+from pipeinfer.transport.base import Envelope, Layout, Mailbox, Port
 from pipeinfer.tree import Proposal
 
 _TIMEOUT = 600.0
@@ -74,6 +74,9 @@ class DelayedPort:
                  row_bytes: int, scale: float) -> None:
         self.node, self.traffic = inner.node, inner.traffic
         self.send, self.wake, self.close = inner.send, inner.wake, inner.close
+        self.adopt, self.new_losses, self.gone = inner.adopt, inner.new_losses, inner.gone
+        self.order, self.regroup, self.take_wanted = (
+            inner.order, inner.regroup, inner.take_wanted)
         self._inner, self._row_bytes = inner, row_bytes
         self._mailbox, self._pump = mailbox, collect
         self._latency, self._per_byte = scale * wire.latency, scale / wire.bandwidth
@@ -170,13 +173,14 @@ def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath
     from pipeinfer.transport import mpi  # only ranks of a job load MPI
 
     comm = mpi.world()
+    mpi.introduce(comm)
     n_stages = len(scenario.stages)
     if comm.Get_size() != n_stages + 1:
         raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, not "
                          f"{comm.Get_size()}: start mpirun with -np {n_stages + 1}")
     rank = comm.Get_rank()
     wire = scenario.links[-1 if rank == 0 else rank - 1]
-    inner = mpi.MpiPort(comm, mpi.Layout(tuple(range(n_stages + 1))))
+    inner = mpi.MpiPort(comm, Layout(tuple(range(n_stages + 1))))
     port = DelayedPort(inner, inner.mailbox, inner.pump, wire, scenario.row_bytes, scale)
     path = CancelPath.DIRECT if scenario.direct_cancel else CancelPath.BACKWARD
     result = None

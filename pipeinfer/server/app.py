@@ -177,7 +177,10 @@ class Server:
         hub = self.hub
         state = "loading" if hub.tokenizer is None and hub.state == "ready" else hub.state
         if state == "ready":
-            return Reply({"status": "ok"})
+            facts = hub.facts
+            return Reply({"status": "ok", "recoveries": sum(
+                bool(change["lost"]) for change in facts.get("changes", ())),
+                "lost": facts.get("lost", [])})
         body: dict[str, Any] = {"status": state}
         if state == "loading":
             body["stages"] = hub.loading
@@ -211,6 +214,12 @@ class Server:
              "lane": lanes[i] if i < len(lanes) else None}
             for i in range(max(self.settings.parallel, len(lanes)))])
 
+    async def rebalance(self) -> Response:
+        """Deal the layers out by what each stage takes now; running requests go on."""
+        found = await self.hub.rebalance(self.settings.request_timeout)
+        return Reply({"changed": found["changed"], "message": found["message"],
+                      "stages": self.hub.facts["stages"]})
+
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
         self.hub.check_watchers()
@@ -222,6 +231,8 @@ class Server:
         def get(path: str, call: Any, model: Any, more: _Responses, **extra: Any) -> None:
             self.app.add_api_route(path, call, methods=["GET"], response_model=model,
                                    responses={**_READ, **more}, **extra)
+            if path != "/pipeline":  # which has no end
+                self.app.add_api_route(path, call, methods=["HEAD"], include_in_schema=False)
 
         def post(path: str, call: Any, model: Any, more: _Responses) -> None:
             self.app.add_api_route(path, call, methods=["POST"], response_model=model,
@@ -233,6 +244,8 @@ class Server:
              {**busy, **_STREAM})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
+        post("/rebalance", self.rebalance, replies.Rebalanced,
+             {k: _ERRORS[k] for k in (429, 503, 504)})
         post("/apply-template", self.apply_template, replies.Prompt, {})
         get("/v1/models", self.models, replies.ModelList, {})
         get("/v1/models/{name:path}", self.model, replies.Model,
@@ -309,9 +322,12 @@ def explain(error: RequestValidationError) -> ApiError:
         return bad(f"the request is no JSON: {first['ctx']['error']}")
     if not path:
         return bad("the request is no JSON object; is its Content-Type application/json?")
-    names = [str(part) for part in path if not _is_branch(part)]
+    unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
+    inner = path[:-1] if unknown else path
+    names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
+    names = names or [str(path[-1])]
     param = ".".join(names)
-    if first["type"] == "extra_forbidden":
+    if unknown:
         reason = openai.REFUSED.get(names[-1], "it is not known here")
         return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
     return bad(f"{param}: {first['msg']}", param)

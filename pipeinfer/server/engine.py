@@ -10,6 +10,8 @@ import dataclasses
 import time
 from typing import Any
 
+import click
+
 from pipeinfer import __version__
 from pipeinfer.cluster import Session
 from pipeinfer.core import Request, SamplingParams
@@ -26,6 +28,9 @@ from pipeinfer.server.link import Link
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
+_PACE_SECONDS = 10.0  #: between two looks whether a stage has become slow
+WORTH = 1.25  #: times the speed that dealing the layers out anew has to promise by itself
+DRIFT = 1.5  #: times a stage's best time that count as having become slow
 _RETRY = 0.02  #: seconds after which an unfinished send is tried again
 _PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 
@@ -44,7 +49,9 @@ class Engine:
         self._watched = False
         self._status: dict[str, Any] = {}
         self._status_sent = self._status_seen = self._runs_sent = 0.0
+        self._paced = 0.0
         link.on_frame = session.head.wake
+        session.on_change = self._tell_change
 
     def leave(self) -> None:
         """Take no more requests and end when the running ones have; from any thread or signal."""
@@ -63,6 +70,8 @@ class Engine:
                 break
             self._news(self._head.next_news(self._patience()))
             self._report()
+            if not self._open and not self._asked_to_leave:
+                self._mind_the_pace()
         self._link.send({"op": "bye"})
 
     # --- frames -------------------------------------------------------------------------------
@@ -76,6 +85,10 @@ class Engine:
             case "watch":
                 self._watched = bool(frame["on"])
                 self._head.observe(self._watched)
+            case "rebalance":
+                done = self._session.rebalance()
+                self._link.send({"op": "rebalanced", "id": int(frame["id"]), "changed": bool(done),
+                                 "message": done or "the layers stay: no other plan is faster"})
             case other:
                 raise ProtocolError(f"the HTTP process sent an unknown frame {other!r}")
 
@@ -129,6 +142,20 @@ class Engine:
                 kind = "context" if isinstance(error, ContextOverflow) else "request"
                 return ["error", request_id, kind, str(error)]
 
+    def _tell_change(self) -> None:
+        """Other stages have taken over, or the layers were dealt out anew."""
+        message = str(self._session.assembly.changes[-1])
+        click.echo(f"pipeinfer: {message}", err=True)
+        self._link.send({"op": "changed", "facts": self._facts(), "message": message})
+
+    def _mind_the_pace(self) -> None:
+        """Between requests: deal the layers out anew where a stage has become slow for good."""
+        now = time.monotonic()
+        auto = self._session.config.rebalance == "auto"
+        if auto and now - self._paced >= _PACE_SECONDS and self._head.pace.settled:
+            self._paced = now
+            self._session.rebalance(need=WORTH, drift=DRIFT)
+
     # --- reports ------------------------------------------------------------------------------
 
     def _patience(self) -> float:
@@ -157,19 +184,19 @@ class Engine:
             self._link.send({"op": "status", "time": time.time(), **status})
 
     def _facts(self) -> dict[str, Any]:
-        session, limits = self._session, self._session.limits
-        stages = []
-        for node, ready in sorted(session.stages.items()):
-            rank = session.plan.ranks[node - 1]
-            stages.append({"node": node, "rank": rank, "host": session.hosts[rank]["host"],
-                           "layers": list(session.plan.ranges[node - 1]),
-                           "exact_width": ready.get("exact_width")})
+        session, limits, assembly = self._session, self._session.limits, self._session.assembly
+        stages = [{"node": node, "rank": holding.rank, "host": session.hosts[holding.rank]["host"],
+                   "layers": [holding.start, holding.stop],
+                   "exact_width": assembly.ready[node].get("exact_width")}
+                  for node, holding in enumerate(assembly.held, 1)]
         return {
             "model": session.model_name, "draft": session.draft_name,
             "policy": limits.policy.value, "n_ctx": limits.n_ctx,
             "cache_tokens": limits.cells or limits.n_ctx,
             "parallel": session.config.parallel, "exact_width": limits.exact_width,
             "speculation": session.config.speculation, "stages": stages,
+            "spares": list(assembly.spares), "lost": sorted(assembly.lost),
+            "changes": [dataclasses.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,
         }
 

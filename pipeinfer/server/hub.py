@@ -28,6 +28,8 @@ _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
+    "poison": Failure("internal", "several stages failed one after the other while they worked on "
+                                  "it: it was given up so that others can go on"),
     "shutdown": Failure("shutdown", "the server is shutting down and the time that running "
                                     "requests get is over"),
     "timeout": Failure("timeout", "the request took longer than the server allows "
@@ -63,6 +65,7 @@ class Hub:
         self._ids = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._watchers: set[Watcher] = set()
+        self._rebalances: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -105,6 +108,21 @@ class Hub:
         """End a choice that nobody waits for; harmless when it has ended."""
         if generation.request_id in self.open and not generation.ended:
             self._send({"op": "abort", "id": generation.request_id, "reason": reason})
+
+    async def rebalance(self, timeout: float) -> dict[str, Any]:
+        """Have the engine deal the layers out anew; what came of it. Raises ApiError."""
+        self.check_ready()
+        if self._rebalances:
+            raise ApiError(429, "the layers are being dealt out already", code="rebalancing")
+        number = next(self._ids)
+        answer = self._rebalances[number] = asyncio.get_running_loop().create_future()
+        self._send({"op": "rebalance", "id": number})
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise ApiError(504, f"no answer within {timeout:g} s", code="timeout") from None
+        finally:
+            self._rebalances.pop(number, None)
 
     # --- watchers -----------------------------------------------------------------------------
 
@@ -154,7 +172,7 @@ class Hub:
                     self._item(item)
             case "status":
                 self.status = frame
-                self.metrics.status(frame)
+                self.metrics.status(frame, self.facts)
                 self._show(frame)
             case "runs":
                 self._show(frame)
@@ -164,6 +182,12 @@ class Hub:
                 self.state, self.facts = "ready", frame["facts"]
                 if self._watchers:
                     self._send({"op": "watch", "on": True})
+            case "changed":
+                self.facts = frame["facts"]
+                self._show({"op": "facts", "state": self.state, "facts": self.facts})
+            case "rebalanced":
+                if (waiting := self._rebalances.pop(frame["id"], None)) is not None:
+                    waiting.set_result(frame)
             case "draining":
                 self.state = "draining"
                 self._show({"op": "state", "state": self.state})
@@ -220,6 +244,10 @@ class Hub:
             generation.fail(failure)
             self.metrics.ended(generation, "error")
         self.open.clear()
+        for waiting in self._rebalances.values():
+            if not waiting.done():
+                waiting.set_exception(ApiError(503, failure.message, code=(
+                    "cluster_failed" if failure.kind == "failed" else "shutting_down")))
         self._show({"op": "state", "state": self.state, "reason": self.reason,
                     "time": time.time()})
 

@@ -6,12 +6,15 @@ Plain ASGI, so that streams pass through untouched. Knows headers and bytes, no 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import MutableMapping
 from typing import Any
 
+import h11
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +33,8 @@ _HEADERS = [
     (b"content-security-policy", POLICY.encode()),
 ]
 _log = logging.getLogger("pipeinfer.requests")
+_http_log = logging.getLogger("pipeinfer.http")
+_http_log.setLevel(logging.ERROR)  # what is no HTTP is the client's affair, and could fill the log
 
 
 class Connection(H11Protocol):
@@ -38,6 +43,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Remember the transport for handlers, and wait for a request."""
         super().connection_made(transport)
+        self.logger = _http_log
         self.app_state = {**self.app_state, "transport": transport}
         self._expect_request()
 
@@ -46,6 +52,22 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._expect_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. Where it comes in the middle of a request, the request's handler
+        is told that its client has left: it could not answer any more."""
+        cycle = self.cycle
+        started = False
+        if cycle is not None and not cycle.response_complete:
+            started = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        try:
+            if not started:
+                super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            pass
+        self.transport.close()
 
     def _expect_request(self) -> None:
         self._unset_keepalive_if_required()
@@ -58,7 +80,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str]) -> None:
         self._app, self._public = app, public
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._salt = secrets.token_bytes(32)
+        self._keys = [self._digest(key.encode()) for key in settings.api_keys]
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,11 +106,17 @@ class Guard:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             given = token.strip()
-        known = [hmac.compare_digest(given, key) for key in self._keys]
+        # Digests have one length, so that time tells neither a key nor how long it is; what is not
+        # given is compared, too.
+        digest = self._digest(given)
+        known = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(known):
             raise ApiError(401, "a valid API key is needed: send the header Authorization: "
                                 "Bearer KEY", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._salt).digest()
 
     def _check_length(self, headers: MutableMapping[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"")

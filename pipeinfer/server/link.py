@@ -59,7 +59,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
     """The object in a frame's body. Raises ProtocolError."""
     try:
         frame = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a frame is not JSON: {error}") from error
     if not isinstance(frame, dict) or not isinstance(frame.get("op"), str):
         raise ProtocolError("a frame is no object with an op")

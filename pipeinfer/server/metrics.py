@@ -30,10 +30,16 @@ _GAUGES = {
     "runs": "Runs in flight.",
     "cells_used": "Tokens in the cache.",
     "cells": "Tokens that the cache holds.",
+    "free_ids": "Sequence ids that nobody uses.",
     "kept_prefixes": "Prompts of ended requests kept in the cache.",
     "credit": "Most useful runs in flight.",
     "draft_max": "Guesses per micro-batch.",
     "acceptance": "Estimated share of guesses that are right.",
+}
+
+_STAGES = {
+    "stage_seconds": "Time of a run of one row in a stage, lately, without its slowest runs.",
+    "stage_slowdown": "That time relative to the stage's best: above 1 it has become slow.",
 }
 
 
@@ -59,6 +65,12 @@ class Metrics:
         self._between = Histogram("inter_token_seconds", "From token to token of one answer.",
                                   buckets=_BETWEEN, **make)
         self._gauges = {name: Gauge(name, text, **make) for name, text in _GAUGES.items()}
+        self._stages = {name: Gauge(name, text, ["stage", "rank", "host"], **make)
+                        for name, text in _STAGES.items()}
+        self._recoveries = Gauge("recoveries", "How often the job went on without ranks that it had"
+                                 " lost.", **make)
+        self._lost = Gauge("ranks_lost", "Ranks that the job has lost.", **make)
+        self._arranged: list[Any] = []
         self._open = Gauge("open_choices", "Choices that clients wait for.", **make)
 
     def render(self, open_choices: int) -> bytes:
@@ -95,11 +107,26 @@ class Metrics:
         self._drafted.inc(int(stats.get("drafted", 0)))
         self._accepted.inc(int(stats.get("accepted_speculative", 0)))
 
-    def status(self, status: dict[str, Any]) -> None:
-        """Take the gauges from the engine's report."""
+    def status(self, status: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Take the gauges from the engine's report. facts: who holds the stages."""
+        self._changed(facts)
+        for name, gauge in self._stages.items():
+            for stage, value in zip(facts.get("stages", ()), status.get(name, ()), strict=False):
+                gauge.labels(stage["node"], stage["rank"], stage["host"]).set(value)
         for name, gauge in self._gauges.items():
             value = status.get(name)
             if isinstance(value, list):
                 value = len(value)
             if isinstance(value, int | float):
                 gauge.set(value)
+
+    def _changed(self, facts: dict[str, Any]) -> None:
+        """Forget the stages of an arrangement that is over."""
+        stages = [(stage["node"], stage["rank"]) for stage in facts.get("stages", ())]
+        if stages != self._arranged:
+            self._arranged = stages
+            for gauge in self._stages.values():
+                gauge.clear()
+        changes = facts.get("changes", ())
+        self._recoveries.set(sum(bool(change["lost"]) for change in changes))
+        self._lost.set(len(facts.get("lost", ())))

@@ -160,11 +160,22 @@ class Prompt(BaseModel):
 
 
 class Health(BaseModel):
-    """status: ok, loading, draining, failed or stopped."""
+    """status: ok, loading, draining, failed or stopped. recoveries: how often the job went on after
+    it had lost ranks; lost: which."""
 
     status: Literal["ok", "loading", "draining", "failed", "stopped"]
     reason: str | None = None
     stages: dict[str, Any] | None = None
+    recoveries: int = 0
+    lost: list[int] = []
+
+
+class Rebalanced(BaseModel):
+    """What came of dealing the layers out anew, and the stages from now on."""
+
+    changed: bool
+    message: str
+    stages: list[dict[str, Any]]
 
 
 class Props(BaseModel):

@@ -3,17 +3,43 @@
 A *node* is the head (0) or a stage (1..N); how nodes map to processes is the transport's affair.
 Ports know no runs, models or policies. A send never blocks and keeps its buffer until the bytes
 are gone; a receive never blocks either: `wait` sleeps until something may be there.
+
+Who holds which node may change while a job runs. Each such arrangement is an *epoch*: a frame
+belongs to the epoch it was sent in, frames of earlier ones are dropped, frames of later ones wait.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeinfer import protocol
 from pipeinfer.protocol import Message, Tag
+
+
+class Regrouped(Exception):
+    """The head has arranged the nodes anew: what is under way on this port is void."""
+
+
+class Dismissed(Exception):
+    """The job goes on, or ends, without this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rank holds which node, `rank_of[node]`, from an epoch on."""
+
+    rank_of: tuple[int, ...]
+    epoch: int = 0
+
+    def local_nodes(self, rank: int) -> list[int]:
+        """Nodes of a rank, ascending."""
+        return [node for node, owner in enumerate(self.rank_of) if owner == rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +70,11 @@ class Traffic:
 
 
 class Port(Protocol):
-    """One node's access to the others."""
+    """One node's access to the others.
+
+    `take` and `wait` raise Regrouped from the moment a new epoch is known until `adopt` is called,
+    and Dismissed when the process is to leave.
+    """
 
     node: int
     traffic: Traffic
@@ -54,6 +84,25 @@ class Port(Protocol):
 
     def take(self, tag: Tag) -> Envelope | None:
         """The oldest message of `tag` that has arrived, or None."""
+
+    def adopt(self) -> None:
+        """Enter the newest epoch; `node` is this port's node there."""
+
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that are dead or were given up."""
+
+    def order(self, rank: int, data: dict[str, Any]) -> None:
+        """Rank 0: tell a rank something that is of no epoch; it gets there if the rank lives."""
+
+    def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
+        """Rank 0: begin an epoch. Every rank is told, and this port enters it."""
+
+    def take_wanted(self) -> dict[str, Any] | None:
+        """What a rank without a node is to prepare for, where rank 0 has said so anew."""
+
+    def new_losses(self) -> set[int]:
+        """Ranks that were found dead since the last time this was asked."""
 
     def wait(self, timeout: float, *, live: bool = True) -> None:
         """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed.
@@ -68,17 +117,74 @@ class Port(Protocol):
         """Give queued sends up to `timeout` seconds to leave."""
 
 
-class Mailbox:
-    """Arrived frames of one node, by tag; safe to fill from any thread."""
+class Wakeup:
+    """Like `threading.Event`, and safe to `set` in a signal handler: an Event that its own thread
+    was interrupted in blocks there for ever. One thread waits and clears."""
 
     def __init__(self) -> None:
-        self.arrived = threading.Event()
-        self._frames: dict[Tag, deque[tuple[int, bytes | bytearray]]] = {t: deque() for t in Tag}
+        self._is_set = False
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put is reentrant
 
-    def put(self, source: int, tag: Tag, frame: bytes | bytearray) -> None:
-        """Add a frame and end a wait."""
-        self._frames[tag].append((source, frame))
+    def is_set(self) -> bool:
+        """Whether it was set since it was cleared."""
+        return self._is_set
+
+    def set(self) -> None:
+        """End a wait, now or when it begins; from any thread."""
+        if not self._is_set:
+            self._is_set = True
+            self._rings.put(None)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._rings.get_nowait()
+        self._is_set = False
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep until it is set, at most `timeout` seconds; whether it is."""
+        if not self._is_set:
+            with contextlib.suppress(queue.Empty):
+                self._rings.get(timeout=max(timeout, 0.0))
+        return self._is_set
+
+
+class Mailbox:
+    """Arrived frames of one node, by tag; safe to fill from any thread.
+
+    epoch: of its reader. Frames of later epochs are kept until `enter`.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.arrived = Wakeup()
+        self.epoch = epoch
+        self._lock = threading.Lock()
+        self._frames: dict[Tag, deque[tuple[int, bytes | bytearray]]] = {t: deque() for t in Tag}
+        self._later: list[tuple[int, int, Tag, bytes | bytearray]] = []
+
+    def put(self, source: int, tag: Tag, frame: bytes | bytearray, epoch: int = 0) -> None:
+        """Add a frame and end a wait; one of an earlier epoch is dropped."""
+        with self._lock:  # the reader may enter another epoch meanwhile
+            self._put(source, tag, frame, epoch)
         self.arrived.set()
+
+    def enter(self, epoch: int) -> None:
+        """Drop what has arrived, but for what belongs to `epoch` or later."""
+        with self._lock:
+            later, self._later = self._later, []
+            self._frames = {tag: deque() for tag in Tag}
+            self.epoch = epoch
+            for at, source, tag, frame in later:  # before anything that comes meanwhile
+                self._put(source, tag, frame, at)
+        if later:
+            self.arrived.set()
+
+    def _put(self, source: int, tag: Tag, frame: bytes | bytearray, epoch: int) -> None:
+        if epoch == self.epoch:
+            self._frames[tag].append((source, frame))
+        elif epoch > self.epoch:
+            self._later.append((epoch, source, tag, frame))
 
     def take(self, tag: Tag) -> Envelope | None:
         """The oldest message of `tag`."""

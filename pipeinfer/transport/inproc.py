@@ -6,24 +6,37 @@ module knows no MPI; `transport.mpi` reuses its local half for a stage hosted by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from pipeinfer import protocol
 from pipeinfer.protocol import Message, Tag
-from pipeinfer.transport.base import Envelope, Mailbox, Traffic
+from pipeinfer.transport.base import Envelope, Layout, Mailbox, Regrouped, Traffic
 
 
 class LocalPort:
-    """A port whose peers live in this process; others are reached through `forward`."""
+    """A port whose peers live in this process; others are reached through `forward`, which is
+    given the epoch that the frame belongs to. `call` asks its thread to enter another epoch."""
 
     def __init__(
         self, node: int, mailboxes: dict[int, Mailbox],
-        forward: Callable[[int, int, Tag, bytes], None] | None = None,
+        forward: Callable[[int, Tag, bytes, int], None] | None = None,
     ) -> None:
         self.node = node
         self.traffic = Traffic()
         self._mailboxes, self._forward = mailboxes, forward
         self._own = mailboxes[node]
+        self._epoch = self._called = self._own.epoch
+
+    def call(self, epoch: int) -> None:
+        """From another thread: there is a new epoch."""
+        self._called = epoch
+        self._own.arrived.set()
+
+    def adopt(self) -> None:
+        """See `Port.adopt`."""
+        self._epoch = self._called
+        self._own.enter(self._epoch)
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
@@ -31,15 +44,36 @@ class LocalPort:
         self.traffic.count(tag, len(frame))
         box = self._mailboxes.get(dest)
         if box is not None:
-            box.put(self.node, tag, frame)
+            box.put(self.node, tag, frame, self._epoch)
         elif self._forward is not None:
-            self._forward(self.node, dest, tag, frame)
+            self._forward(dest, tag, frame, self._epoch)
         else:
             raise ValueError(f"node {self.node} has no way to node {dest}")
 
     def take(self, tag: Tag) -> Envelope | None:
         """See `Port.take`."""
+        if self._called != self._epoch:
+            raise Regrouped
         return self._own.take(tag)
+
+    @property
+    def gone(self) -> set[int]:
+        """See `Port.gone`; nodes of one process live and die together."""
+        return set()
+
+    def order(self, rank: int, data: dict[str, Any]) -> None:
+        """There is no other rank."""
+
+    def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
+        """There is no other rank."""
+
+    def take_wanted(self) -> dict[str, Any] | None:
+        """There is no rank without a node."""
+        return None
+
+    def new_losses(self) -> set[int]:
+        """See `Port.new_losses`."""
+        return set()
 
     def wait(self, timeout: float, *, live: bool = True) -> None:
         """See `Port.wait`."""

@@ -1,0 +1,1 @@
+"""`pipeinfer chaos`: real jobs in which something goes wrong, and whether anybody lost a token."""

@@ -1,0 +1,75 @@
+"""How a rank of a job ends: exit codes, and what is said to whom.
+
+Where a job survives the death of a rank nobody is ended by somebody else's end, MPI_Finalize may
+wait for the dead for ever, and mpirun says nothing of a rank 0 that was killed: so rank 0 tells the
+others, nobody finalizes, and launch/run hears the exit status from rank 0 itself. Knows no model,
+no plan and no request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from pipeinfer import host
+from pipeinfer.host import Place
+
+_exit_status = [0]
+
+
+def survivable(place: Place) -> bool:
+    """Whether the job goes on when a rank dies."""
+    if place.comm is None:
+        return False
+    from pipeinfer.transport import mpi
+
+    return mpi.survivable()
+
+
+def note_exit(code: int) -> None:
+    """What rank 0 is about to exit with."""
+    _exit_status[0] = code
+
+
+def end_job(code: int) -> None:
+    """Leave with `code` and take every other rank along."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if host.launched_size() > 1:
+        with contextlib.suppress(ImportError, RuntimeError):
+            # Others may wait in MPI_Init, and nobody ends them where a job survives a death.
+            from pipeinfer.transport import mpi
+
+            time.sleep(0.2)  # the launcher drops output that it has not read when it kills
+            if host.launched_rank() == 0:
+                _leave_status(code)
+            mpi.abort(code)
+    os._exit(code)
+
+
+def skip_finalize() -> None:
+    """At exit: MPI_Finalize may wait for ever for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _leave_status(_exit_status[0])
+    os._exit(_exit_status[0])
+
+
+def _leave_status(code: int) -> None:
+    """Tell launch/run, on the same host, how the job has ended: mpirun waits for lost hosts."""
+    from pipeinfer.transport import mpi
+
+    write_status(f"{code} lost" if mpi.has_losses() else str(code))
+
+
+def write_status(text: str) -> None:
+    """Tell launch/run, which waits for mpirun on this host."""
+    where, _, path = os.environ.get("PIPEINFER_STATUS", "").partition(":")
+    if where == socket.gethostname():
+        with contextlib.suppress(OSError):
+            time.sleep(0.1)  # what was written passes through mpirun
+            Path(path).write_text(f"{text}\n", encoding="ascii")
