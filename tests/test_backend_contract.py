@@ -9,6 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact import exact_width
 from pipeinfer.backends.llamacpp import LlamaCppBackend, LlamaOptions, check_rows
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
@@ -33,7 +34,19 @@ def shard_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("shards")
 
 
-@pytest.fixture(params=["toy", "llamacpp", "torch"])
+class Chain(ChainBackend):
+    """Says what its parts hold, where all of them hold the same."""
+
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.parts = parts
+
+    def seq_bounds(self, seq_id):
+        (bounds,) = {part.seq_bounds(seq_id) for part in self.parts}
+        return bounds
+
+
+@pytest.fixture(params=["toy", "llamacpp", "torch", "chain"])
 def make(request, tiny_model, shard_cache):
     """A factory of backends over layers [start, stop) of one model; closes what it made."""
     made = []
@@ -41,7 +54,16 @@ def make(request, tiny_model, shard_cache):
         for package in ("torch", "transformers", "safetensors"):
             pytest.importorskip(package, reason=f"the torch backend needs {package}")
 
+    def llama(start, stop, n_ctx, n_seq_max, n_batch):
+        path = extract_shard(ModelFile(tiny_model), start, stop, cache_dir=shard_cache)
+        return LlamaCppBackend.load(
+            path, layers=(start, stop), n_layers_total=N_LAYERS, first=start == 0,
+            last=stop == N_LAYERS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch,
+            n_threads=1, options=LlamaOptions(validate=True),
+        )
+
     def factory(start=0, stop=N_LAYERS, n_ctx=256, n_seq_max=8, n_batch=32):
+        sizes = (n_ctx, n_seq_max, n_batch)
         if request.param == "toy":
             backend = ToyBackend.load(ToySpec(), start, stop, n_ctx=n_ctx, n_seq_max=n_seq_max,
                                       n_batch=n_batch)
@@ -51,13 +73,11 @@ def make(request, tiny_model, shard_cache):
             backend = TorchBackend.load(
                 tiny_model, layers=(start, stop), n_ctx=n_ctx, n_seq_max=n_seq_max,
                 n_batch=n_batch, n_threads=1, options=TorchOptions(device="cpu", validate=True))
+        elif request.param == "chain" and stop - start > 1:
+            middle = (start + stop + 1) // 2
+            backend = Chain([llama(start, middle, *sizes), llama(middle, stop, *sizes)])
         else:
-            path = extract_shard(ModelFile(tiny_model), start, stop, cache_dir=shard_cache)
-            backend = LlamaCppBackend.load(
-                path, layers=(start, stop), n_layers_total=N_LAYERS, first=start == 0,
-                last=stop == N_LAYERS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch,
-                n_threads=1, options=LlamaOptions(validate=True),
-            )
+            backend = llama(start, stop, *sizes)
         made.append(backend)
         return backend
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pipeinfer import bench, cli, cluster
+from pipeinfer import bench, cli
 from pipeinfer.emulation.profiles import load_profiles
 from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.errors import UsageError
@@ -18,7 +18,7 @@ FAST = ("--nodes", "4", "--tokens", "32", "--prompt-tokens", "16")
 @pytest.fixture(autouse=True)
 def stay_alive(monkeypatch):
     """An error ends the process, and here that would be the tests'."""
-    monkeypatch.setattr(cluster, "end_job", lambda code: None)
+    monkeypatch.setattr(cli, "end_job", lambda code: None)
 
 
 def invoke(*args):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pipeinfer import host, measure
 from pipeinfer.backends.toy import ToyBackend
 from pipeinfer.config import Config
+from pipeinfer.models.cache import recall, remember
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.random_model import RandomSpec, write_random_model
 
@@ -51,11 +53,15 @@ def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
     '{"bandwidth": 1e999, "layer_bytes": 1, "seconds": {"1": 1, "2": 1, "4": 1}}',
 ])
 def test_a_damaged_memory_is_measured_anew(model, cache, text):
-    cache.mkdir(exist_ok=True)
+    cache.mkdir(exist_ok=True, mode=0o700)
     path = cache / measure._name(Config(), model, 1)
     path.write_text(text)
     found = measure.figures_here(Config(), model, 1)
-    assert measure.from_json(json.loads(path.read_text())) == found
+    assert measure.from_json(recall(path)) == found
+    with contextlib.suppress(ValueError):  # the same in a note that is intact
+        remember(path, json.loads(text))
+        found = measure.figures_here(Config(), model, 1)
+        assert measure.from_json(recall(path)) == found
 
 
 def test_a_quota_and_a_gpu_have_figures_of_their_own(model, monkeypatch):

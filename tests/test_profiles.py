@@ -148,6 +148,10 @@ def test_a_file_adds_and_overrides(tmp_path):
     ("[models.yi-9b]\nn_head = 0", "sizes that no model has"),
     ("[models.yi-9b]\narchitecture = 'lama'", "did you mean llama?"),
     ("nonsense", "not valid TOML"),
+    ('[pairs.mine]\ntitle = "t"\ndraft = "tinyllama-1.1b"\n', "[pairs.mine] lacks target"),
+    ("[pairs.dolphin-tinyllama]\nacceptance = 2\n", "from 0 to 1"),
+    ('[clusters.mine]\nnodes = ["\u00b2 x xeon-e5-2650"]\nlink = "gigabit"\n', "8 x name"),
+    ('[clusters.mine]\nnodes = ["99999999999 x xeon-e5-2650"]\nlink = "gigabit"\n', "8 x name"),
 ])
 def test_mistakes_are_named(tmp_path, text, says):
     file = tmp_path / "bad.toml"

@@ -35,13 +35,13 @@ from pipeinfer.protocol import (
     ShardHave,
     Shutdown,
     WorkerFailed,
+    check_decode,
     decode,
     encode,
 )
 
 i32 = st.integers(-(2**31), 2**31 - 1)
 run_ids = st.integers(-(2**63), 2**63 - 1)
-epochs = st.integers(0, 2**32 - 1)
 floats = st.floats(-1e9, 1e9)
 spans = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e6)), max_size=5).map(
     lambda pairs: np.array(pairs, np.float64).reshape(len(pairs), 2))
@@ -72,22 +72,22 @@ def decodes(draw):
         hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
     lanes = np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32)
     return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
-                  draw(st.booleans()), hidden, draw(epochs), draw(spans))
+                  draw(st.booleans()), hidden, draw(spans))
 
 
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
                            lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 messages = st.one_of(
-    decodes(), st.builds(CacheOps, ops, epochs), st.builds(LaneOpen, run_ids, params, epochs),
-    st.builds(LaneClose, run_ids, epochs), st.builds(Shutdown, epochs),
-    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), epochs, spans),
-    st.builds(RunCancelled, run_ids, epochs, spans),
-    st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple), epochs),
-    st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32, epochs),
-    st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4), epochs),
-    st.builds(ShardHave, i32, run_ids, st.binary(max_size=70), epochs),
-    st.builds(ShardChunk, run_ids, st.binary(max_size=300), epochs),
-    st.builds(ShardEnd, st.binary(max_size=70), epochs),
+    decodes(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
+    st.builds(LaneClose, run_ids), st.builds(Shutdown),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), spans),
+    st.builds(RunCancelled, run_ids, spans),
+    st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple)),
+    st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32),
+    st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4)),
+    st.builds(ShardHave, i32, run_ids, st.binary(max_size=70)),
+    st.builds(ShardChunk, run_ids, st.binary(max_size=300)),
+    st.builds(ShardEnd, st.binary(max_size=70)),
 )
 
 
@@ -161,7 +161,7 @@ def test_what_stages_took():
 @pytest.mark.parametrize("count", [4, 2, 2**32 - 1])
 def test_a_wrong_count_of_spans_is_refused(count):
     frame = bytearray(encode(RunCancelled(3, spans=SPANS)))
-    struct.pack_into("<I", frame, HEADER_BYTES - 8, count)
+    struct.pack_into("<I", frame, HEADER_BYTES - 4, count)
     with pytest.raises(ProtocolError):
         decode(frame)
 
@@ -210,3 +210,63 @@ def test_views_cost_nothing_when_absent_and_are_checked():
             decode(frame)
     with pytest.raises(ValueError, match="differ in length"):
         Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0,),))
+
+
+# --- what a stage does not have -------------------------------------------------------------------
+
+
+def run_of(token=1, position=2, ids=(0,), lane=1, ops=(), hidden=None, views=None):
+    rows = make_rows([(token, position, ids, True)])
+    rows = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, views)
+    return Decode(9, 0, rows, np.array([lane], np.int32), ops, hidden=hidden)
+
+
+SIZES = {"n_seq": 4, "n_positions": 16, "n_tokens": 100, "lanes": {1}}
+
+
+@pytest.mark.parametrize("good", [
+    {}, {"token": 99}, {"position": 15}, {"ids": (0, 3)}, {"views": ((3,),)},
+    {"ops": (SeqRemove(-1, 0), SeqCopy(0, 3, 0, 9), SeqKeep(3), SeqJoin(0, 3))},
+])
+def test_a_run_within_the_sizes_passes(good):
+    check_decode(run_of(**good), **SIZES)
+    check_decode(decode(encode(run_of(**good))), **SIZES)
+
+
+@pytest.mark.parametrize("bad", [
+    {"token": 100}, {"token": -1}, {"position": 16}, {"position": -1}, {"ids": (0, 4)},
+    {"ids": (-1,)}, {"views": ((4,),)}, {"lane": 2}, {"ops": (SeqRemove(-2, 0),)},
+    {"ops": (SeqRemove(4, 0),)}, {"ops": (SeqRemove(0, -1),)}, {"ops": (SeqCopy(0, 4, 0, 1),)},
+    {"ops": (SeqCopy(-1, 0, 0, 1),)}, {"ops": (SeqKeep(-1),)}, {"ops": (SeqJoin(0, 4),)},
+])
+def test_a_run_outside_of_the_sizes_is_refused(bad):
+    with pytest.raises(ProtocolError, match=r"outside of|not open"):
+        check_decode(run_of(**bad), **SIZES)
+
+
+def test_activations_have_the_models_width():
+    for width in (None, 8):
+        check_decode(run_of(hidden=np.ones((1, 8), np.float32)), **SIZES, width=width)
+    for hidden in (None, np.ones((1, 7), np.float32)):
+        with pytest.raises(ProtocolError, match="activations of 8"):
+            check_decode(run_of(hidden=hidden), **SIZES, width=8)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repeat_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sampling_parameters_are_numbers(field, value):
+    with pytest.raises(ProtocolError, match="no numbers"):
+        decode(encode(LaneOpen(1, SamplingParams(**{field: value}))))
+    with pytest.raises(ProtocolError, match="bias"):
+        decode(encode(LaneOpen(1, SamplingParams(logit_bias=((1, value),)))))
+
+
+@pytest.mark.parametrize("body", [
+    b'{"host": 1, "summary": "", "traceback": "", "code": 1}', b'{"host": ""}',
+    b'{"host": "", "summary": "", "traceback": "", "code": 1e999}', b"[" * 100_000,
+])
+def test_a_failure_report_has_texts_and_a_code(body):
+    frame = bytearray(encode(WorkerFailed(1, "h", 2, "s", "t")))[:HEADER_BYTES]
+    struct.pack_into("<I", frame, HEADER_BYTES - 8, len(body))
+    with pytest.raises(ProtocolError):
+        decode(bytes(frame) + body)

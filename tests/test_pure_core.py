@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 PURE = ("core", "protocol", "tree", "sequences", "sampling", "scheduler", "events", "policy",
         "errors", "partition", "lanes", "admission", "prefixes", "reserve", "calibration",
-        "controller", "probing", "watch", "flight", "speculation", "threads",
+        "controller", "probing", "watch", "replan", "pace", "flight", "speculation", "threads",
         "decomposers/base", "decomposers/reading", "decomposers/pasta", "decomposers/pdos",
         "decomposers/apar", "decomposers/skeleton", "probes", "replicas",
         "strategies/base", "strategies/draft_model", "strategies/prompt_lookup",

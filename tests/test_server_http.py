@@ -238,6 +238,9 @@ def test_the_pipeline_is_watched_only_while_somebody_looks(server):
 @pytest.mark.parametrize(("body", "param", "says"), [
     ({"prompt": "x", "suffix": "y"}, "suffix", "only continued"),
     ({"prompt": "x", "no_such": 1}, "no_such", "not known"),
+    ({"prompt": "x", "no[such": 1}, "no[such", "not known"),
+    ({"prompt": "x", "Such": 1}, "Such", "not known"),
+    ({"prompt": "x", "str": 1}, "str", "not known"),
     ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
     ({"prompt": "x", "n": 129}, "n", "128"),
     ({"prompt": "x", "n": 4}, "n", "takes 3"),
@@ -294,6 +297,13 @@ def test_a_prompt_that_does_not_fit_the_context(server):
     assert found["code"] == "context_length_exceeded"
     assert "256" in found["message"]
     assert server.post("/v1/completions", {"prompt": [1] * 255}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/props", "/slots", "/v1/models"])
+def test_head_is_get_without_a_body(server, path):
+    found = requests.head(server.url + path, timeout=SECONDS)
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["Content-Type"] == server.get(path).headers["Content-Type"]
 
 
 def test_other_models_paths_methods_and_bodies(server):

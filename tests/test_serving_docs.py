@@ -22,6 +22,8 @@ def exposed():
     """Names that /metrics has, as Prometheus stores them, and the labels of each."""
     metrics = Metrics()
     metrics.answered(200)
+    metrics.status({"stage_seconds": [0.1], "stage_slowdown": [1.0]},
+                   {"stages": [{"node": 1, "rank": 1, "host": "host"}]})
     names = {}
     for family in text_string_to_metric_families(metrics.render(0).decode()):
         for sample in family.samples:

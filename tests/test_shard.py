@@ -108,7 +108,7 @@ def test_a_shard_is_written_once_and_reports_progress(model, tmp_path):
     before = path.stat().st_mtime_ns
     assert extract_shard(model, 1, 3, cache_dir=tmp_path) == path
     assert path.stat().st_mtime_ns == before
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, f"{path.name}.sum"}
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "header"])
@@ -196,7 +196,8 @@ def test_three_processes_extract_the_same_shard_at_once(model, tmp_path):
     reference = extract_shard(model, 1, 4, cache_dir=tmp_path / "r").read_bytes()
     with open(answers.pop(), "rb") as file:
         assert file.read() == reference
-    assert len(list((tmp_path / "c").iterdir())) == 1
+    assert {p.suffix for p in (tmp_path / "c").iterdir()} == {".gguf", ".sum"}
+    assert len(list((tmp_path / "c").iterdir())) == 2
 
 
 def test_where_shards_are_kept(tmp_path, monkeypatch):

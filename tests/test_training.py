@@ -229,7 +229,7 @@ def test_run_makes_both_files_and_resumes(library: Path, tmp_path: Path) -> None
     assert 0 <= held["library"]["draft_agreement"] <= 1
     files = {p.name: p.read_bytes() for p in settings.out.glob("*.gguf")}
     for name in ("distil", "polish"):
-        (settings.work / f"{name}.pt").unlink()
+        (settings.work / f"{name}.safetensors").unlink()
     run(settings, report=lines.append)
     assert files == {p.name: p.read_bytes() for p in settings.out.glob("*.gguf")}
     assert json.loads((settings.work / "report.json").read_text())["seed"] == 0

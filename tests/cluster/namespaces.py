@@ -168,19 +168,24 @@ class Cluster:
 
     def _make_cgroup(self, node: int) -> None:
         cores = self.cpus[node]
-        period = max(_PERIOD_US, int(_LEAST_US / cores) if cores else 0)
-        quota = max(_LEAST_US, int(cores * period))
         try:
-            group = _cgroup_base() / f"{self.id}n{node}"
-            group.mkdir()
-            if cores and (group / "cpu.max").exists():
-                (group / "cpu.max").write_text(f"{quota} {period}")
-            elif cores:
-                (group / "cpu.cfs_period_us").write_text(str(period))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
+            (_cgroup_base() / f"{self.id}n{node}").mkdir()
+            if cores:
+                self.set_quota(node, cores)
         except OSError as error:
             if cores:
                 raise Refused(f"no processor quota by cgroup: {error}") from error
+
+    def set_quota(self, node: int, cores: float) -> None:
+        """Give a node so many cores from now on. Raises OSError where groups can not do that."""
+        period = max(_PERIOD_US, int(_LEAST_US / cores))
+        quota = max(_LEAST_US, int(cores * period))
+        group = _cgroup_base() / f"{self.id}n{node}"
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{quota} {period}")
+            return
+        for name, value in (("quota", -1), ("period", period), ("quota", quota)):
+            (group / f"cpu.cfs_{name}_us").write_text(str(value))
 
     def _start_sshd(self, node: int) -> None:
         sshd = _tool("sshd")
@@ -239,13 +244,18 @@ class Cluster:
             "PYTHONPATH": str(ROOT), "PIPEINFER_HOSTFILE": str(self.hostfile), **more,
         }
 
-    def run(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
-            ) -> subprocess.CompletedProcess[str]:
-        """Run on a node; at the deadline everything on all nodes but sshd is killed."""
-        process = subprocess.Popen(
+    def start(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
+              ) -> subprocess.Popen[str]:
+        """Start on a node, with pipes; mpirun ends itself shortly before `timeout`."""
+        return subprocess.Popen(
             self.command(node, command), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL, text=True, start_new_session=True,
             env=self.environment(MPIEXEC_TIMEOUT=str(max(1, int(timeout) - 5)), **env))
+
+    def run(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
+            ) -> subprocess.CompletedProcess[str]:
+        """Run on a node; at the deadline everything on all nodes but sshd is killed."""
+        process = self.start(command, timeout=timeout, node=node, **env)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -258,9 +268,12 @@ class Cluster:
     def pipeinfer(self, arguments: Sequence[str], *, timeout: float, ranks: int = 0, **env: str
                   ) -> subprocess.CompletedProcess[str]:
         """`pipeinfer ARGUMENTS` over all nodes through launch/ssh."""
-        script = str(ROOT / "launch" / "ssh")
-        return self.run([script, str(self.hostfile), str(ranks or self.n_nodes), *arguments],
-                        timeout=timeout, **env)
+        return self.run(self.launch(arguments, ranks), timeout=timeout, **env)
+
+    def launch(self, arguments: Sequence[str], ranks: int = 0) -> list[str]:
+        """The command that runs `pipeinfer ARGUMENTS` over all nodes."""
+        return [str(ROOT / "launch" / "ssh"), str(self.hostfile), str(ranks or self.n_nodes),
+                *arguments]
 
     def kill_jobs(self) -> None:
         """SIGKILL to every process of every node but the ssh daemons that listen."""

@@ -21,13 +21,6 @@ GENERATE = ["generate", "-p", "class Queue:\n    def __init__(self):\n", "-n", "
             "0.7", "--seed", "11", "--json", "--split", "equal"]  # a busy machine measures noise
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _possible():
-    reason = namespaces.why_not()
-    if reason:
-        pytest.skip(f"no cluster of namespaces here: {reason}")
-
-
 @pytest.fixture(scope="module")
 def one_process():
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE], timeout=120)

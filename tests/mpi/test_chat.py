@@ -114,6 +114,9 @@ def test_a_stream_that_breaks_off_is_an_error():
             connection, _ = listener.accept()
             connection.recv(65536)
             connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):  # closed with unread bytes it would be a reset
+                pass
             connection.close()
 
     thread = threading.Thread(target=run)

@@ -338,17 +338,18 @@ def ranks(server):
             if "serve" in p.cmdline() and "OMPI_COMM_WORLD_RANK" in p.environ()}
 
 
-def test_a_killed_stage_ends_the_streams_with_an_error_and_the_job():
-    with serve(4, "-c", "4096") as server:
+def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
+    with serve(2, "-c", "4096") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))
             next(stream)
-            ranks(server)["2"].kill()
+            ranks(server)["1"].kill()
             with pytest.raises(openai.APIError, match="cluster has failed"):
                 list(stream)
             status, body = server.health()
             assert (status, body["status"]) == (503, "failed")
+            assert "rank 1 is dead" in body["reason"]
             with pytest.raises(openai.InternalServerError):
                 client.completions.create(model="embedded", prompt="x")
         assert server.end(timeout=10) != 0
@@ -366,14 +367,14 @@ def test_without_its_http_process_the_job_ends():
 
 def test_a_stage_that_fails_is_named_in_the_error():
     program = str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")
-    mpirun = [launch.mpirun_path(), "-np", "3", sys.executable, program, "2", "raise"]
-    with serve(3, "-c", "4096", command=mpirun) as server:
+    mpirun = [launch.mpirun_path(), "-np", "2", sys.executable, program, "1", "raise"]
+    with serve(2, "-c", "4096", command=mpirun) as server:
         server.wait_until_ready()
         with connect(server) as client, pytest.raises(openai.APIError) as caught:
             list(client.completions.create(model="embedded", **ENDLESS))
-        assert "rank 2" in str(caught.value)
+        assert "rank 1" in str(caught.value)
         assert "injected fault" in str(caught.value)
-        assert "rank 2" in server.health()[1]["reason"]
+        assert "rank 1" in server.health()[1]["reason"]
         assert server.end(timeout=15) == 6
     assert "injected fault" in "".join(server.log)
 

@@ -11,15 +11,14 @@ import signal
 import sys
 import time
 
-from pipeinfer import host, loading
-from pipeinfer.backends import exact
+from pipeinfer import host, stage_life
 from pipeinfer.backends.llamacpp import LlamaCppBackend
 from pipeinfer.cli import main
 from pipeinfer.errors import BackendError
 
 
 def break_backend(kind: str) -> None:
-    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, exact.known_widths
+    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, stage_life.known_widths
     calls = -1
 
     def known_widths(*args, **kwargs):
@@ -28,7 +27,7 @@ def break_backend(kind: str) -> None:
         calls = 0
         return found
 
-    exact.known_widths = known_widths
+    stage_life.known_widths = known_widths
 
     def broken(self, *args, **kwargs):
         nonlocal calls
@@ -56,7 +55,7 @@ def break_backend(kind: str) -> None:
 
 
 def break_receiving() -> None:
-    whole = loading.stage_shard
+    whole = stage_life.stage_shard
 
     def broken(config, port, setup, report):
         def count(phase, done, total):
@@ -66,7 +65,7 @@ def break_receiving() -> None:
 
         return whole(config, port, setup, count)
 
-    loading.stage_shard = broken
+    stage_life.stage_shard = broken
 
 
 if host.launched_rank() == int(sys.argv[1]):

@@ -11,11 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-from pipeinfer.cluster import end_job, open_session
+from pipeinfer.cluster import open_session
 from pipeinfer.config import Config
 from pipeinfer.controller import Controller
 from pipeinfer.core import SamplingParams
 from pipeinfer.generate import run_request
+from pipeinfer.leaving import end_job
 from pipeinfer.policy import Ablation, Policy
 
 

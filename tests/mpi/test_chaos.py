@@ -1,0 +1,102 @@
+"""`pipeinfer chaos`: what it plans, measures and says, and that it tells a lost token from a kept
+one on real jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.chaos.command import plan
+from pipeinfer.chaos.report import Outcome, resumed, summary, table
+from pipeinfer.chaos.trial import FAULTS, MOMENTS, bodies
+from tests.mpi import launch
+
+CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
+
+
+def test_time_until_a_stream_flows_again_is_the_end_of_its_longest_silence():
+    assert resumed([1.0, 2.0, 2.1, 2.9, 3.0], death=2.0) == pytest.approx(0.9)
+    assert resumed([1.0, 2.05, 2.06, 4.0, 4.1, 4.2], death=2.0) == pytest.approx(2.0)
+    assert resumed([5.0], death=2.0) == pytest.approx(3.0)
+    assert resumed([1.0, 1.5], death=2.0) is None
+
+
+def test_a_campaign_is_the_same_for_a_seed_and_covers_what_was_asked():
+    def shape(**more):
+        options = {"faults": ("kill",), "moments": ("random",), "runs": 40, "seed": 3, **more}
+        return [(o.fault, o.moment) for o in plan(**options)]
+
+    assert shape() == shape()
+    assert shape() != shape(seed=4)
+    assert {moment for _, moment in shape()} == set(MOMENTS)
+    assert {fault for fault, _ in shape(faults=("all",))} == set(FAULTS)
+    assert set(shape(faults=("kill", "stop"), moments=("decode",))) == {
+        ("kill", "decode"), ("stop", "decode")}
+    assert bodies(4, 80, 1) == bodies(4, 80, 1) != bodies(4, 80, 2)
+    assert {"seed" in body for body in bodies(4, 80, 1)} == {True, False}
+
+
+def test_figures_and_the_last_sentence():
+    good = Outcome(0, "kill", "decode", happened=True, next_any=0.5, next_all=[0.5, 0.7],
+                   ready=2.0, exit_code=0)
+    slow = Outcome(1, "kill", "decode", happened=True, next_any=1.5, next_all=[1.5], ready=3.0,
+                   exit_code=0)
+    bad = Outcome(2, "stop", "load", happened=True, lost={1: "3 of 9 tokens"}, exit_code=6)
+    untouched = Outcome(3, "kill", "prefill", exit_code=0)
+    found = summary([good, slow, bad, untouched])
+    assert (found["runs"], found["kept"], found["clean"], found["lost_requests"]) == (4, 3, 2, 1)
+    assert found["next_token"] == {"median": 1.0, "worst": 1.5, "count": 2}
+    assert found["groups"]["kill, decode"]["every_stream"]["worst"] == 1.5
+    last = table(found).splitlines()[-1]
+    assert last == ("3 of 4 runs kept every token; next token after a fault: median 1.0 s, worst "
+                    "1.5 s; in 1 the fault did not take place; exit codes 6 (1x).")
+    assert "FAILED" in bad.line()
+    assert "request 1 was lost: 3 of 9 tokens" in bad.line()
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (["--fault", "flood"], "flood"), (["--ranks", "3", "--spares", "2"], "leave no stage"),
+    (["--moment", "lunch"], "lunch")])
+def test_wrong_use(args, says):
+    done = launch.run(1, [*CHAOS, *args], timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def chaos(*args, ranks=3):
+    done = launch.run(1, [*CHAOS, "--ranks", str(ranks), "--runs", "1", "--requests", "2",
+                          "--tokens", "40", "--json", *args], timeout=200)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_storm_of_bad_clients_costs_nobody_a_token():
+    code, found = chaos("--fault", "storm")
+    assert (code, found["clean"], found["exit_codes"]) == (0, 1, {"0": 1}), found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_what_can_not_be_survived_is_called_lost(tmp_path):
+    """The only stage dies, and nobody else is there."""
+    code, found = chaos("--fault", "kill", "--moment", "decode", "--keep-logs", str(tmp_path),
+                        ranks=2)
+    (run,) = found["outcomes"]
+    assert (code, found["kept"]) == (1, 0)
+    assert set(run["lost"]) == {"0", "1"}
+    assert run["different"] == run["left"] == []
+    assert run["hit"] == [1]
+    assert {path.name for path in tmp_path.iterdir()} == {"undisturbed.log", "run-001.log"}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_killed_stage_costs_nobody_a_token():
+    moments = [word for moment in MOMENTS for word in ("--moment", moment)]
+    code, found = chaos("--fault", "kill", *moments, "--runs", "4", ranks=4)
+    assert {run["moment"] for run in found["outcomes"]} == set(MOMENTS)
+    assert (code, found["clean"]) == (0, 4), found

@@ -1,0 +1,87 @@
+"""Jobs that lose ranks in the middle: whatever the policy, the tokens are those of before."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+
+from tests.mpi import launch
+from tests.mpi.served import serve
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+ASK = ["generate", "-p", "def read(path):\n", "-n", "60", "--temp", "0.8", "--seed", "5",
+       "--ignore-eos", "--json", "-c", "512", "-t", "1"]
+
+
+def generate(np, *more, ask=ASK, **env):
+    return launch.run(np, [*PIPEINFER, *ask, *more], timeout=90, **env)
+
+
+def out_of(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return out_of(generate(1))["tokens"]
+
+
+@pytest.mark.parametrize(("np", "more"), [
+    (4, ("--fault", "kill@3:decode=10", "--policy", "iterative")),
+    (4, ("--fault", "kill@1:decode=10", "--policy", "speculative")),
+    (4, ("--fault", "kill@2:decode=12", "--no-adapt", "--alternatives", "3", "--path-min",
+         "0.001")),
+    (4, ("--fault", "error@2:prefill=9", "--proposer", "lookahead")),
+    (4, ("--fault", "kill@2:decode=12", "--fault", "kill@3:recovery=1")),
+    (3, ("--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward")),
+    (5, ("--fault", "stop@2:prefill=1", "--spares", "1", "--heartbeat", "1")),
+], ids=["iterative", "speculative", "trees", "lookahead", "twice", "head-stage", "spare"])
+def test_the_tokens_are_those_of_before(undisturbed, np, more):
+    found = out_of(generate(np, *more))
+    assert found["tokens"] == undisturbed
+    assert any("went on after" in note for note in found["stats"]["notes"])
+    assert found["stats"]["recovered"] >= 1
+
+
+def test_a_spare_moves_nobody_else():
+    found = out_of(generate(5, "--fault", "kill@2:decode=10", "--spares", "1"))
+    (note,) = [n for n in found["stats"]["notes"] if "went on" in n]
+    assert "4 layers moved" in note
+    stages = found["stats"]["stages"].values()
+    assert [(stage["rank"], stage["layers"]) for stage in stages] == [
+        (1, [0, 4]), (4, [4, 8]), (3, [8, 12])]
+
+
+def test_a_response_in_threads_is_replayed():
+    ask = ["generate", "-m", "task", "--decomposer", "pdos", "-p",
+           "Name the capital of France and the capital of Japan.", "-n", "60", "--temp", "0",
+           "--json", "-t", "1", "-c", "1024"]
+    plain = out_of(generate(4, ask=ask))
+    found = out_of(generate(4, "--fault", "kill@2:decode=12", ask=ask))
+    assert found["text"] == plain["text"]
+    assert found["stats"]["recovered"] >= 1
+
+
+def test_layers_are_dealt_out_anew_while_a_request_runs():
+    body = {"prompt": "def f(", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with serve(4, "-c", "1024", "-t", "1", "--layers", "1,1,10") as server:
+        server.wait_until_ready()
+        alone = server.post("/v1/completions", body)[1]["choices"][0]["text"]
+        texts = []
+        asking = threading.Thread(target=lambda: texts.append(
+            server.post("/v1/completions", body)[1]["choices"][0]["text"]))
+        asking.start()
+        status, found = server.post("/rebalance", {})
+        asking.join(60)
+        assert (status, found["changed"]) == (200, True), found
+        layers = [stage["layers"] for stage in found["stages"]]
+        assert max(stop - start for start, stop in layers) < 10
+        assert texts == [alone]
+        assert server.health()[1]["recoveries"] == 0
+        _, props = server.get("/props")
+        assert [stage["layers"] for stage in props["pipeinfer"]["stages"]] == layers

@@ -1,0 +1,212 @@
+"""Jobs that start again by themselves: the launch scripts with a launcher that fails, and a real
+server whose rank 0 is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from pipeinfer import leftovers
+from tests.mpi import launch
+from tests.mpi.served import Served
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+RUN = str(launch.ROOT / "launch" / "run")
+MPIRUN = """#!/usr/bin/env bash
+echo "$PIPEINFER_JOB $$" >>"$FAKE/starts"
+exec "$FAKE/try" "$(wc -l <"$FAKE/starts")"
+"""
+
+
+def script(path, text):
+    path.write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A launcher that runs `try N` for its N-th start, and a sleep that only notes how long."""
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "mpirun", MPIRUN)
+    script(tmp_path / "bin" / "sleep", 'echo "$1" >>"$FAKE/pauses"')
+    return tmp_path
+
+
+def start(fake, attempt, restarts, *command):
+    script(fake / "try", attempt)
+    env = launch.environment(FAKE=str(fake), PIPEINFER_MPIRUN=str(fake / "bin" / "mpirun"),
+                             PIPEINFER_RESTARTS=str(restarts))
+    env.pop("PIPEINFER_JOB", None)
+    env["PATH"] = f"{fake / 'bin'}{os.pathsep}{env['PATH']}"
+    return subprocess.Popen(command or [RUN, "3", "serve"], env=env, text=True,
+                            stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+                            start_new_session=True, preexec_fn=launch._heed_interrupts)
+
+
+def outcome(process):
+    """Exit code and standard error."""
+    try:
+        _, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, err
+
+
+def starts(fake):
+    return len((fake / "starts").read_text().splitlines())
+
+
+def test_a_failed_job_starts_again_until_it_ends_well(fake):
+    code, err = outcome(start(fake, "codes=(0 6 137 0); exit ${codes[$1]}", 5))
+    assert (code, starts(fake)) == (0, 3)
+    assert "exit code 6: starting again in 1 s (4 more after that)" in err
+    assert "exit code 137: starting again in 2 s" in err
+
+
+def test_pauses_double_up_to_half_a_minute_and_tries_end(fake):
+    code, err = outcome(start(fake, "exit 6", 7))
+    assert (code, starts(fake)) == (6, 8)
+    pauses = [pause for pause in (fake / "pauses").read_text().split() if pause != "0.5"]
+    assert pauses == ["1", "2", "4", "8", "16", "30", "30"]  # 0.5: between looks at the job
+    assert "every restart is used up" in err
+
+
+@pytest.mark.parametrize(("restarts", "status"), [(0, 6), (3, 0), (3, 2), (3, 130)])
+def test_what_is_not_tried_again(fake, restarts, status):
+    code, err = outcome(start(fake, f"exit {status}", restarts))
+    assert (code, starts(fake)) == (status, 1)
+    assert "starting again" not in err
+
+
+def test_a_number_of_restarts_that_is_none(fake):
+    code, err = outcome(start(fake, "exit 6", "often"))
+    assert code == 2
+    assert "PIPEINFER_RESTARTS=often is no number" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_somebody_ended_stays_ended(fake, number):
+    process = start(fake, 'trap "exit 5" USR1 TERM; echo up >"$FAKE/up"; while :; do read -t 1; '
+                          'done </dev/zero', 3)
+    deadline = time.monotonic() + 30
+    while not (fake / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    code, err = outcome(process)
+    assert (code, starts(fake)) == (5, 1), err
+
+
+def test_nothing_of_the_try_before_lives_on(fake):
+    """A stopped process, which nothing short of SIGKILL ends."""
+    waiter = f'{sys.executable} -c "import time; time.sleep(600)"'
+    code, err = outcome(start(fake, f"""
+if [ $1 = 1 ]; then
+    setsid {waiter} 2>/dev/null & echo $! >"$FAKE/pid"; kill -STOP $!; exit 6
+fi
+kill -0 "$(cat "$FAKE/pid")" 2>/dev/null && exit 9
+exit 0""", 1))
+    assert code == 0, err
+    assert "killed 1 processes of the job before" in err
+    (job,) = {line.split()[0] for line in (fake / "starts").read_text().splitlines()}
+    assert leftovers.processes_of(job) == []
+
+
+# --- Slurm ------------------------------------------------------------------------------------
+
+
+def slurm(fake, attempt, restarts, before):
+    """The batch script with a fake srun; what it asks of scontrol."""
+    script(fake / "bin" / "srun", 'case " $* " in *" -c "*) exit 0 ;; esac\n'
+                                  'echo "$*" >>"$FAKE/starts"; exec "$FAKE/try" 1')
+    script(fake / "bin" / "scontrol", 'echo "$*" >>"$FAKE/asked"')
+    os.environ["SLURM_NTASKS"], os.environ["SLURM_JOB_ID"] = "3", "77"
+    os.environ["SLURM_RESTART_COUNT"], os.environ["PIPEINFER_ROOT"] = str(before), str(launch.ROOT)
+    try:
+        process = start(fake, attempt, restarts,
+                        str(launch.ROOT / "launch" / "slurm.sbatch"), "serve")
+    finally:
+        for name in ("SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PIPEINFER_ROOT"):
+            del os.environ[name]
+    code, err = outcome(process)
+    asked = fake / "asked"
+    return code, err, asked.read_text().split() if asked.exists() else []
+
+
+@pytest.mark.parametrize(("status", "restarts", "before", "asks"), [
+    (6, 2, 0, True), (137, 2, 1, True), (6, 2, 2, False), (6, 0, 0, False), (0, 2, 0, False),
+    (2, 2, 0, False), (130, 2, 0, False)])
+def test_a_failed_slurm_job_goes_back_into_the_queue(fake, status, restarts, before, asks):
+    code, err, asked = slurm(fake, f"exit {status}", restarts, before)
+    assert asked == (["requeue", "77"] if asks else []), err
+    assert code == (0 if asks else status)
+    assert starts(fake) == 1
+
+
+def test_the_batch_script_may_be_requeued():
+    text = (launch.ROOT / "launch" / "slurm.sbatch").read_text()
+    assert "\n#SBATCH --requeue\n" in text
+    assert "\n#SBATCH --open-mode=append\n" in text
+
+
+# --- a real server ----------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def tokens(served):
+    status, answer = served.post("/v1/completions", {
+        "prompt": "import os\n", "max_tokens": 24, "temperature": 0.8, "seed": 5,
+        "ignore_eos": True, "pipeinfer": {"detail": True}})
+    assert status == 200, answer
+    return answer["pipeinfer"]["tokens"]
+
+
+def job_processes(job):
+    """Ranks, the HTTP process and what they started; not the launcher and its helpers."""
+    return {p.pid: p for p in leftovers.processes_of(job) if "python" in p.name()
+            or "pipeinfer" in p.name()}
+
+
+def test_a_server_whose_head_is_killed_is_back_on_its_port_with_the_same_tokens():
+    port, job = free_port(), f"test-{os.getpid()}-{time.monotonic_ns()}"
+    process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1"],
+                           timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
+    served = Served(process)
+    try:
+        served.wait_until_ready()
+        wanted = tokens(served)
+        old = job_processes(job)
+        (head,) = (p for p in old.values()
+                   if p.environ().get("OMPI_COMM_WORLD_RANK") == "0" and "serve" in p.cmdline()
+                   and p.parent().pid not in old)
+        head.kill()
+        alive = psutil.wait_procs(old.values(), timeout=10)[1]
+        assert not alive, alive
+        served.until(lambda: served.health()[0] == 200, "a new server", timeout=90)
+        assert not set(old) & {p.pid for p in job_processes(job).values()} - {process.pid}
+        assert tokens(served) == wanted
+        assert "starting again in 1 s" in "".join(served.log)
+        process.send_signal(signal.SIGTERM)
+        assert served.end(60) == 0, "".join(served.log)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        leftovers.end(job)
+        process.wait(20)
+        process.stdout.close()
+        served._reader.join(10.0)
+        process.stderr.close()

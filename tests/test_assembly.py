@@ -1,0 +1,163 @@
+"""What rank 0 does when stages are lost, over a port that answers for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.assembly import Assembly
+from pipeinfer.config import Config
+from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
+from pipeinfer.partition import Load, Member, measure
+from pipeinfer.planner import Plan
+from pipeinfer.protocol import Notice, Tag
+from pipeinfer.transport.base import Envelope
+
+READY = {"exact_width": 8, "row_cost": 0.5, "curve": [1.0, 2.0, 3.0, 4.0]}
+
+
+class Port:
+    """Every stage is ready at once; `dies` are ranks that are lost when they get their setup."""
+
+    node = 0
+
+    def __init__(self, dies=(), fails=None):
+        self.gone, self.epochs, self.orders = set(), [], []
+        self.layout = (0, 1, 2, 3)
+        self.setups = {}
+        self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
+
+    def send(self, node, tag, message):
+        assert tag is Tag.TRANSACTION
+        rank = self.layout[node]
+        if rank in self._dies:
+            self._dies.remove(rank)
+            self.gone.add(rank)
+            self._fresh.add(rank)
+            return
+        self.setups[rank] = message.data
+        self._mail.append(Notice("ready", node, READY))
+
+    def take(self, tag):
+        if tag is Tag.ERROR and self._fails is not None:
+            message, self._fails = self._fails, None
+            return Envelope(1, message, 0)
+        return Envelope(1, self._mail.pop(0), 0) if tag is Tag.RESULT and self._mail else None
+
+    def new_losses(self):
+        fresh, self._fresh = self._fresh, set()
+        return fresh
+
+    def regroup(self, layout, given_up):
+        self.gone |= set(given_up)
+        self.layout = layout.rank_of
+        self.epochs.append(layout.epoch)
+        self.setups, self._mail = {}, []
+
+    def order(self, rank, data):
+        self.orders.append((rank, data["kind"]))
+
+    def wait(self, timeout, *, live=True):
+        pass
+
+
+def assembly(port, *, memory=100.0, spares=0, survives=True, role=""):
+    load = Load((1.0,) * 6, (1.0,) * 6)
+    members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
+    counts = [2, 2, 2, *[0] * spares]
+    split = measure(load, list(members.values()), counts)
+    plan = Plan(tuple(members), split, split, {}, timed=False)
+    hosts = [{"host": f"host{rank}", "settings": {"role": role if rank > 3 else ""}}
+             for rank in range(len(members) + 1)]
+    return Assembly(Config(), port, plan, load, members, hosts,
+                    lambda holding: {"start": holding.start, "stop": holding.stop},
+                    lambda holding: None, None, survives=survives)
+
+
+def ranges(found):
+    return [(h.rank, h.start, h.stop) for h in found.held]
+
+
+def test_those_that_live_take_over_and_keep_their_width():
+    port = Port()
+    found = assembly(port)
+    found.start()
+    found.recover(RankLost(2, "is dead"))
+    assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
+    assert port.epochs == [1]
+    assert {rank: setup["exact"] for rank, setup in port.setups.items()} == {1: 8, 3: 8}
+    (change,) = found.changes
+    assert (change.lost, change.moved, change.epoch) == ((2,), 2, 1)
+    assert "rank 2 is dead" in str(change)
+
+
+def test_a_spare_stands_in_and_is_prepared():
+    port = Port()
+    found = assembly(port, spares=1)
+    found.start()
+    assert (4, "prepare") in port.orders
+    assert found.spares == (4,)
+    found.recover(RankLost(3, "is dead"))
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
+    assert found.spares == ()
+
+
+def test_a_rank_that_is_for_the_draft_is_no_spare():
+    found = assembly(Port(), spares=1, role="draft")
+    assert found.spares == ()
+
+
+def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
+    port = Port()
+    found = assembly(port)
+    found.start()
+    port._dies = [3]
+    found.recover(RankLost(2, "is dead"))
+    assert ranges(found) == [(1, 0, 6)]
+    assert port.epochs == [1, 2]
+    assert found.changes[0].lost == (2, 3)
+
+
+def test_a_death_while_the_job_starts_is_survived():
+    found = assembly(Port(dies=[1]))
+    found.start()
+    assert ranges(found) == [(2, 0, 4), (3, 4, 6)]
+
+
+def test_a_stage_that_has_not_the_model_ends_the_start():
+    from pipeinfer.protocol import WorkerFailed as Message
+
+    found = assembly(Port(fails=Message(2, "host2", -1, "no such file", "", 3)))
+    with pytest.raises(WorkerFailed, match="no such file"):
+        found.start()
+
+
+def test_a_stage_without_memory_is_left_out_at_the_start():
+    from pipeinfer.protocol import WorkerFailed as Message
+
+    found = assembly(Port(fails=Message(2, "host2", -1, "MemoryError", "", 6)))
+    found.start()
+    assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
+
+
+def test_too_few_say_what_is_missing():
+    found = assembly(Port(), memory=2.5)
+    found.start()
+    with pytest.raises(ClusterError, match=r"rank 2 is dead; .*it needs .* missing"):
+        found.recover(RankLost(2, "is dead"))
+
+
+@pytest.mark.parametrize(("survives", "rank"), [(False, 2), (True, 0)])
+def test_what_can_not_be_survived_is_raised(survives, rank):
+    found = assembly(Port(), survives=survives)
+    found.start()
+    with pytest.raises(RankLost):
+        found.recover(RankLost(rank, "is dead"))
+
+
+def test_when_nobody_is_left_the_last_loss_is_what_is_said():
+    found = assembly(Port())
+    found.start()
+    for rank in (1, 2):
+        found.recover(RankLost(rank, "is dead"))
+    with pytest.raises(RankLost, match="rank 3"):
+        found.recover(RankLost(3, "is dead"))

@@ -1,0 +1,343 @@
+"""Nothing that is read can run code, nothing comes from elsewhere, secrets stay where they are."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from pipeinfer import config, templates
+from pipeinfer.errors import ModelError, RequestError, UsageError
+from pipeinfer.models import llama_rules
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.random_model import RandomSpec, write_random_model
+from pipeinfer.server import limits
+from pipeinfer.server.settings import Settings
+from tests.server_peer import Front
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
+WEB = ROOT / "pipeinfer" / "server" / "web"
+SOURCES = sorted(path for folder in ("pipeinfer", "benchmarks", "launch")
+                 for path in (ROOT / folder).rglob("*.py"))
+SECRET, KEY = "xyzzy-my-secret-prompt", "sk-plugh-0123456789"
+
+# --- source -----------------------------------------------------------------------------------
+
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal",
+           "pickletools", "copyreg", "xmlrpc", "telnetlib", "ftplib", "imp"}
+CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.save",
+         "torch.jit.load", "yaml.load", "pd.read_pickle", "tempfile.mktemp"}
+#: methods of mpi4py that pickle; those that do not begin with a capital letter
+PICKLING = {"send", "isend", "ssend", "bsend", "recv", "irecv", "sendrecv", "bcast", "scatter",
+            "gather", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "mprobe",
+            "improbe"}
+COMMUNICATORS = {"comm", "_comm", "COMM_WORLD", "COMM_SELF", "world", "near", "intercomm"}
+
+
+def dotted(node):
+    """The name of what is called, like os.system, with ? for what has none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+def dangers(source):
+    """What in a source could run what it reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [
+                node.module or ""]
+            yield from (n for n in names if n.split(".")[0] in MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        name, keywords = dotted(node.func), {k.arg: k.value for k in node.keywords}
+        if name in CALLS or (name == "compile" and isinstance(node.func, ast.Name)):
+            yield name
+        if name in ("np.load", "numpy.load") and not _is(keywords.get("allow_pickle"), False):
+            yield f"{name} without allow_pickle=False"
+        if _is(keywords.get("allow_pickle"), True) or _is(keywords.get("shell"), True):
+            yield f"{name}({', '.join(map(str, keywords))})"
+        if "trust_remote_code" in keywords and not _is(keywords["trust_remote_code"], False):
+            yield "trust_remote_code"
+        owner, _, method = name.rpartition(".")
+        if method in PICKLING and owner.split(".")[-1] in COMMUNICATORS:
+            yield f"{name}, which pickles"
+
+
+def _is(node, value):
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_no_source_runs_what_it_reads(path):
+    assert list(dangers(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("source", [
+    "import pickle", "from pickle import loads", "import joblib.x", "eval('1')", "exec(x)",
+    "torch.load(p, weights_only=True)", "np.load(p)", "np.load(p, allow_pickle=True)",
+    "subprocess.run(x, shell=True)", "A.from_pretrained(p, trust_remote_code=True)",
+    "__import__(name)", "comm.send(x, 1)", "self.comm.bcast(x)", "MPI.COMM_WORLD.gather(x)",
+    "os.system(x)", "yaml.load(f)",
+])
+def test_the_walk_finds_what_it_looks_for(source):
+    assert len(list(dangers(source))) >= 1
+
+
+def test_the_walk_lets_the_rest_pass():
+    assert not list(dangers("np.load(p, allow_pickle=False)\ncomm.Isend([x], 1)\nport.send(1)\n"
+                            "re.compile('x')\nmodel().eval()\nsubprocess.run(['ls'])"))
+
+
+def test_weights_come_from_gguf_and_safetensors_alone():
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pytorch_model|\.ckpt\b|from_pretrained", text), path
+
+
+# --- model files ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("tiny") / "m.gguf", RandomSpec(n_layer=2))
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("llama.rope.dimension_count", 15), ("llama.attention.head_count", 3),
+    ("llama.attention.head_count_kv", 3), ("llama.attention.head_count_kv", 0),
+    ("llama.attention.head_count", 2**31), ("llama.context_length", 0),
+])
+def test_sizes_that_would_end_the_process_are_refused(tiny, tmp_path, key, value):
+    raw, entry = tiny.read_bytes(), ModelFile(tiny).raw_entry(key)
+    changed = entry[:-4] + value.to_bytes(4, "little")
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(raw.replace(entry, changed, 1))
+    with pytest.raises(ModelError, match=re.escape("changed.gguf")):
+        llama_rules.check_file(path)
+    llama_rules.check_file(tiny)
+
+
+@pytest.mark.parametrize("path", sorted(MODEL.parent.glob("*.gguf")), ids=lambda p: p.name)
+def test_the_embedded_models_pass(path):
+    llama_rules.check_file(path)
+
+
+# --- chat templates ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [
+    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ 10 ** 10 ** 10 }}",
+    "{{ 'a' * 10**9 }}", "{{ '%1000000000d' % 3 }}", "{{ '{:1000000000}'.format(3) }}",
+    "{{ 'x'|center(10**9) }}", "{{ 'x'.ljust(10**9) }}", "{{ range(10**9) }}", "{{ [1] * 10**9 }}",
+    "{% set ns = namespace(x='aaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+    "{% endfor %}", "{{ 'aaaa'|replace('a', 'b' * 10**6)|replace('b', 'c' * 10**6) }}",
+    "{% include '/etc/passwd' %}", "{{", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no') }}",
+])
+def test_a_template_can_neither_reach_out_nor_fill_the_memory(template):
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="chat template") as caught:
+        templates.render(template, {"messages": []})
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 30
+
+
+def test_a_template_that_goes_on_for_ever_is_stopped(monkeypatch):
+    monkeypatch.setattr(templates, "SECONDS", 0.2)
+    with pytest.raises(RequestError, match="takes longer"):
+        templates.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+                         "{% endfor %}", {})
+
+
+def test_what_templates_of_models_do_still_works():
+    text = templates.render(
+        "{% for m in messages %}{{ loop.index }} {{ m.role|upper }}: {{ m['content']|trim }}\n"
+        "{% endfor %}{{ tools|tojson(indent=2) }} {{ '%02d' % 7 }} {{ '{:>4}'.format('x') }} "
+        "{{ 'a-b'.split('-')|join('+') }} {{ 'abc'|replace('b', 'x') }} {{ strftime_now('%Y')|int "
+        "> 2000 }} {{ 2 ** 10 }}",
+        {"messages": [{"role": "user", "content": " é "}], "tools": [{"a": "ü"}]})
+    assert text == ('1 USER: é\n[\n  {\n    "a": "ü"\n  }\n] 07    x a+b axc True 1024')
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+
+def test_the_page_names_nothing_outside_itself():
+    for path in WEB.iterdir():
+        text = path.read_text(encoding="utf-8")
+        found = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", text))
+        assert not {url for url in found if "www.w3.org" not in url}, (path, found)
+        assert not re.search(r"\beval\(|new Function|innerHTML|outerHTML|document\.write|@import|"
+                             r"insertAdjacentHTML|javascript:", text), path
+    page = (WEB / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"\son\w+=|\sstyle=|<style|<iframe|<script>|<object|<embed", page)
+    for name in re.findall(r'(?:src|href)="([^"]+)"', page):
+        assert name.startswith(("#", "data:,")) or (WEB / name).is_file(), name
+
+
+def test_the_policy_is_strict():
+    rules = dict(rule.strip().split(" ", 1) for rule in limits.POLICY.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    assert "unsafe" not in limits.POLICY
+    assert "*" not in limits.POLICY
+
+
+# --- a server's keys and prompts --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A server with a key, and the file that its standard error goes to."""
+    log = tempfile.TemporaryFile()
+    kept = os.dup(2)
+    os.dup2(log.fileno(), 2)
+    try:
+        front = Front(MODEL, api_keys=[KEY, "other"], log_requests=True, client_timeout=2.0)
+        front.ready()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    yield front, log
+    front.close()
+    log.close()
+
+
+def said(log):
+    log.seek(0)
+    return log.read().decode("utf-8", "replace")
+
+
+def test_no_prompt_is_logged(guarded):
+    front, log = guarded
+    right = {"Authorization": f"Bearer {KEY}"}
+    bodies = [
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}),
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": -1}),
+        ("/v1/completions", {"prompt": SECRET, "unknown": SECRET}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}],
+                                  "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+        ("/tokenize", {"content": SECRET}), ("/apply-template", {"messages": SECRET}),
+    ]
+    for path, body in bodies:
+        assert front.post(path, body, headers=right).status_code in (200, 400)
+    requests.post(front.url + "/tokenize", f'{{"content": "{SECRET}', headers=right, timeout=10)
+    with socket.create_connection(front.url.removeprefix("http://").split(":"), 10) as sock:
+        sock.sendall(f"POST /tokenize HTTP/1.1\r\nHost: x\r\n{SECRET}\r\n\r\n".encode())
+        sock.recv(4096)
+    text = said(log)
+    assert "POST /v1/completions 200" in text  # it does log, where it was asked to
+    assert SECRET not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"Authorization": ""}, {"Authorization": "Bearer"}, {"Authorization": "Bearer "},
+    {"Authorization": f"Bearer {KEY[:-1]}"}, {"Authorization": f"Bearer {KEY}x"},
+    {"Authorization": f"Basic {KEY}"}, {"x-api-key": "wrong"}, {"x-api-key": ""},
+    {"Authorization": "Bearer wrong", "x-api-key": KEY},
+], ids=str)
+def test_only_a_whole_key_opens(guarded, headers):
+    front, _ = guarded
+    answer = front.get("/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert "wrong" not in answer.text
+
+
+def test_a_key_opens_and_shows_nowhere(guarded):
+    front, log = guarded
+    for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY},
+                    {"authorization": "bearer other"}):
+        assert front.get("/v1/models", headers=headers).status_code == 200
+    front.get("/v1/models", headers={"Authorization": f"Bearer {KEY}nearly"})
+    shown = [said(log), front.get("/health").text]
+    for path in ("/metrics", "/props", "/slots", "/openapi.json"):
+        shown.append(front.get(path, headers={"x-api-key": KEY}).text)
+    with contextlib.suppress(FileNotFoundError):
+        process = Path("/proc") / str(front.child.process.pid)
+        shown += [(process / name).read_bytes().decode() for name in ("cmdline", "environ")]
+    assert all(KEY not in text for text in shown)
+    assert KEY not in repr(Settings("m", "m", api_keys=(KEY,)))
+
+
+def test_every_key_is_compared_in_whole_whatever_was_sent(monkeypatch):
+    compared = []
+    monkeypatch.setattr(limits.hmac, "compare_digest",
+                        lambda a, b: compared.append((a, b)) or a == b)
+    guard = limits.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset())
+    for given in ({}, {b"x-api-key": b"short"}, {b"authorization": b"Bearer " + KEY.encode()}):
+        compared.clear()
+        with contextlib.suppress(limits.ApiError):
+            guard._check_key("/v1/models", given)
+        assert len(compared) == 2
+        assert {len(side) for pair in compared for side in pair} == {64}
+
+
+def test_a_key_in_a_bad_place_is_not_repeated(tmp_path):
+    file = tmp_path / "p.toml"
+    for text in (f'api-key = "{KEY}"', f'api-key = ["{KEY}", 5]', f'api-key = {{a = "{KEY}"}}',
+                 f'api-key = ["{KEY}\\u0000"]'):
+        file.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            config.resolve({}, {}, str(file))
+        assert KEY not in str(caught.value)
+    file.write_text(f'api-key = ["{KEY}"]')
+    assert KEY not in config.resolve({}, {}, str(file)).show()
+    assert KEY not in config.resolve({}, {"PIPEINFER_API_KEY": KEY}).show()
+
+
+# --- a client that takes its time -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", [
+    b"", b"POST /tok", b"POST /tokenize HTTP/1.1\r\nHost: x\r\nA: b\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nx-api-key: other\r\nContent-Length: 99\r\n\r\n{",
+], ids=["nothing", "line", "headers", "body"])
+def test_who_sends_nothing_more_is_let_go(guarded, begin):
+    front, _ = guarded
+    with socket.create_connection(front.url.removeprefix("http://").split(":"), 20) as sock:
+        sock.sendall(begin)
+        data = b""
+        while part := sock.recv(4096):  # ends: the server leaves
+            data += part
+    assert data == b"" or b" 408 " in data.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("raw", [
+    b"X: " + b"y" * 200_000 + b"\r\n\r\n", b"".join(b"X-%d: y\r\n" % i for i in range(20_000)),
+], ids=["long", "many"])
+def test_a_flood_of_headers_ends_the_connection(guarded, raw):
+    front, _ = guarded
+    with socket.create_connection(front.url.removeprefix("http://").split(":"), 20) as sock, \
+            contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + raw)
+        assert b" 400 " in sock.recv(4096).split(b"\r\n")[0]
+    assert front.get("/health").status_code == 200
+
+
+def test_chunks_that_lie_leave_no_traceback(guarded):
+    front, log = guarded
+    for chunk in (b"zz\r\nx", b"-1\r\n", b"5\r\nab", b"f" * 40 + b"\r\n", b"1;" + b"x" * 99_999):
+        with socket.create_connection(front.url.removeprefix("http://").split(":"), 20) as sock, \
+                contextlib.suppress(ConnectionError):
+            sock.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nx-api-key: other\r\n"
+                         b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+    assert "Traceback" not in said(log)
