@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from pipeinfer.chaos.client import read_events, read_head
 
 
 @dataclass
@@ -50,7 +51,7 @@ async def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and body of a GET."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-    status, headers = await _head(reader)
+    status, headers = await read_head(reader)
     raw = await reader.read() if "content-length" not in headers else \
         await reader.readexactly(int(headers["content-length"]))
     writer.close()
@@ -75,13 +76,13 @@ async def complete(
         writer.write((f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
                       f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n").encode() + body)
         await writer.drain()
-        answer.status, answer.headers = await _head(reader)
+        answer.status, answer.headers = await read_head(reader)
         if "text/event-stream" not in answer.headers.get("content-type", ""):
             raw = await reader.read()
             answer.body = json.loads(raw) if raw else {}
             answer.error = answer.body.get("error", {})
             return answer
-        async for data in _events(reader):
+        async for data in read_events(reader):
             now = time.perf_counter() - begin
             if data == "[DONE]":
                 answer.ended = True
@@ -110,31 +111,3 @@ def _take(answer: Answer, chunk: dict[str, Any], now: float) -> None:
         answer.reason = choice.get("finish_reason") or answer.reason
     answer.usage = chunk.get("usage") or answer.usage
     answer.timings = chunk.get("timings") or answer.timings
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    status = int((await reader.readline()).split()[1])
-    headers = {}
-    while (line := (await reader.readline()).decode().strip()):
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return status, headers
-
-
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events in a chunked body."""
-    buffer = b""
-    while True:
-        size = (await reader.readline()).strip()
-        if not size:
-            return
-        count = int(size, 16)
-        if count == 0:
-            return
-        buffer += await reader.readexactly(count)
-        await reader.readexactly(2)
-        while b"\n\n" in buffer:
-            event, _, buffer = buffer.partition(b"\n\n")
-            for line in event.split(b"\n"):
-                if line.startswith(b"data: "):
-                    yield line[6:].decode()

@@ -16,12 +16,14 @@ from mpi4py import MPI
 
 from pipeinfer.core import make_rows
 from pipeinfer.protocol import Decode, Tag, encode
-from pipeinfer.transport.mpi import Layout, MpiPort, world
+from pipeinfer.transport.base import Layout
+from pipeinfer.transport.mpi import MpiPort, introduce, world
 
 
 def main() -> None:
     out, rounds, n_rows, width = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     comm = world()
+    introduce(comm)
     raw = comm.Dup()
     rank = comm.Get_rank()
     port = MpiPort(comm, Layout((0, 1)))

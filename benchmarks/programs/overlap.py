@@ -22,7 +22,8 @@ from pipeinfer.backends.paced import PacedBackend
 from pipeinfer.core import FloatArray, Rows, SamplingParams, make_rows
 from pipeinfer.protocol import Decode, LaneOpen, Notice, RunFinished, Shutdown, Tag
 from pipeinfer.stage import Stage
-from pipeinfer.transport.mpi import Layout, MpiPort, world
+from pipeinfer.transport.base import Layout
+from pipeinfer.transport.mpi import MpiPort, introduce, world
 
 STAGE_SECONDS = 0.030
 RUNS, CREDIT, N_ROWS = 30, 5, 16
@@ -60,6 +61,7 @@ def burn(seconds: float) -> None:
 def main() -> None:
     out, width = Path(sys.argv[1]), int(float(sys.argv[2]) * 2**20) // (4 * N_ROWS)
     comm = world()
+    introduce(comm)
     rank = comm.Get_rank()
     port = MpiPort(comm, Layout(tuple(range(comm.Get_size()))))
     rows = make_rows([(i, i, (0,), True) for i in range(N_ROWS)])
