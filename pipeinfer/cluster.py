@@ -48,7 +48,7 @@ from pipeinfer.knobs import (
     spare_cells,
     widths_for,
 )
-from pipeinfer.leaving import skip_finalize, survivable, write_status
+from pipeinfer.leaving import linger, skip_finalize, survivable, write_status
 from pipeinfer.leftovers import clear_sessions
 from pipeinfer.loading import (
     EXACT_LIMIT,
@@ -282,7 +282,7 @@ def _serve_rank(config: Config, place: Place, pulse: Pulse) -> None:
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, linger)
     mpi.gather_json(place.comm, json.dumps(hello(config, place)))
     try:
         called = survey.await_place(config, place)

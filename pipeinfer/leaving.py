@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from pipeinfer import host
 from pipeinfer.host import Place
 
 _exit_status = [0]
+_LAST_WORDS_SECONDS = 0.3  #: mpirun kills whoever ignores its SIGTERM after 0.25 s
 
 
 def survivable(place: Place) -> bool:
@@ -64,6 +67,17 @@ def _leave_status(code: int) -> None:
     from pipeinfer.transport import mpi
 
     write_status(f"{code} lost" if mpi.has_losses() else str(code))
+
+
+def linger(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as if it had none, but late enough for rank 0 to say what there is.
+
+    Once a rank is dead mpirun kills the rest of a job that it ends within 2 ms, not after 0.25 s.
+    """
+    del frame
+    signal.signal(number, signal.SIG_DFL)  # a second one is not put off
+    time.sleep(_LAST_WORDS_SECONDS)
+    os.kill(os.getpid(), number)
 
 
 def write_status(text: str) -> None:

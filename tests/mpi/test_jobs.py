@@ -22,7 +22,9 @@ from tests.plain_loop import PlainLoop
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
-FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")]
+PROGRAMS = launch.ROOT / "tests" / "mpi" / "programs"
+FAULTY = [sys.executable, str(PROGRAMS / "faulty.py")]
+SLOW_WORDS = [sys.executable, str(PROGRAMS / "slow_words.py")]
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
 
 
@@ -293,10 +295,11 @@ def test_interrupt_through_the_launch_script():
 
 
 def test_interrupt_of_plain_mpirun_prints_what_there_is():
-    """On a terminal, with a real Ctrl-C: mpirun drops its ranks' output from then on."""
+    """On a terminal, with a real Ctrl-C: mpirun drops its ranks' output from then on, and kills
+    rank 0 as soon as another rank has died."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execvpe(launch.mpirun_path(), ["mpirun", "-np", "3", *PIPEINFER, *LONG],
+        os.execvpe(launch.mpirun_path(), ["mpirun", "-np", "3", *SLOW_WORDS, *LONG],
                    launch.environment(MPIEXEC_TIMEOUT="60"))
     seen = b""
     while not re.search(rb"\x1b\[K(?!stages:)[^\x1b]{20}", seen):  # text, behind the progress
