@@ -28,6 +28,7 @@ from pipeinfer.errors import (
     WorkerFailed,
 )
 from pipeinfer.head import take_result
+from pipeinfer.models.shard import ShardSource
 from pipeinfer.partition import Load, Member, Split
 from pipeinfer.planner import Plan
 from pipeinfer.protocol import Notice, ShardHave, Tag
@@ -75,14 +76,14 @@ class Terms:
 
 ProgressHook = Callable[[dict[int, StageState]], None]
 SetupOf = Callable[[Holding], dict[str, Any]]
-SourceOf = Callable[[Holding], Any]
+SourceOf = Callable[[int, int], ShardSource]
 
 
 class Assembly:
     """See the module docstring.
 
     members: by rank, what each could hold. setup_of: a stage's Setup but for n_stages. source_of:
-    the shard that is sent to it, None where it has the model. hosts: every rank's hello.
+    the shard with layers `[start, stop)`. hosts: every rank's hello.
     """
 
     def __init__(
@@ -136,7 +137,10 @@ class Assembly:
                 raise
             self.recover(loss)
         self._terms = self.terms
-        self._prepare_spares()
+        if self._config.distribute:
+            self._supply_spares()
+        else:
+            self._prepare_spares()
 
     def recover(self, loss: Loss) -> bool:
         """Go on without the ranks that are lost. Whether stages have changed: not when only ranks
@@ -235,12 +239,16 @@ class Assembly:
         return rooms
 
     def _enter(self, held: tuple[Holding, ...]) -> None:
-        self.held = held
-        self.epoch += 1
-        self._port.regroup(Layout((0, *(holding.rank for holding in held)), self.epoch), self.lost)
+        self._group(held)
         self._assemble()
         self._terms = self.terms
         self._prepare_spares()
+
+    def _group(self, held: tuple[Holding, ...]) -> None:
+        """Begin an epoch with these stages."""
+        self.held = held
+        self.epoch += 1
+        self._port.regroup(Layout((0, *(holding.rank for holding in held)), self.epoch), self.lost)
 
     def _note(self, began: float, lost: set[int], why: str, before: Mapping[int, Holding]) -> None:
         moved = 0
@@ -259,6 +267,30 @@ class Assembly:
             self._port.order(rank, {"kind": "prepare", "setups": [
                 self._setup(holding, rank) for holding in self.held]})
 
+    def _supply_spares(self) -> None:
+        """Send idle ranks what others hold, before there are requests: for an epoch they are the
+        nodes, and receive as stages do."""
+        spares, held = self.spares, self.held
+        if not self._survives or not spares:
+            return
+        loss: RankLost | None = None
+        setups = {rank: [self._setup(holding, rank) for holding in held] for rank in spares}
+        self._group(tuple(Holding(rank, 0, 0) for rank in spares))
+        try:
+            self._prepare({node: {"rehearse": setups[rank]}
+                           for node, rank in enumerate(spares, 1)})
+        except RankLost as error:
+            loss = error
+        except WorkerFailed as error:
+            loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
+        self.held, self.states = held, {}
+        try:
+            if loss is not None:
+                raise loss
+            self._enter(held)
+        except (RankLost, WorkerFailed) as error:
+            self.recover(error)
+
     def _setup(self, holding: Holding, rank: int) -> dict[str, Any]:
         agreed = self._terms
         return {
@@ -271,16 +303,15 @@ class Assembly:
     def _assemble(self) -> None:
         """Tell every stage what it holds and wait until all are ready. Raises RankLost,
         WorkerFailed, TransportTimeout."""
-        port, sources = self._port, {}
-        self.states = {node: StageState() for node in range(1, len(self.held) + 1)}
-        for node, holding in enumerate(self.held, 1):
-            source = self._source_of(holding)
-            if source is not None:
-                sources[node] = source
-            port.send(node, Tag.TRANSACTION, Notice("setup", node, {
-                **self._setup(holding, holding.rank),
-                "shard": source and {"name": source.name, "bytes": source.total}}))
-        self._await_ready(Sender(port, sources))
+        self._prepare({node: self._setup(holding, holding.rank)
+                       for node, holding in enumerate(self.held, 1)})
+
+    def _prepare(self, setups: Mapping[int, dict[str, Any]]) -> None:
+        """Give each node its setup and wait until all are ready."""
+        self.states = {node: StageState() for node in setups}
+        for node, setup in setups.items():
+            self._port.send(node, Tag.TRANSACTION, Notice("setup", node, setup))
+        self._await_ready(Sender(self._port, self._source_of))
 
     def _await_ready(self, sender: Sender) -> None:
         """Hear what stages say until each is ready, and send them what they ask for."""
@@ -304,7 +335,11 @@ class Assembly:
             if isinstance(message, ShardHave):
                 sender.hear(message)
             elif isinstance(message, Notice) and message.node in states:
-                self._hear(message)
+                if message.kind == "want":
+                    sender.offer(message.node, int(message.data["start"]),
+                                 int(message.data["stop"]))
+                else:
+                    self._hear(message)
 
     def _hear(self, message: Notice) -> None:
         state = self.states[message.node]

@@ -421,9 +421,8 @@ def _start(
             "vocabulary": vocabulary.to_json() if vocabulary and holding.stop == model.n_layers
             else None}
 
-    def source_of(holding: Holding) -> ShardSource | None:
-        shard = GapModel(model) if job.gaps else model
-        return ShardSource(shard, holding.start, holding.stop) if config.distribute else None
+    def source_of(start: int, stop: int) -> ShardSource:
+        return ShardSource(GapModel(model) if job.gaps else model, start, stop)
 
     assembly = Assembly(
         config, port, job.plan, job.survey.load,

@@ -1,5 +1,7 @@
-"""Shards for hosts without the model file: rank 0 reads its own and sends each stage its layers.
+"""Shards for hosts without the model file: rank 0 reads its own and sends each rank its layers.
 
+    stage   Notice("want", layers)                        what it lacks; spares ask for every range
+    head    Notice("shard", name, bytes)
     stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
     head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
     stage   ShardHave(offset) ...                         after every chunk
@@ -37,7 +39,7 @@ from pipeinfer.models.cache import (
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.planner import open_model
-from pipeinfer.protocol import ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.protocol import Notice, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.transport.base import Port
 
 CHUNK = 1 << 20  #: bytes of one message
@@ -85,19 +87,32 @@ class _Outgoing:
 
 
 class Sender:
-    """The head's side. `hear` what stages say, `pump` until it returns False, then wait."""
+    """The head's side. `hear` what stages say, `pump` until it returns False, then wait.
 
-    def __init__(self, port: Port, sources: Mapping[int, ShardSource]) -> None:
-        self._port, self._sources = port, sources
+    source_of: the shard with layers `[start, stop)`.
+    """
+
+    def __init__(self, port: Port, source_of: Callable[[int, int], ShardSource]) -> None:
+        self._port, self._source_of = port, source_of
+        self._offered: dict[int, ShardSource] = {}
         self._outgoing: dict[int, _Outgoing] = {}
         self.sent_bytes = 0
 
+    def offer(self, node: int, start: int, stop: int) -> None:
+        """A stage lacks these layers: say what their shard is called and how large it is. Raises
+        PlanError where the model has no such layers."""
+        source = self._source_of(start, stop)
+        self._offered[node] = source
+        self._outgoing.pop(node, None)
+        self._port.send(node, Tag.TRANSACTION,
+                        Notice("shard", node, {"name": source.name, "bytes": source.total}))
+
     def hear(self, message: ShardHave) -> None:
         """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
-        if message.node not in self._sources or len(message.digest) not in (0, DIGEST_BYTES):
+        if message.node not in self._offered or len(message.digest) not in (0, DIGEST_BYTES):
             raise ProtocolError(f"node {message.node} asks for a shard that is not for it")
         if message.digest:
-            source = self._sources[message.node]
+            source = self._offered[message.node]
             out = _Outgoing(source, message.offset, message.digest, _Pieces(source.blocks()),
                             new_hash(), answered=message.offset)
             if not 0 <= message.offset <= source.total:
@@ -185,8 +200,25 @@ def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Re
             f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
             "share its directory, or let rank 0 send the layers with --distribute"
         )
-    return receive(port, cache_directory(), setup["shard"]["name"], setup["shard"]["bytes"],
-                   config.timeout, report)
+    name, total = _ask(port, setup["start"], setup["stop"], config.timeout)
+    return receive(port, cache_directory(), name, total, config.timeout, report)
+
+
+def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
+    """Name and size of the shard with these layers, from the head."""
+    port.send(0, Tag.RESULT, Notice("want", port.node, {"start": start, "stop": stop}))
+    deadline = time.monotonic() + timeout
+    while (envelope := port.take(Tag.TRANSACTION)) is None:
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=port.node, peer=0, tag="Notice", run_id=None,
+                                   seconds=timeout)
+        port.wait(0.2)
+    match envelope.message:
+        case Notice("shard", _, {"name": str(name), "bytes": int(total)}) \
+                if Path(name).name == name and total >= 0:
+            return name, total
+        case other:
+            raise ProtocolError(f"{type(other).__name__} in answer to a wish for layers")
 
 
 def receive(port: Port, directory: Path, name: str, total: int, timeout: float, report: Report

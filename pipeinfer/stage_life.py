@@ -4,7 +4,8 @@
     Setup    ... and which layers this one has; what is loaded already and still fits stays
     Ready    then runs are served until a Shutdown, a failure, or another epoch
 
-A rank without a node keeps the shards that others hold in its page cache and waits. This module
+A rank without a node keeps the shards that others hold in its page cache and waits; one that has
+no model file is given a node for as long as it receives them (`_rehearse`). This module
 knows backends and the shard cache, no requests and no policies.
 """
 
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
@@ -104,13 +105,18 @@ class StageLife:
         if self._port.node < 0:
             self._wait()
         setup = self._await_setup()
+        if "rehearse" in setup:
+            self._rehearse(setup["rehearse"])
+            self._port.send(0, Tag.RESULT, Notice("ready", self._port.node,
+                                                  {"rank": self._place.rank}))
+            self._wait()
         stage = self._prepare(setup)
         self._stage = stage
         self._pulse.settle()
         stage.serve()
 
-    def _wait(self) -> None:
-        """A rank without a node. Ends by an exception only."""
+    def _wait(self) -> NoReturn:
+        """A rank that holds nothing. Ends by an exception only."""
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")
@@ -121,9 +127,12 @@ class StageLife:
     def _rehearse(self, setups: list[dict[str, Any]]) -> None:
         """Load what others hold, once: then it lies in the page cache, and is measured."""
         def report(phase: str, done: int, total: int) -> None:
-            del done, total
             self._pulse.beat(f"is {phase}, ahead of time")
             self._port.take(Tag.ERROR)
+            if self._port.node > 0:
+                self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
+                    "phase": f"(spare rank {self._place.rank}) {phase}", "done": done,
+                    "total": total}))
 
         for setup in setups:
             config = settle(self._config, self._place, setup["settings"])
@@ -215,9 +224,6 @@ class StageLife:
         start, stop = layers
         kept = [part for part in self._parts
                 if usable and start <= part.layers[0] and part.layers[1] <= stop]
-        if setup["shard"] and not Path(setup["model"]).exists() \
-                and gaps_of(layers, [part.layers for part in kept]):
-            kept = []  # rank 0 sends a stage's shard as a whole
         self._close([part for part in self._parts if part not in kept])
         self._parts, self._options = kept, same
 

@@ -23,7 +23,7 @@ class Port:
     def __init__(self, dies=(), fails=None):
         self.gone, self.epochs, self.orders = set(), [], []
         self.layout = (0, 1, 2, 3)
-        self.setups = {}
+        self.setups, self.rehearsed = {}, set()
         self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
 
     def send(self, node, tag, message):
@@ -35,6 +35,7 @@ class Port:
             self._fresh.add(rank)
             return
         self.setups[rank] = message.data
+        self.rehearsed |= {rank} if "rehearse" in message.data else set()
         self._mail.append(Notice("ready", node, READY))
 
     def take(self, tag):
@@ -60,7 +61,7 @@ class Port:
         pass
 
 
-def assembly(port, *, memory=100.0, spares=0, survives=True, role=""):
+def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False):
     load = Load((1.0,) * 6, (1.0,) * 6)
     members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
     counts = [2, 2, 2, *[0] * spares]
@@ -68,9 +69,9 @@ def assembly(port, *, memory=100.0, spares=0, survives=True, role=""):
     plan = Plan(tuple(members), split, split, {}, timed=False)
     hosts = [{"host": f"host{rank}", "settings": {"role": role if rank > 3 else ""}}
              for rank in range(len(members) + 1)]
-    return Assembly(Config(), port, plan, load, members, hosts,
+    return Assembly(Config(distribute=distribute), port, plan, load, members, hosts,
                     lambda holding: {"start": holding.start, "stop": holding.stop},
-                    lambda holding: None, None, survives=survives)
+                    lambda start, stop: None, None, survives=survives)
 
 
 def ranges(found):
@@ -99,6 +100,72 @@ def test_a_spare_stands_in_and_is_prepared():
     found.recover(RankLost(3, "is dead"))
     assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
     assert found.spares == ()
+
+
+def test_spares_without_the_model_get_every_range_before_the_start_is_over():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True)
+    found.start()
+    assert port.epochs == [1, 2]
+    assert port.rehearsed == {4, 5}
+    assert port.orders == []
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
+    assert port.setups.keys() == {1, 2, 3}
+    assert found.changes == []
+    found.recover(RankLost(3, "is dead"))
+    assert port.epochs == [1, 2, 3]
+
+
+def test_what_each_spare_rehearses_is_what_the_stages_hold():
+    port, told = Port(), {}
+    found = assembly(port, spares=1, distribute=True)
+    send = port.send
+    port.send = lambda node, tag, message: (
+        told.setdefault(port.layout[node], message.data), send(node, tag, message))
+    found.start()
+    assert [(setup["start"], setup["stop"], setup["exact"]) for setup in told[4]["rehearse"]] == [
+        (0, 2, 8), (2, 4, 8), (4, 6, 8)]
+
+
+@pytest.mark.parametrize(("dead", "left"), [
+    (4, [(1, 0, 2), (2, 2, 4), (3, 4, 6)]),  # the spare itself
+    (2, [(1, 0, 2), (4, 2, 4), (3, 4, 6)]),
+])
+def test_a_death_while_a_spare_receives_is_survived(dead, left):
+    port = Port()
+    found = assembly(port, spares=1, distribute=True)
+    send = port.send
+
+    def dying(node, tag, message):
+        if "rehearse" in message.data:
+            port._dies = [port.layout[node]] if dead == 4 else []
+            if dead != 4:
+                port.gone.add(dead)
+                port._fresh.add(dead)
+        send(node, tag, message)
+
+    port.send = dying
+    found.start()
+    assert ranges(found) == left
+    assert found.changes[0].lost == (dead,)
+
+
+def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():
+    from pipeinfer.protocol import WorkerFailed as Message
+
+    port = Port()
+    found = assembly(port, spares=1, distribute=True)
+    send = port.send
+
+    def failing(node, tag, message):
+        if "rehearse" in message.data:
+            port._fails = Message(1, "host4", -1, "MemoryError", "", 6)
+        send(node, tag, message)
+
+    port.send = failing
+    found.start()
+    assert found.changes[0].lost == (4,)
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
 
 
 def test_a_rank_that_is_for_the_draft_is_no_spare():

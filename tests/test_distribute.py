@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pipeinfer import distribute
 from pipeinfer.config import Config
 from pipeinfer.distribute import CHUNK, WINDOW, Sender, receive, stage_shard
-from pipeinfer.errors import ModelError, TransportTimeout
+from pipeinfer.errors import ModelError, ProtocolError, TransportTimeout
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.random_model import RandomSpec, write_random_model
 from pipeinfer.models.shard import ShardSource, extract_shard
-from pipeinfer.protocol import ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.protocol import Notice, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.transport.inproc import local_ports
 
 
@@ -44,24 +44,26 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
     outcome = {}
 
     def stage(node):
-        source = sources[node]
         try:
-            outcome[node] = receive(ports[node], directories[node], source.name, source.total,
-                                    timeout, lambda *_: None)
+            name, total = distribute._ask(ports[node], node, node + 1, timeout)
+            outcome[node] = receive(ports[node], directories[node], name, total, timeout,
+                                    lambda *_: None)
         except Exception as error:
             outcome[node] = error
 
     threads = [threading.Thread(target=stage, args=(node,)) for node in sources]
     for thread in threads:
         thread.start()
-    sender = Sender(ports[0], sources)
+    sender = Sender(ports[0], lambda start, stop: sources[start])
     most = 0
     while any(thread.is_alive() for thread in threads):
         more = sender.pump()
         for out in sender._outgoing.values():
             most = max(most, out.offset - out.answered if out.offset > out.have else 0)
         envelope = ports[0].take(Tag.RESULT)
-        if envelope is not None:
+        if envelope is not None and isinstance(envelope.message, Notice):
+            sender.offer(envelope.message.node, **envelope.message.data)
+        elif envelope is not None:
             sender.hear(envelope.message)
         elif not more:
             ports[0].wait(0.01)
@@ -103,7 +105,10 @@ def test_several_stages_at_once_and_once_only(tmp_path):
 
 def test_a_silent_stage_gets_no_more_than_the_window():
     ports = local_ports(2)
-    sender = Sender(ports[0], {1: Bytes(pattern(3 * WINDOW))})
+    sender = Sender(ports[0], lambda start, stop: Bytes(pattern(3 * WINDOW)))
+    with pytest.raises(ProtocolError, match="not for it"):
+        sender.hear(ShardHave(1, 0, distribute.new_hash().digest()))
+    sender.offer(1, 0, 1)
     sender.hear(ShardHave(1, 0, distribute.new_hash().digest()))
     for _ in range(100):
         sender.pump()
@@ -113,6 +118,43 @@ def test_a_silent_stage_gets_no_more_than_the_window():
     while sender.pump():
         pass
     assert sender.sent_bytes == WINDOW + 2 * CHUNK
+
+
+def test_a_stage_that_asks_for_other_layers_gets_no_more_of_the_first():
+    ports = local_ports(2)
+    sources = [Bytes(pattern(2 * CHUNK)), Bytes(b"other")]
+    sender = Sender(ports[0], lambda start, stop: sources[start])
+    sender.offer(1, 0, 1)
+    sender.hear(ShardHave(1, 0, distribute.new_hash().digest()))
+    sender.pump()
+    sender.offer(1, 1, 2)
+    assert not sender.pump()
+    sender.hear(ShardHave(1, 0, distribute.new_hash().digest()))
+    while sender.pump():
+        pass
+    kinds = []
+    while (envelope := ports[1].take(Tag.TRANSACTION)) is not None:
+        kinds.append(type(envelope.message).__name__)
+    assert kinds == ["Notice", "ShardChunk", "Notice", "ShardChunk", "ShardEnd"]
+
+
+@pytest.mark.parametrize("answer", [
+    Notice("shard", 1, {"name": "../elsewhere", "bytes": 5}),
+    Notice("shard", 1, {"name": "a.gguf", "bytes": -1}),
+    Notice("shard", 1, {"name": "a.gguf"}),
+    Notice("setup", 1, {"name": "a.gguf", "bytes": 5}),
+    ShardEnd(b""),
+])
+def test_an_answer_that_names_no_shard_is_refused(answer):
+    ports = local_ports(2)
+    ports[0].send(1, Tag.TRANSACTION, answer)
+    with pytest.raises(ProtocolError, match="in answer to a wish for layers"):
+        distribute._ask(ports[1], 0, 1, 5.0)
+
+
+def test_a_head_that_answers_no_wish():
+    with pytest.raises(TransportTimeout, match="Notice from rank 0"):
+        distribute._ask(local_ports(2)[1], 0, 1, 0.2)
 
 
 def test_old_beginnings_are_forgotten(tmp_path):

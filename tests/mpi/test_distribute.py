@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")]
-REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "16", "--temp", "0",
+REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "40", "--temp", "0",
            "--ignore-eos", "-c", "128", "--json"]
 
 
@@ -46,6 +46,25 @@ def job(head, stages, command, n_stages=2, mpi=(), **env):
     process = launch.start(line, timeout=120, **env)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def spread(head, hosts, command):
+    """A job whose stages each have a directory and a cache of their own."""
+    line = [launch.mpirun_path()]
+    for directory in (head, *hosts):
+        directory.mkdir(exist_ok=True)
+        line += ["-np", "1", "--wdir", str(directory), "-x",
+                 f"PIPEINFER_CACHE={directory}/cache", *command, ":"]
+    process = launch.start(line[:-1], timeout=120)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def held(directory):
+    """Layers of the shards in a host's cache, and their bytes in all."""
+    paths = list((directory / "cache").glob("*.gguf"))
+    return (sorted(tuple(map(int, path.stem.split("-")[1:3])) for path in paths),
+            sum(path.stat().st_size for path in paths))
 
 
 def received(out):
@@ -114,3 +133,26 @@ def test_a_job_killed_midway_is_taken_up(head, tmp_path, tokens):
     assert sizes.keys() == there.keys()
     assert sum(received(out).values()) == sum(sizes.values()) - sum(there.values())
     assert not list(cache.glob("*.part"))
+
+
+def test_survivors_get_only_the_layers_that_they_lack(head, tmp_path, tokens):
+    hosts = [tmp_path / name for name in ("one", "two", "three")]
+    code, out, err = spread(head, hosts, [*FAULTY, "2", "kill", *REQUEST, "--distribute"])
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    (first, before), (_, _), (third, after) = map(held, hosts)
+    assert first == [(0, 4), (4, 6)]
+    assert third == [(6, 8), (8, 12)]
+    assert received(out) == {1: before, 2: after}
+
+
+def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens):
+    hosts = [tmp_path / name for name in ("one", "two", "spare")]
+    command = [*FAULTY, "2", "kill", *REQUEST, "--distribute", "--spares", "1"]
+    code, out, err = spread(head, hosts, command)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    assert held(hosts[2])[0] == [(0, 6), (6, 12)]
+    stages = json.loads(out)["stats"]["stages"]
+    assert stages["2"]["rank"] == 3
+    assert received(out)[2] == 0
