@@ -268,9 +268,12 @@ class Assembly:
                 self._setup(holding, rank) for holding in self.held]})
 
     def _supply_spares(self) -> None:
-        """Send idle ranks what others hold, before there are requests: for an epoch they are the
-        nodes, and receive as stages do."""
-        spares, held = self.spares, self.held
+        """Send the spares that were asked for what others hold, before there are requests: for an
+        epoch they are the nodes, and receive as stages do."""
+        last = list(self._members)[-self._config.spares:] if self._config.spares else []
+        spares = tuple(rank for rank in self.spares
+                       if rank in last or self._hosts[rank]["settings"]["role"] == "spare")
+        held = self.held
         if not self._survives or not spares:
             return
         loss: RankLost | None = None

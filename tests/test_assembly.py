@@ -61,7 +61,8 @@ class Port:
         pass
 
 
-def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False):
+def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False,
+             asked=0):
     load = Load((1.0,) * 6, (1.0,) * 6)
     members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
     counts = [2, 2, 2, *[0] * spares]
@@ -69,7 +70,7 @@ def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute
     plan = Plan(tuple(members), split, split, {}, timed=False)
     hosts = [{"host": f"host{rank}", "settings": {"role": role if rank > 3 else ""}}
              for rank in range(len(members) + 1)]
-    return Assembly(Config(distribute=distribute), port, plan, load, members, hosts,
+    return Assembly(Config(distribute=distribute, spares=asked), port, plan, load, members, hosts,
                     lambda holding: {"start": holding.start, "stop": holding.stop},
                     lambda start, stop: None, None, survives=survives)
 
@@ -104,7 +105,7 @@ def test_a_spare_stands_in_and_is_prepared():
 
 def test_spares_without_the_model_get_every_range_before_the_start_is_over():
     port = Port()
-    found = assembly(port, spares=2, distribute=True)
+    found = assembly(port, spares=2, distribute=True, asked=2)
     found.start()
     assert port.epochs == [1, 2]
     assert port.rehearsed == {4, 5}
@@ -116,9 +117,20 @@ def test_spares_without_the_model_get_every_range_before_the_start_is_over():
     assert port.epochs == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("asked", "role", "sent"), [
+    (0, "", set()), (1, "", {5}), (0, "spare", {4, 5}),
+])
+def test_a_rank_that_was_left_out_is_sent_nothing(asked, role, sent):
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=asked, role=role)
+    found.start()
+    assert port.rehearsed == sent
+    assert found.spares == (4, 5)
+
+
 def test_what_each_spare_rehearses_is_what_the_stages_hold():
     port, told = Port(), {}
-    found = assembly(port, spares=1, distribute=True)
+    found = assembly(port, spares=1, distribute=True, asked=1)
     send = port.send
     port.send = lambda node, tag, message: (
         told.setdefault(port.layout[node], message.data), send(node, tag, message))
@@ -133,7 +145,7 @@ def test_what_each_spare_rehearses_is_what_the_stages_hold():
 ])
 def test_a_death_while_a_spare_receives_is_survived(dead, left):
     port = Port()
-    found = assembly(port, spares=1, distribute=True)
+    found = assembly(port, spares=1, distribute=True, asked=1)
     send = port.send
 
     def dying(node, tag, message):
@@ -154,7 +166,7 @@ def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():
     from pipeinfer.protocol import WorkerFailed as Message
 
     port = Port()
-    found = assembly(port, spares=1, distribute=True)
+    found = assembly(port, spares=1, distribute=True, asked=1)
     send = port.send
 
     def failing(node, tag, message):
