@@ -48,7 +48,7 @@ from pipeinfer.knobs import (
     spare_cells,
     widths_for,
 )
-from pipeinfer.leaving import linger, skip_finalize, survivable, write_status
+from pipeinfer.leaving import linger, note_order, skip_finalize, survivable, write_status
 from pipeinfer.leftovers import clear_sessions
 from pipeinfer.loading import (
     EXACT_LIMIT,
@@ -212,6 +212,7 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
             for rank in set(range(1, len(hosts))) - busy:  # spares, and those that may hold nothing
                 port.order(rank, {"kind": "leave"})
             port.close(timeout=5.0)
+            note_order()
             if thread is not None:
                 thread.join(timeout=10.0)
             session.tokenizer.close()

@@ -21,6 +21,7 @@ from pipeinfer import host
 from pipeinfer.host import Place
 
 _exit_status = [0]
+_in_order = [False]
 _LAST_WORDS_SECONDS = 0.3  #: mpirun kills whoever ignores its SIGTERM after 0.25 s
 
 
@@ -36,6 +37,11 @@ def survivable(place: Place) -> bool:
 def note_exit(code: int) -> None:
     """What rank 0 is about to exit with."""
     _exit_status[0] = code
+
+
+def note_order() -> None:
+    """Every other rank has been told that the job is over: none has to hear of this one's end."""
+    _in_order[0] = True
 
 
 def end_job(code: int) -> None:
@@ -59,6 +65,10 @@ def skip_finalize() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     _leave_status(_exit_status[0])
+    if _in_order[0]:
+        from pipeinfer.transport import mpi
+
+        mpi.sign_off()
     os._exit(_exit_status[0])
 
 

@@ -313,6 +313,27 @@ def test_interrupt_of_plain_mpirun_prints_what_there_is():
     assert b"ended by interrupted" in seen
 
 
+@pytest.mark.parametrize(("end", "missed"), [("mpi.leave()", "[]"), ("os._exit(0)", "[1]")])
+def test_a_rank_that_leaves_in_order_is_not_reported_dead(end, missed):
+    program = f"""
+import os, time
+from pipeinfer.transport import mpi
+world = mpi.world()
+if world.Get_rank() == 1:
+    time.sleep(0.2)
+    {end}
+deadline = time.monotonic() + (20 if {missed} else 2)
+while sorted(mpi.failed_ranks(world)) != [1] and time.monotonic() < deadline:
+    world.Iprobe()
+    time.sleep(0.01)
+print(sorted(mpi.failed_ranks(world)), flush=True)
+mpi.leave()
+"""
+    done = launch.run(2, [sys.executable, "-c", program], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == missed
+
+
 def test_what_a_killed_launcher_left_is_cleared_by_the_next_job(tmp_path):
     """mpirun would give up when it gets the process id in the name of such a directory."""
     first = launch.start([launch.mpirun_path(), "-np", "2", sys.executable, "-c",
