@@ -40,8 +40,10 @@ Loss = RankLost | WorkerFailed
 
 @dataclass(slots=True)
 class StageState:
-    """What the head knows about a stage while it starts."""
+    """What the head knows about a stage while it starts. spare: the rank that only receives what
+    others hold, 0 for a stage."""
 
+    spare: int = 0
     phase: str = "waiting"
     done: int = 0
     total: int = 0
@@ -311,7 +313,9 @@ class Assembly:
 
     def _prepare(self, setups: Mapping[int, dict[str, Any]]) -> None:
         """Give each node its setup and wait until all are ready."""
-        self.states = {node: StageState() for node in setups}
+        self.states = {
+            node: StageState(self.held[node - 1].rank if "rehearse" in setup else 0)
+            for node, setup in setups.items()}
         for node, setup in setups.items():
             self._port.send(node, Tag.TRANSACTION, Notice("setup", node, setup))
         self._await_ready(Sender(self._port, self._source_of))

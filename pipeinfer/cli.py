@@ -361,9 +361,10 @@ def progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
         parts = []
         for node, state in sorted(states.items()):
             share = f" {state.done / state.total:.0%}" if state.total > 1 else ""
-            parts.append(f"{node} {state.phase}{share}")
+            parts.append(f"{state.spare or node} {state.phase}{share}")
         done = all(state.ready for state in states.values())
-        line = "stages: " + " | ".join(parts)
+        spares = any(state.spare for state in states.values())
+        line = ("spare ranks: " if spares else "stages: ") + " | ".join(parts)
         out.write("\r\x1b[K" + ("" if done else line[:160]))
         out.flush()
 

@@ -131,8 +131,7 @@ class StageLife:
             self._port.take(Tag.ERROR)
             if self._port.node > 0:
                 self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
-                    "phase": f"(spare rank {self._place.rank}) {phase}", "done": done,
-                    "total": total}))
+                    "phase": phase, "done": done, "total": total}))
 
         for setup in setups:
             config = settle(self._config, self._place, setup["settings"])
