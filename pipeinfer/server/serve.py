@@ -63,7 +63,8 @@ def serve(config: Config) -> None:
 
     def progress(states: Mapping[int, Any]) -> None:
         child.link.send({"op": "loading", "stages": {
-            f"spare rank {s.spare}" if s.spare else str(node): {"phase": s.phase, "done": s.done, "total": s.total}
+            f"spare rank {s.spare}" if s.spare else str(node):
+                {"phase": s.phase, "done": s.done, "total": s.total}
             for node, s in states.items()}})
         if show is not None:
             show(states)
