@@ -215,9 +215,10 @@ class Assembly:
     def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
         words = self._words(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
+        lost = [holding for holding in self.held if holding.rank in self.lost]
         self.held = tuple(alive)
         try:
-            return replan(self._load, self._rooms(alive), alive, self.spares)
+            return replan(self._load, self._rooms(alive), alive, self.spares, lost)
         except PlanError as error:
             if not alive and not self.spares:
                 raise loss from None
@@ -270,24 +271,38 @@ class Assembly:
                 self._setup(holding, rank) for holding in self.held]})
 
     def _supply_spares(self) -> None:
-        """Send the spares that were asked for what others hold, before there are requests: for an
-        epoch they are the nodes, and receive as stages do."""
+        """Send the spares that were asked for what others hold, before there are requests; those
+        of one host, which may share a cache, one after the other."""
         last = list(self._members)[-self._config.spares:] if self._config.spares else []
-        spares = tuple(rank for rank in self.spares
-                       if rank in last or self._hosts[rank]["settings"]["role"] == "spare")
-        held = self.held
-        if not self._survives or not spares:
-            return
-        loss: RankLost | None = None
+        done: set[int] = set()
+        while self._survives:
+            batch = {self._hosts[rank]["host"]: rank for rank in reversed(self.spares)
+                     if rank not in done
+                     and (rank in last or self._hosts[rank]["settings"]["role"] == "spare")}
+            if not batch:
+                return
+            if self._supply(tuple(sorted(batch.values()))):
+                done.update(batch.values())
+            else:
+                done.clear()  # a rank was lost: stages may hold other layers now
+
+    def _supply(self, spares: tuple[int, ...]) -> bool:
+        """For an epoch these ranks are the nodes, and receive as stages do. Whether all went well;
+        if not, the job has gone on without whom it lost."""
+        held, loss = self.held, None
+        here = tuple(holding.rank for holding in held if holding.rank == 0)  # keeps its mailbox
         setups = {rank: [self._setup(holding, rank) for holding in held] for rank in spares}
-        self._group(tuple(Holding(rank, 0, 0) for rank in spares))
+        nodes = here + spares
+        self._group(tuple(Holding(rank, 0, 0) for rank in nodes))
         try:
-            self._prepare({node: {"rehearse": setups[rank]}
-                           for node, rank in enumerate(spares, 1)})
+            self._prepare({node: {"rehearse": setups.get(rank, [])}
+                           for node, rank in enumerate(nodes, 1)})
         except RankLost as error:
             loss = error
         except WorkerFailed as error:
             loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
+        except TransportTimeout as error:
+            loss = RankLost(self._rank_of(error.peer or 0), "has not received its layers in time")
         self.held, self.states = held, {}
         try:
             if loss is not None:
@@ -295,6 +310,8 @@ class Assembly:
             self._enter(held)
         except (RankLost, WorkerFailed) as error:
             self.recover(error)
+            return False
+        return True
 
     def _setup(self, holding: Holding, rank: int) -> dict[str, Any]:
         agreed = self._terms

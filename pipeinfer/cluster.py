@@ -48,7 +48,7 @@ from pipeinfer.knobs import (
     spare_cells,
     widths_for,
 )
-from pipeinfer.leaving import linger, note_order, skip_finalize, survivable, write_status
+from pipeinfer.leaving import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.leftovers import clear_sessions
 from pipeinfer.loading import (
     EXACT_LIMIT,
@@ -208,8 +208,8 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
         if not failed:
             session.head.drain(config.timeout)
             session.reports = session.head.shutdown(timeout=10.0)
-            busy = {holding.rank for holding in session.assembly.held}
-            for rank in set(range(1, len(hosts))) - busy:  # spares, and those that may hold nothing
+            told = {session.assembly.held[node - 1].rank for node in session.reports}
+            for rank in set(range(1, len(hosts))) - told:  # spares, and stages behind a dead one
                 port.order(rank, {"kind": "leave"})
             port.close(timeout=5.0)
             note_order()
@@ -283,7 +283,7 @@ def _serve_rank(config: Config, place: Place, pulse: Pulse) -> None:
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
-    signal.signal(signal.SIGTERM, linger)
+    put_off(signal.SIGTERM)
     mpi.gather_json(place.comm, json.dumps(hello(config, place)))
     try:
         called = survey.await_place(config, place)
@@ -422,8 +422,10 @@ def _start(
             "vocabulary": vocabulary.to_json() if vocabulary and holding.stop == model.n_layers
             else None}
 
+    source = GapModel(model) if job.gaps else model
+
     def source_of(start: int, stop: int) -> ShardSource:
-        return ShardSource(GapModel(model) if job.gaps else model, start, stop)
+        return ShardSource(source, start, stop)
 
     assembly = Assembly(
         config, port, job.plan, job.survey.load,

@@ -13,9 +13,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 from pipeinfer import host
 from pipeinfer.host import Place
@@ -79,15 +79,23 @@ def _leave_status(code: int) -> None:
     write_status(f"{code} lost" if mpi.has_losses() else str(code))
 
 
-def linger(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as if it had none, but late enough for rank 0 to say what there is.
+def put_off(number: signal.Signals, seconds: float = _LAST_WORDS_SECONDS) -> None:
+    """Let a signal end this process, whatever it is at, only after some seconds: rank 0 has as long
+    to say what there is. Called in the main thread.
 
-    Once a rank is dead mpirun kills the rest of a job that it ends within 2 ms, not after 0.25 s.
+    mpirun that ends a job kills the rest within 2 ms of the first rank's death, not after 0.25 s.
     """
-    del frame
-    signal.signal(number, signal.SIG_DFL)  # a second one is not put off
-    time.sleep(_LAST_WORDS_SECONDS)
-    os.kill(os.getpid(), number)
+    heard, bell = os.pipe()
+    os.set_blocking(bell, False)
+
+    def end() -> None:
+        os.read(heard, 1)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="signals", daemon=True).start()
+    signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(bell, warn_on_full_buffer=False)  # at once, even in the midst of a C call
 
 
 def write_status(text: str) -> None:

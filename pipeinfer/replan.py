@@ -1,10 +1,10 @@
 """Who takes over the layers of lost stages: as few layers moved as the memory allows.
 
-A stage that lives keeps its layers where that is possible. A spare rank stands in where it can hold
-a gap; else the neighbours share it, and what does not fit there is passed on along the pipeline. Of
-all arrangements that move equally many layers one with the fastest slowest stage is taken, and of
-those one with the fewest stages. `rebalance` does not save movements, it looks for speed. Pure:
-costs, sizes and memory come from whoever calls.
+A stage that lives keeps its layers where that is possible. A spare rank stands in for a lost stage
+where it can hold its layers; else the neighbours share them, and what does not fit there is passed
+on along the pipeline. Of all arrangements that move equally many layers one with the fastest
+slowest stage is taken, and of those one with the fewest stages. `rebalance` does not save
+movements, it looks for speed. Pure: costs, sizes and memory come from whoever calls.
 """
 
 from __future__ import annotations
@@ -36,16 +36,34 @@ class Holding:
 
 
 def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-           spares: Sequence[int]) -> tuple[Holding, ...]:
+           spares: Sequence[int], lost: Sequence[Holding] = ()) -> tuple[Holding, ...]:
     """The stages from now on, in order.
 
-    held: of the stages that live, in order of their layers. spares: living ranks without a stage.
-    members: memory and speed of each of these ranks. Raises PlanError when they can not hold the
-    model, saying what is missing.
+    held: of the stages that live, in order of their layers. spares: living ranks without a stage;
+    more of them than lost stages are taken only where that moves fewer layers. members: memory and
+    speed of each of these ranks. Raises PlanError when they can not hold the model, saying what is
+    missing.
     """
-    order = _with_spares(load, members, held, spares)
-    if not order:
+    missing = len(load.costs) - sum(holding.stop - holding.start for holding in held)
+    best: tuple[float, tuple[Holding, ...]] | None = None
+    orders = [_with_spares(load, members, held, spares, limit) for limit in (lost, None)]
+    for order in orders:
+        if order and (found := _arranged(load, members, order)) is not None \
+                and (best is None or found[0] < best[0]):
+            best = found
+        if best is not None and best[0] <= missing:
+            break  # one spare for a lost stage will do; the others stay for the next loss
+    if best is not None:
+        return best[1]
+    if not orders[-1]:
         raise PlanError("no rank is left to hold the model's layers: start the job again")
+    raise _too_big(load, [members[holding.rank] for holding in orders[-1]])
+
+
+def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
+              ) -> tuple[float, tuple[Holding, ...]] | None:
+    """Layers moved and the best stages of ranks in this order, None where they can not hold the
+    model."""
     n = len(load.costs)
     moved = [_moved(n, holding) for holding in order]
     times = [stage_times(load, dataclasses.replace(
@@ -53,7 +71,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
     least = _shortest([np.where(np.isfinite(t), m, np.inf)
                        for m, t in zip(moved, times, strict=True)])
     if not np.isfinite(least):
-        raise _too_big(load, [members[holding.rank] for holding in order])
+        return None
     bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in times]))
     low, high = 0, len(bounds) - 1
     while low < high:  # the smallest bound on a stage's time that costs no further layer
@@ -65,7 +83,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
     steps = [np.where(t <= bounds[low], m + used, np.inf)
              for m, t in zip(moved, times, strict=True)]
     cuts = _path(steps)
-    return tuple(Holding(holding.rank, start, stop) for holding, start, stop in zip(
+    return least, tuple(Holding(holding.rank, start, stop) for holding, start, stop in zip(
         order, cuts, cuts[1:], strict=False) if start < stop)
 
 
@@ -104,11 +122,12 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
 
 
 def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-                 spares: Sequence[int]) -> list[Holding]:
+                 spares: Sequence[int], lost: Sequence[Holding] | None) -> list[Holding]:
     """The living stages with spare ranks (empty holdings) where layers are missing.
 
     The fastest spare goes to the gap with the most work. Further spares go to the largest gaps
-    again, for a gap that one of them can not hold.
+    again, for a gap that one of them can not hold: as many as stages were lost there, at least
+    one; with None any number.
     """
     n, at = len(load.costs), 0
     gaps: list[tuple[int, int]] = []
@@ -118,10 +137,12 @@ def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holdi
     gaps.append((at, n))
     work = sorted((i for i, (a, b) in enumerate(gaps) if a < b),
                   key=lambda i: -load.stage_cost(*gaps[i]))
+    room = {i: len(spares) if lost is None else max(1, sum(
+        gaps[i][0] <= one.start and one.stop <= gaps[i][1] for one in lost)) for i in work}
+    places = [i for turn in range(len(spares)) for i in work if turn < room[i]]
     filled: dict[int, list[Holding]] = {}
     quick = sorted(spares, key=lambda rank: (members[rank].per_cost, rank))
-    for turn, rank in enumerate(quick if work else ()):
-        gap = work[turn % len(work)]
+    for rank, gap in zip(quick, places, strict=False):
         filled.setdefault(gap, []).append(Holding(rank, gaps[gap][0], gaps[gap][0]))
     order: list[Holding] = []
     for i in range(len(gaps)):

@@ -141,6 +141,8 @@ class StageLife:
                 part = self._load(config, setup, (setup["start"], setup["stop"]), kind, threads,
                                   report)
             except PipeinferError as error:  # it will be seen when it matters
+                if 0 in self._port.gone:
+                    raise
                 sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} can not prepare: "
                                  f"{error}\n")
                 return

@@ -62,15 +62,17 @@ class Port:
 
 
 def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False,
-             asked=0):
+             asked=0, timeout=300.0, one_host=False):
     load = Load((1.0,) * 6, (1.0,) * 6)
     members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
     counts = [2, 2, 2, *[0] * spares]
     split = measure(load, list(members.values()), counts)
     plan = Plan(tuple(members), split, split, {}, timed=False)
-    hosts = [{"host": f"host{rank}", "settings": {"role": role if rank > 3 else ""}}
+    hosts = [{"host": "host" if one_host else f"host{rank}",
+              "settings": {"role": role if rank > 3 else ""}}
              for rank in range(len(members) + 1)]
-    return Assembly(Config(distribute=distribute, spares=asked), port, plan, load, members, hosts,
+    config = Config(distribute=distribute, spares=asked, timeout=timeout)
+    return Assembly(config, port, plan, load, members, hosts,
                     lambda holding: {"start": holding.start, "stop": holding.stop},
                     lambda start, stop: None, None, survives=survives)
 
@@ -160,6 +162,33 @@ def test_a_death_while_a_spare_receives_is_survived(dead, left):
     found.start()
     assert ranges(found) == left
     assert found.changes[0].lost == (dead,)
+
+
+def test_a_spare_that_does_not_answer_is_given_up():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=2, timeout=0.2)
+    send = port.send
+
+    def silent(node, tag, message):
+        send(node, tag, message)
+        if "rehearse" in message.data and port.layout[node] == 4:
+            port._mail.pop()
+
+    port.send = silent
+    found.start()
+    assert found.lost == {4}
+    assert "rank 4 has not received its layers in time" in str(found.changes[0])
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
+    assert port.epochs[-1] == 4  # the other spare alone, and the stages again
+
+
+def test_spares_of_one_host_receive_one_after_the_other():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=2, one_host=True)
+    layouts, regroup = [], port.regroup
+    port.regroup = lambda layout, lost: (layouts.append(layout.rank_of), regroup(layout, lost))
+    found.start()
+    assert layouts == [(0, 4), (0, 1, 2, 3), (0, 5), (0, 1, 2, 3)]
 
 
 def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():

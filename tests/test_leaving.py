@@ -6,26 +6,44 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
-LINGERING = """
-import signal, time
-from pipeinfer.leaving import linger
-signal.signal(signal.SIGTERM, linger)
+PUT_OFF = """
+import signal, sys
+from pipeinfer.leaving import put_off
+put_off(signal.SIGTERM, 3.0)
 print("ready", flush=True)
-try:
-    time.sleep(60)
-finally:
-    print("not reached", flush=True)
+for line in sys.stdin:
+    print(line, end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_stage_dies_of_the_signal_that_it_puts_off(signals):
-    process = subprocess.Popen([sys.executable, "-c", LINGERING], stdout=subprocess.PIPE)
+def test_a_stage_works_on_for_a_while_after_the_signal_that_ends_it():
+    process = subprocess.Popen([sys.executable, "-c", PUT_OFF], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
-    for _ in range(signals):
-        process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGTERM
-    assert out == b""
+    process.send_signal(signal.SIGTERM)
+    process.stdin.write(b"still here\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"still here\n"
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    process.stdin.close()
+    process.stdout.close()
+
+
+BLOCKED = """
+import ctypes, signal
+from pipeinfer.leaving import put_off
+put_off(signal.SIGTERM, 0.1)
+lock = ctypes.create_string_buffer(64)
+library = ctypes.CDLL(None)
+library.pthread_mutex_lock(lock)
+print("ready", flush=True)
+library.pthread_mutex_lock(lock)
+"""
+
+
+def test_one_that_hangs_in_a_library_ends_all_the_same():
+    process = subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    process.stdout.close()

@@ -64,6 +64,20 @@ def test_too_little_memory_says_what_is_missing():
         replan(load(12), {}, [], [])
 
 
+@pytest.mark.parametrize(("lost", "found"), [
+    ([Holding(2, 4, 8)], [(1, 0, 4), (10, 4, 8), (3, 8, 12)]),
+    ([Holding(1, 0, 4), Holding(2, 4, 8)], [(10, 0, 4), (11, 4, 8), (3, 8, 12)]),
+    ([Holding(1, 0, 4), Holding(3, 8, 12)], [(10, 0, 4), (2, 4, 8), (11, 8, 12)]),
+])
+def test_spares_stand_in_for_lost_stages_one_for_one(lost, found):
+    """What they have in their page cache, or were sent, is what they take over."""
+    who = {rank: Member(f"rank {rank}", 1.0, memory=12.0) for rank in (1, 2, 3, 10, 11, 12)}
+    held = [holding for holding in (Holding(1, 0, 4), Holding(2, 4, 8), Holding(3, 8, 12))
+            if holding not in lost]
+    assert [(h.rank, h.start, h.stop) for h in replan(load(12), who, held, [10, 11, 12], lost)
+            ] == found
+
+
 @st.composite
 def situations(draw):
     n = draw(st.integers(1, 7))
@@ -73,11 +87,12 @@ def situations(draw):
     stages = [Holding(rank, a, b) for rank, (a, b) in enumerate(
         itertools.pairwise(bounds), 1) if a < b]
     held = [stage for stage in stages if draw(st.booleans())]
+    lost = [stage for stage in stages if stage not in held]
     spares = list(range(10, 10 + draw(st.integers(0, 2))))
     ranks = [h.rank for h in held] + spares
     memory = {rank: Member(f"rank {rank}", draw(st.sampled_from([1.0, 2.0, 3.0])),
                            memory=draw(st.integers(1, 8))) for rank in ranks}
-    return load(n, draw(st.sampled_from([0.0, 1.0]))), memory, held, spares
+    return load(n, draw(st.sampled_from([0.0, 1.0]))), memory, held, spares, lost
 
 
 def best(work, who, order):
@@ -101,11 +116,17 @@ def best(work, who, order):
 def test_no_split_of_the_same_order_is_better(situation):
     from pipeinfer.replan import _with_spares
 
-    work, who, held, spares = situation
-    order = _with_spares(work, who, held, spares)
-    wanted = best(work, who, order) if order else None
+    work, who, held, spares, lost = situation
+    wanted = None
+    for limit in (lost, None):
+        order = _with_spares(work, who, held, spares, limit)
+        here = best(work, who, order) if order else None
+        if here and (wanted is None or here[0] < wanted[0]):
+            wanted = here
+        if wanted and wanted[0] == sum(one.stop - one.start for one in lost):
+            break
     try:
-        found = replan(work, who, held, spares)
+        found = replan(work, who, held, spares, lost)
     except PlanError:
         assert wanted is None
         return

@@ -146,13 +146,28 @@ def test_survivors_get_only_the_layers_that_they_lack(head, tmp_path, tokens):
     assert received(out) == {1: before, 2: after}
 
 
-def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens):
-    hosts = [tmp_path / name for name in ("one", "two", "spare")]
-    command = [*FAULTY, "2", "kill", *REQUEST, "--distribute", "--spares", "1"]
+@pytest.mark.parametrize(("spares", "head_stage"), [(1, []), (2, []), (1, ["--head-stage"])])
+def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares, head_stage):
+    stages = ["one"] if head_stage else ["one", "two"]
+    hosts = [tmp_path / name for name in (*stages, *("left", "right")[:spares])]
+    last = len(stages)
+    command = [*FAULTY, str(last), "kill", *REQUEST, "--distribute", "--spares", str(spares),
+               *head_stage]
     code, out, err = spread(head, hosts, command)
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens
-    assert held(hosts[2])[0] == [(0, 6), (6, 12)]
+    for host in hosts[last:]:
+        assert held(host)[0] == [(0, 6), (6, 12)]
     stages = json.loads(out)["stats"]["stages"]
-    assert stages["2"]["rank"] == 3
+    assert stages["2"]["rank"] > last
+    assert stages["2"]["layers"] == [6, 12]
     assert received(out)[2] == 0
+
+
+def test_a_spare_that_dies_while_it_receives_costs_the_other_nothing(head, tmp_path, tokens):
+    hosts = [tmp_path / name for name in ("one", "two", "dies", "lives")]
+    command = [*FAULTY, "3", "receive", *REQUEST, "--distribute", "--spares", "2"]
+    code, out, err = spread(head, hosts, command)
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == tokens
+    assert held(hosts[3])[0] == [(0, 6), (6, 12)]

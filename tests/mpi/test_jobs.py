@@ -246,6 +246,14 @@ def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
     assert not faulty_processes(kind)
 
 
+def test_stages_behind_one_that_dies_at_the_end_leave_too():
+    """Nobody passes the end on to them, and without heartbeats nobody else would tell them."""
+    done = launch.run(4, [*FAULTY, "1", "shutdown", *LONGER, "--heartbeat", "0"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["tokens"]) == 200
+    assert not faulty_processes("shutdown")
+
+
 def test_the_last_stage_that_fails_ends_the_job():
     done = launch.run(2, [*FAULTY, "1", "raise", *LONGER], timeout=60)
     assert done.returncode == 6

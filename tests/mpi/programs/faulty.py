@@ -1,7 +1,7 @@
 """Rank program: `pipeinfer ARGS...` in which one rank's backend goes wrong.
 
-Usage: faulty.py RANK KIND ARGS...; KIND is raise, exit, kill, hang, load or receive (killed in
-the middle of receiving a shard).
+Usage: faulty.py RANK KIND ARGS...; KIND is raise, exit, kill, hang, load, receive (killed in the
+middle of receiving a shard) or shutdown (killed when it is told that the job is over).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pipeinfer import host, stage_life
 from pipeinfer.backends.llamacpp import LlamaCppBackend
 from pipeinfer.cli import main
 from pipeinfer.errors import BackendError
+from pipeinfer.protocol import Shutdown
+from pipeinfer.stage import Stage
 
 
 def break_backend(kind: str) -> None:
@@ -68,9 +70,22 @@ def break_receiving() -> None:
     stage_life.stage_shard = broken
 
 
+def break_shutdown() -> None:
+    handle = Stage._handle
+
+    def broken(self, envelope):
+        if isinstance(envelope.message, Shutdown):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return handle(self, envelope)
+
+    Stage._handle = broken
+
+
 if host.launched_rank() == int(sys.argv[1]):
     if sys.argv[2] == "receive":
         break_receiving()
+    elif sys.argv[2] == "shutdown":
+        break_shutdown()
     else:
         break_backend(sys.argv[2])
 main(args=sys.argv[3:], prog_name="pipeinfer")
