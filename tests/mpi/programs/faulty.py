@@ -73,10 +73,10 @@ def break_receiving() -> None:
 def break_shutdown() -> None:
     handle = Stage._handle
 
-    def broken(self, envelope):
-        if isinstance(envelope.message, Shutdown):
+    def broken(self, message):
+        if isinstance(message, Shutdown):
             os.kill(os.getpid(), signal.SIGKILL)
-        return handle(self, envelope)
+        return handle(self, message)
 
     Stage._handle = broken
 
