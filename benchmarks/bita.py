@@ -17,12 +17,13 @@ from typing import Any
 import click
 
 from benchmarks.heldout import prompts
-from pipeinfer.cluster import Session, open_session
+from pipeinfer.cluster import open_session
 from pipeinfer.config import Config
 from pipeinfer.core import SamplingParams
 from pipeinfer.generate import run_request
 from pipeinfer.models.bita import load_bita
 from pipeinfer.probes import Probes
+from pipeinfer.session import Session
 from pipeinfer.strategies.bita import Bita, Shape, tree_size
 
 RESULTS = Path(__file__).with_name("results") / "bita.json"

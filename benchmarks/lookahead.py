@@ -20,11 +20,12 @@ import click
 import matplotlib as mpl
 
 from benchmarks.heldout import prompts
-from pipeinfer.cluster import Session, open_session
+from pipeinfer.cluster import open_session
 from pipeinfer.config import Config
 from pipeinfer.core import SamplingParams
 from pipeinfer.generate import run_request
 from pipeinfer.probes import Probes
+from pipeinfer.session import Session
 from pipeinfer.strategies.lookahead import Lookahead
 
 mpl.use("Agg")

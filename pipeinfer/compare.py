@@ -21,13 +21,14 @@ from typing import Any
 import click
 
 from pipeinfer.cli import config_options, progress_hook
-from pipeinfer.cluster import Session, open_session
+from pipeinfer.cluster import open_session
 from pipeinfer.config import Config, Resolved
 from pipeinfer.decompose import METHODS, Decomposition
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
 from pipeinfer.generate import Generated, draw_seed, run_request, sampling_params
 from pipeinfer.knobs import row_sizes
 from pipeinfer.policy import Policy
+from pipeinfer.session import Session
 
 PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
 PLAIN = "plain"

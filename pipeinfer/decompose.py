@@ -24,7 +24,7 @@ from pipeinfer.planner import model_paths, open_model
 from pipeinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from pipeinfer.cluster import Session
+    from pipeinfer.session import Session
 
 METHODS = ("pasta", "pdos", "skeleton", "apar")
 _PREFIX = "pipeinfer.decompose."

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster import Session
 from pipeinfer.config import Config
 from pipeinfer.core import Request, SamplingParams
 from pipeinfer.decompose import Opening
@@ -26,6 +25,7 @@ from pipeinfer.events import Emit, Finish, LaneStats, Refuse
 from pipeinfer.grammar import Vocabulary, compile_grammar
 from pipeinfer.planner import model_paths
 from pipeinfer.sampling import noise_key
+from pipeinfer.session import Session
 from pipeinfer.tokenizer import Tokenizer
 
 _request_ids = itertools.count()

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pipeinfer.cluster import Session
 from pipeinfer.pace import WINDOW, StagePace
 from pipeinfer.partition import Load, Member, measure
 from pipeinfer.replan import Holding, rebalance
+from pipeinfer.session import Session
 
 CURVE = ((2, 1.5), (4, 2.0))
 
@@ -257,6 +257,6 @@ def test_a_server_moves_layers_by_itself_only_where_a_stage_has_become_slow(
         move=lambda held, why: moved.append(held), changes=["moved"])
     session = SimpleNamespace(head=SimpleNamespace(pace=pace), limits=SimpleNamespace(policy=None),
                               plan=SimpleNamespace(whole=False), assembly=assembly,
-                              _resume=lambda: None)
+                              resume=lambda: None)
     assert Session.rebalance(session, need, drift) == ("moved" if moves else None)
     assert moved == [better] * moves

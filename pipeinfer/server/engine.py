@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from pipeinfer import __version__
-from pipeinfer.cluster import Session
 from pipeinfer.core import Request, SamplingParams
 from pipeinfer.decompose import Decomposition
 from pipeinfer.errors import (
@@ -25,6 +24,7 @@ from pipeinfer.errors import (
 )
 from pipeinfer.events import Emit, Finish, Refuse
 from pipeinfer.server.link import Link
+from pipeinfer.session import Session
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
