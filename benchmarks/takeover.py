@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from pipeinfer.models.inflate import inflate
-from tests.cluster.namespaces import Cluster, _pids, why_not
+from tests.cluster.namespaces import Cluster, why_not
 from tests.mpi.launch import ROOT
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -34,7 +34,7 @@ VICTIM = 3  #: node 1 is the head, 2 to 4 hold stages, 5 is the spare
 
 def kill_stage(cluster: Cluster, node: int) -> None:
     """SIGKILL to the rank on a node."""
-    for pid in _pids(f"{cluster.id}n{node}"):
+    for pid in cluster.pids(node):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -115,7 +115,7 @@ class Assembly:
         """Living ranks that could hold a stage and hold none."""
         used = {0} | {holding.rank for holding in self.held}  # a stage of rank 0 needs its thread
         return tuple(rank for rank in self._members
-                     if rank not in used | self.lost and not self._is_draft(rank))
+                     if rank not in used | self.lost and self._role(rank) != "draft")
 
     @property
     def terms(self) -> Terms:
@@ -209,8 +209,8 @@ class Assembly:
             return str(loss)
         return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
 
-    def _is_draft(self, rank: int) -> bool:
-        return bool(self._hosts[rank]["settings"]["role"] == "draft")
+    def _role(self, rank: int) -> str:
+        return str(self._hosts[rank]["settings"]["role"])
 
     def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
         words = self._words(loss)
@@ -278,7 +278,7 @@ class Assembly:
         while self._survives:
             batch = {self._hosts[rank]["host"]: rank for rank in reversed(self.spares)
                      if rank not in done
-                     and (rank in last or self._hosts[rank]["settings"]["role"] == "spare")}
+                     and (rank in last or self._role(rank) == "spare")}
             if not batch:
                 return
             if self._supply(tuple(sorted(batch.values()))):

@@ -39,7 +39,7 @@ from pipeinfer.models.cache import (
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.planner import open_model
-from pipeinfer.protocol import Notice, ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.protocol import Message, Notice, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.transport.base import Port
 
 CHUNK = 1 << 20  #: bytes of one message
@@ -207,18 +207,23 @@ def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Re
 def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
     """Name and size of the shard with these layers, from the head."""
     port.send(0, Tag.RESULT, Notice("want", port.node, {"start": start, "stop": stop}))
-    deadline = time.monotonic() + timeout
-    while (envelope := port.take(Tag.TRANSACTION)) is None:
-        if time.monotonic() > deadline:
-            raise TransportTimeout(rank=port.node, peer=0, tag="Notice", run_id=None,
-                                   seconds=timeout)
-        port.wait(0.2)
-    match envelope.message:
+    match _answer(port, timeout, "Notice"):
         case Notice("shard", _, {"name": str(name), "bytes": int(total)}) \
                 if Path(name).name == name and total >= 0:
             return name, total
         case other:
             raise ProtocolError(f"{type(other).__name__} in answer to a wish for layers")
+
+
+def _answer(port: Port, timeout: float, awaited: str) -> Message:
+    """The head's next message. Raises TransportTimeout, which names what was awaited."""
+    deadline = time.monotonic() + timeout
+    while (envelope := port.take(Tag.TRANSACTION)) is None:
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=port.node, peer=0, tag=awaited, run_id=None,
+                                   seconds=timeout)
+        port.wait(0.2)
+    return envelope.message
 
 
 def receive(port: Port, directory: Path, name: str, total: int, timeout: float, report: Report
@@ -272,17 +277,9 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
             f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
             f"disk has {free / 1e6:.0f} MB: make room, or set PIPEINFER_CACHE to another directory")
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
-    arrived, last_news = 0, time.monotonic()
+    arrived = 0
     while True:
-        envelope = port.take(Tag.TRANSACTION)
-        if envelope is None:
-            if time.monotonic() - last_news > timeout:
-                raise TransportTimeout(rank=port.node, peer=0, tag="ShardChunk", run_id=None,
-                                       seconds=timeout)
-            port.wait(0.2)
-            continue
-        last_news = time.monotonic()
-        match envelope.message:
+        match _answer(port, timeout, "ShardChunk"):
             case ShardChunk(offset, data):
                 if offset == 0:  # the head did not know what was here
                     have, hasher = 0, new_hash()

@@ -22,7 +22,7 @@ from pipeinfer.host import Place
 
 _exit_status = [0]
 _in_order = [False]
-_LAST_WORDS_SECONDS = 0.3  #: mpirun kills whoever ignores its SIGTERM after 0.25 s
+_PUT_OFF_SECONDS = 0.3  #: mpirun kills whoever ignores its SIGTERM after 0.25 s
 
 
 def survivable(place: Place) -> bool:
@@ -79,7 +79,7 @@ def _leave_status(code: int) -> None:
     write_status(f"{code} lost" if mpi.has_losses() else str(code))
 
 
-def put_off(number: signal.Signals, seconds: float = _LAST_WORDS_SECONDS) -> None:
+def put_off(number: signal.Signals, seconds: float = _PUT_OFF_SECONDS) -> None:
     """Let a signal end this process, whatever it is at, only after some seconds: rank 0 has as long
     to say what there is. Called in the main thread.
 

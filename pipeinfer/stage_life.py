@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import socket
 import sys
 import time
@@ -126,13 +127,7 @@ class StageLife:
 
     def _rehearse(self, setups: list[dict[str, Any]]) -> None:
         """Load what others hold, once: then it lies in the page cache, and is measured."""
-        def report(phase: str, done: int, total: int) -> None:
-            self._pulse.beat(f"is {phase}, ahead of time")
-            self._port.take(Tag.ERROR)
-            if self._port.node > 0:
-                self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
-                    "phase": phase, "done": done, "total": total}))
-
+        report = functools.partial(self._report, ", ahead of time")
         for setup in setups:
             config = settle(self._config, self._place, setup["settings"])
             threads = threads_of(config.threads, self._place)
@@ -148,6 +143,14 @@ class StageLife:
                 return
             part.backend.close()
         self._pulse.settle()
+
+    def _report(self, when: str, phase: str, done: int, total: int) -> None:
+        """Where this rank is, for its watchdog and, where it has a node, for the head."""
+        self._pulse.beat(f"is {phase}{when}")
+        self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
+        if self._port.node > 0:
+            self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
+                "phase": phase, "done": done, "total": total}))
 
     def _tell(self, error: Exception) -> None:
         code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
@@ -179,13 +182,8 @@ class StageLife:
         config = settle(self._config, self._place, setup["settings"])
         port, node = self._port, self._port.node
 
-        def tell(phase: str, done: int, total: int) -> None:
-            self._pulse.beat(f"is {phase}")
-            port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
-            port.send(0, Tag.RESULT, Notice("progress", node, {
-                "phase": phase, "done": done, "total": total}))
-
-        report = faulty_progress(tell, self._faults, self._place.rank)
+        report = faulty_progress(functools.partial(self._report, ""), self._faults,
+                                 self._place.rank)
         threads = threads_of(config.threads, self._place)
         kind = backend_for(config.backend, Path(setup["model"]))
         layers = (setup["start"], setup["stop"])

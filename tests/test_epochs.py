@@ -139,11 +139,16 @@ def test_a_call_ends_a_wait():
     assert not waiting.is_alive()
 
 
-def test_frames_of_the_new_epoch_reach_a_port_that_has_not_adopted_yet():
+def ports_of_a_head_that_has_adopted():
     head, stage = local_ports(2)
     for port in (head, stage):
         port.call(1)
     head.adopt()
+    return head, stage
+
+
+def test_frames_of_the_new_epoch_reach_a_port_that_has_not_adopted_yet():
+    head, stage = ports_of_a_head_that_has_adopted()
     head.send(1, Tag.TRANSACTION, note("new"))
     with pytest.raises(Regrouped):
         stage.take(Tag.TRANSACTION)
@@ -152,10 +157,7 @@ def test_frames_of_the_new_epoch_reach_a_port_that_has_not_adopted_yet():
 
 
 def test_what_a_thread_sends_before_it_adopts_does_not_reach_the_new_epoch():
-    head, stage = local_ports(2)
-    for port in (head, stage):
-        port.call(1)
-    head.adopt()
+    head, stage = ports_of_a_head_that_has_adopted()
     stage.send(0, Tag.RESULT, note("of the old stages"))
     stage.adopt()
     stage.send(0, Tag.RESULT, note("of the new"))

@@ -51,6 +51,7 @@ _IDLE_CAP = 10e-3
 _RING_SECONDS = 50e-3  #: how long a ring announces a message
 _BELL_CAP = 20e-3  #: between two looks of a rank that is rung for every message
 _LEAVE = b'{"kind": "leave"}'
+_PMIX_USERS = 8  #: at most, in one process
 _DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
@@ -408,9 +409,6 @@ class MpiPort:
             self._buried.append(pending)
         for rank in self.gone & set(self._arriving):
             self._buried += self._arriving.pop(rank)
-
-
-_PMIX_USERS = 8  #: at most, in one process
 
 
 def _sharpen_timers() -> None:

@@ -279,10 +279,14 @@ class Cluster:
         """SIGKILL to every process of every node but the ssh daemons that listen."""
         keep = {daemon.pid for daemon in self._daemons}
         for node in self.nodes:
-            for pid in _pids(f"{self.id}n{node}"):
+            for pid in self.pids(node):
                 if pid not in keep:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
+
+    def pids(self, node: int) -> list[int]:
+        """Processes of a node."""
+        return _pids(f"{self.id}n{node}")
 
     def unplug(self, node: int) -> None:
         """Pull a node's cable."""
