@@ -154,14 +154,14 @@ end_leftovers() {
     # No rank of an earlier try may hold a port, memory or a lock: here and on the hosts of HOSTS
     # whatever bears this job's number is killed. A host that does not answer has its own clock.
     local line host asked=()
-    "$VENV/bin/python" -m pipeinfer.leftovers "$PIPEINFER_JOB" || true
+    "$VENV/bin/python" -m pipeinfer.cluster.cleanup "$PIPEINFER_JOB" || true
     if [ -z "${HOSTS:-}" ] || [ ! -f "$HOSTS" ]; then return 0; fi
     while read -r line; do
         host=${line%%[ :]*}
         if [ -z "$host" ] || [ "$host" = "$(uname -n)" ] || [ "$host" = localhost ]; then continue; fi
         # shellcheck disable=SC2086  # options are words
         env -u PIPEINFER_JOB timeout 15 ssh -n -o BatchMode=yes -o ConnectTimeout=5 ${PIPEINFER_SSH_ARGS:-} "$host" \
-            "$VENV/bin/python" -m pipeinfer.leftovers "$PIPEINFER_JOB" </dev/null &
+            "$VENV/bin/python" -m pipeinfer.cluster.cleanup "$PIPEINFER_JOB" </dev/null &
         asked+=($!)
     done <"$HOSTS"
     if [ ${#asked[@]} -gt 0 ]; then wait "${asked[@]}" || true; fi
@@ -226,7 +226,7 @@ prepare_hosts() {
     local found beside
     HOSTS=$(mktemp)
     trap 'rm -f "$HOSTS"' EXIT
-    found=$(python -m pipeinfer.reach "$1" "$2" "$3" "$HOSTS") || exit $?
+    found=$(python -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?
     # shellcheck disable=SC2034  # NETWORK is for launch/ssh
     { read -r beside || true; read -r NETWORK || true; } <<<"$found"
     if [ -n "$beside" ] && [ -z "${PIPEINFER_NODES:-}" ]; then

@@ -1,5 +1,5 @@
 """`python -m pipeinfer`."""
 
-from pipeinfer.cli import main
+from pipeinfer.cli.main import main
 
 main(prog_name="pipeinfer")

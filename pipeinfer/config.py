@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeinfer.errors import UsageError
-from pipeinfer.toml_file import read_toml
+from pipeinfer.files import read_toml
 
 ENV_PREFIX = "PIPEINFER_"
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")

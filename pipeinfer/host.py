@@ -241,3 +241,8 @@ def _first_int(names: tuple[str, ...], default: int) -> int:
         if text.isdigit():
             return int(text)
     return default
+
+
+def threads_of(asked: int, place: Place) -> int:
+    """Threads for a backend: what was asked for, never more than this rank's cores."""
+    return min(asked or place.cores, place.cores)

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeinfer import host
 from pipeinfer.config import Config, Resolved
 from pipeinfer.errors import UsageError
-from pipeinfer.toml_file import read_toml
+from pipeinfer.files import read_toml
+from pipeinfer.host import Place
 
 ROLES = ("auto", "head", "stage", "draft", "spare")
 NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
@@ -305,11 +307,11 @@ def apply(resolved: Resolved, host: str) -> Resolved:
 
 def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
     """Refuse a job whose head is not where the nodes file puts it. hosts: one name per rank."""
-    for rank, host in enumerate(hosts):
-        if nodes.of(host).role == "head" and host != hosts[0]:
+    for rank, name in enumerate(hosts):
+        if nodes.of(name).role == "head" and name != hosts[0]:
             raise UsageError(
-                f"{nodes.path} makes {host} the head, and rank 0 runs on {hosts[0]} (rank {rank} "
-                f"on {host}): put {host} on the hostfile's first line, or change its role")
+                f"{nodes.path} makes {name} the head, and rank 0 runs on {hosts[0]} (rank {rank} "
+                f"on {name}): put {name} on the hostfile's first line, or change its role")
 
 
 def _is_int(value: Any) -> bool:
@@ -323,3 +325,12 @@ def _near(word: Any, known: Iterable[str]) -> str:
 
 def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:
+    """Take what the nodes file says about this host: option values, its GPU, its NUMA node."""
+    node = NodeSettings(**settings)
+    host.choose_gpu(node.device)
+    if not config.keep_binding:
+        host.bind_numa(node.numa, place)
+    return dataclasses.replace(config, **node.options(config.given))

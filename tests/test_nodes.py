@@ -250,7 +250,7 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     import os
     import socket
 
-    from pipeinfer.cluster import open_session
+    from pipeinfer.cluster.launch import open_session
     from pipeinfer.config import Config
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import requests
 
-from pipeinfer import config, templates
+from pipeinfer import config
 from pipeinfer.errors import ModelError, RequestError, UsageError
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.experiments.rig.server_peer import Front
 from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.random_model import RandomSpec, write_random_model
-from pipeinfer.server import limits
+from pipeinfer.models.text import chat_template
+from pipeinfer.server import middleware
 from pipeinfer.server.settings import Settings
-from tests.server_peer import Front
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -149,20 +150,20 @@ def test_the_embedded_models_pass(path):
 def test_a_template_can_neither_reach_out_nor_fill_the_memory(template):
     start = time.monotonic()
     with pytest.raises(RequestError, match="chat template") as caught:
-        templates.render(template, {"messages": []})
+        chat_template.render(template, {"messages": []})
     assert "\n" not in str(caught.value)
     assert time.monotonic() - start < 30
 
 
 def test_a_template_that_goes_on_for_ever_is_stopped(monkeypatch):
-    monkeypatch.setattr(templates, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     with pytest.raises(RequestError, match="takes longer"):
-        templates.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+        chat_template.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
                          "{% endfor %}", {})
 
 
 def test_what_templates_of_models_do_still_works():
-    text = templates.render(
+    text = chat_template.render(
         "{% for m in messages %}{{ loop.index }} {{ m.role|upper }}: {{ m['content']|trim }}\n"
         "{% endfor %}{{ tools|tojson(indent=2) }} {{ '%02d' % 7 }} {{ '{:>4}'.format('x') }} "
         "{{ 'a-b'.split('-')|join('+') }} {{ 'abc'|replace('b', 'x') }} {{ strftime_now('%Y')|int "
@@ -188,12 +189,12 @@ def test_the_page_names_nothing_outside_itself():
 
 
 def test_the_policy_is_strict():
-    rules = dict(rule.strip().split(" ", 1) for rule in limits.POLICY.split(";"))
+    rules = dict(rule.strip().split(" ", 1) for rule in middleware.POLICY.split(";"))
     assert rules["default-src"] == "'none'"
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
-    assert "unsafe" not in limits.POLICY
-    assert "*" not in limits.POLICY
+    assert "unsafe" not in middleware.POLICY
+    assert "*" not in middleware.POLICY
 
 
 # --- a server's keys and prompts --------------------------------------------------------------
@@ -277,12 +278,12 @@ def test_a_key_opens_and_shows_nowhere(guarded):
 
 def test_every_key_is_compared_in_whole_whatever_was_sent(monkeypatch):
     compared = []
-    monkeypatch.setattr(limits.hmac, "compare_digest",
+    monkeypatch.setattr(middleware.hmac, "compare_digest",
                         lambda a, b: compared.append((a, b)) or a == b)
-    guard = limits.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset())
+    guard = middleware.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset())
     for given in ({}, {b"x-api-key": b"short"}, {b"authorization": b"Bearer " + KEY.encode()}):
         compared.clear()
-        with contextlib.suppress(limits.ApiError):
+        with contextlib.suppress(middleware.ApiError):
             guard._check_key("/v1/models", given)
         assert len(compared) == 2
         assert {len(side) for pair in compared for side in pair} == {64}

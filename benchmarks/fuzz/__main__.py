@@ -17,18 +17,11 @@ from pathlib import Path
 
 import click
 
-from benchmarks.fuzz import (
-    config_case,
-    frame_case,
-    gguf_case,
-    http_case,
-    runner,
-    safetensors_case,
-)
+from benchmarks.fuzz import config_case, frame_case, gguf_case, http_case, runner, safetensors_case
 
 KINDS = {module.KIND.name: module.KIND for module in (
     gguf_case, safetensors_case, frame_case, http_case, config_case)}
-CORPUS = Path(__file__).resolve().parents[2] / "tests" / "corpus"
+CORPUS = Path(__file__).with_name("corpus")
 
 
 @click.command()

@@ -56,7 +56,7 @@ _TRACE = {"traceEvents": [{"ph": "X", "ts": 1.0, "dur": 5.0, "tid": 1, "cat": "c
 @functools.cache
 def seeds() -> dict[str, tuple[str, ...]]:
     """Good files by kind."""
-    profiles = (ROOT / "pipeinfer/emulation/profiles.toml").read_text(encoding="utf-8")
+    profiles = (ROOT / "pipeinfer/experiments/emulation/profiles.toml").read_text(encoding="utf-8")
     nodes = (ROOT / "hostfiles/beowulf-hetero.toml").read_text(encoding="utf-8")
     return {
         "o": (_OPTIONS,), "n": (nodes, "layers = [4, 4]\n[defaults]\nmemory = 8000000000\n"),
@@ -129,14 +129,14 @@ def _inline(value: Any) -> str:
 
 def prepare() -> None:
     """Import what cases use."""
-    import pipeinfer.cli
-    import pipeinfer.cluster
-    import pipeinfer.compare
-    import pipeinfer.emulation.profiles
-    import pipeinfer.generate
-    import pipeinfer.nodes
-    import pipeinfer.observe
-    import pipeinfer.server.serve  # noqa: F401
+    import pipeinfer.cli.compare
+    import pipeinfer.cli.main
+    import pipeinfer.cli.serve
+    import pipeinfer.cluster.generate
+    import pipeinfer.cluster.launch
+    import pipeinfer.experiments.emulation.profiles
+    import pipeinfer.experiments.trace
+    import pipeinfer.nodes  # noqa: F401
 
     seeds()
 
@@ -153,8 +153,8 @@ def examine(data: bytes, directory: Path) -> str:
 
 
 def _options(path: Path) -> None:
+    from pipeinfer.cluster.generate import sampling_params
     from pipeinfer.config import resolve
-    from pipeinfer.generate import sampling_params
 
     resolved = resolve({}, {}, str(path))
     assert "secret-key" not in resolved.show()
@@ -177,35 +177,35 @@ def _hosts(path: Path) -> None:
 
 
 def _keys(path: Path) -> None:
+    from pipeinfer.cli.serve import api_keys
     from pipeinfer.config import Config
-    from pipeinfer.server.serve import api_keys
 
     assert all(api_keys(Config(api_key_file=str(path))))
 
 
 def _profiles(path: Path) -> None:
-    from pipeinfer.emulation.profiles import load_profiles
+    from pipeinfer.experiments.emulation.profiles import load_profiles
 
     load_profiles(path)
 
 
 def _prompts(path: Path) -> None:
-    from pipeinfer.compare import file_prompts
+    from pipeinfer.cli.compare import file_prompts
 
     assert file_prompts(path)
 
 
 def _grammar(path: Path) -> None:
+    from pipeinfer.cluster.generate import grammar_text
     from pipeinfer.config import Config
-    from pipeinfer.gbnf import to_lark
-    from pipeinfer.generate import grammar_text
+    from pipeinfer.models.text.gbnf import to_lark
 
     to_lark(grammar_text(Config(grammar_file=str(path)))[1])
 
 
 def _schema(path: Path) -> None:
     from pipeinfer.errors import UsageError
-    from pipeinfer.grammar import from_text
+    from pipeinfer.models.text.grammar import from_text
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def _schema(path: Path) -> None:
 
 
 def _trace(path: Path) -> None:
-    from pipeinfer.observe import read_trace
+    from pipeinfer.experiments.trace import read_trace
 
     read_trace(path)
 
@@ -234,10 +234,10 @@ def _run(arguments: list[str]) -> None:
 
     from click.testing import CliRunner
 
-    from pipeinfer.cli import main
+    from pipeinfer.cli.main import main
     from pipeinfer.errors import UsageError
 
-    with mock.patch("pipeinfer.cli.end_job"):  # it would end this process with the job
+    with mock.patch("pipeinfer.cli.terminal.end_job"):  # it would end this process with the job
         done = CliRunner().invoke(main, arguments)
     assert "Traceback" not in done.output, done.output
     assert "secret-key" not in done.output

@@ -17,8 +17,9 @@ import numpy as np
 
 from benchmarks.fuzz.mutate import INTEGERS, change_bytes, change_value
 from benchmarks.fuzz.runner import Kind
-from pipeinfer import protocol as p
-from pipeinfer.core import (
+from pipeinfer.core import codec as p
+from pipeinfer.core import messages
+from pipeinfer.core.types import (
     Choice,
     Rows,
     SamplingParams,
@@ -29,7 +30,7 @@ from pipeinfer.core import (
     make_rows,
 )
 from pipeinfer.errors import ProtocolError
-from pipeinfer.server import link
+from pipeinfer.server import frames
 
 _HEADER = "<4sBBHqqIIIIII"
 _FIELDS = 12
@@ -49,16 +50,19 @@ def seeds() -> tuple[bytes, ...]:
     params = SamplingParams(0.8, 40, 0.95, 0.05, 1.1, 0.5, 0.5, 64, ((5, 1.0), (7, -2.0)), 2**63, 3,
                             "start: /a+/", 9, ((1, -1, 5),))
     return tuple(p.encode(m) for m in (
-        p.Decode(5, 4, rows, lanes, ops, True, False, None, spans),
-        p.Decode(6, -1, seen, lanes, (), False, False, hidden, spans),
-        p.Decode(7, 6, rows, lanes, ops, True, True),
-        p.CacheOps(ops), p.LaneOpen(1, params), p.LaneOpen(2, SamplingParams()), p.LaneClose(1),
-        p.Shutdown(), p.RunFinished(5, (Choice(4), Choice(5, -0.5, ((5, -0.5), (6, -1.0)))), spans),
-        p.RunCancelled(6, spans), p.Cancel((1, 2, 3)),
-        p.WorkerFailed(2, "host", 5, "ValueError: x", "Traceback ...", 6),
-        p.Notice("ready", 1, {"layers": [0, 4], "bytes": 123, "phase": {"done": 1.5}}),
-        p.ShardHave(1, 4096, bytes(32)), p.ShardChunk(4096, bytes(range(200))),
-        p.ShardEnd(bytes(32)),
+        messages.Decode(5, 4, rows, lanes, ops, True, False, None, spans),
+        messages.Decode(6, -1, seen, lanes, (), False, False, hidden, spans),
+        messages.Decode(7, 6, rows, lanes, ops, True, True),
+        messages.CacheOps(ops), messages.LaneOpen(1, params),
+        messages.LaneOpen(2, SamplingParams()),
+        messages.LaneClose(1),
+        messages.Shutdown(),
+        messages.RunFinished(5, (Choice(4), Choice(5, -0.5, ((5, -0.5), (6, -1.0)))), spans),
+        messages.RunCancelled(6, spans), messages.Cancel((1, 2, 3)),
+        messages.WorkerFailed(2, "host", 5, "ValueError: x", "Traceback ...", 6),
+        messages.Notice("ready", 1, {"layers": [0, 4], "bytes": 123, "phase": {"done": 1.5}}),
+        messages.ShardHave(1, 4096, bytes(32)), messages.ShardChunk(4096, bytes(range(200))),
+        messages.ShardEnd(bytes(32)),
     ))
 
 
@@ -130,13 +134,13 @@ def examine(data: bytes, directory: Path) -> str:
 
 def _examine(kind: bytes, data: bytes) -> str:
     if kind == b"L":
-        return f"link: {len(link.Frames().feed(data))}"
+        return f"link: {len(frames.Frames().feed(data))}"
     message = p.decode(data)
-    if isinstance(message, p.Decode):
+    if isinstance(message, messages.Decode):
         p.check_decode(message, N_SEQ, N_CTX, N_TOKENS,
                        None if message.hidden is None else WIDTH, {1, 2})
         assert int(message.rows.tokens.max(initial=0)) < N_TOKENS
-    elif isinstance(message, p.CacheOps):
+    elif isinstance(message, messages.CacheOps):
         p.check_ops(message.ops, N_SEQ)
     p.encode(message)
     return type(message).__name__

@@ -173,7 +173,7 @@ def parse(raw: bytes) -> File:
 @functools.cache
 def seeds() -> tuple[File, ...]:
     """Good files of several architectures, types and tokenizers."""
-    from pipeinfer.models.random_model import RandomSpec, write_random_model
+    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 
     small: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_head_kv": 1, "n_ff": 64,
                              "n_vocab": 272, "n_ctx": 256}
@@ -416,14 +416,14 @@ def _change_tensor(draw: random.Random, file: File) -> File:
 
 def prepare() -> None:
     """Import what cases use, and make the seeds; no model is loaded here."""
-    import pipeinfer.backends.llamacpp
+    import pipeinfer.backends.llamacpp.backend
     import pipeinfer.models.gaps
     import pipeinfer.models.shard
-    import pipeinfer.tokenizer
+    import pipeinfer.models.text.tokenizer
 
     if has_torch():
-        import pipeinfer.backends.pytorch
-        import pipeinfer.backends.torch_weights  # noqa: F401
+        import pipeinfer.backends.pytorch.backend
+        import pipeinfer.backends.pytorch.weights  # noqa: F401
     seeds()
 
 
@@ -459,9 +459,9 @@ def examine(data: bytes, directory: Path) -> str:
 
 
 def _use_vocabulary(path: Path) -> None:
-    from pipeinfer.tokenizer import Tokenizer
+    from pipeinfer.models.locate import open_tokenizer
 
-    tokenizer = Tokenizer(path)
+    tokenizer = open_tokenizer(path)
     try:
         for special in (False, True):
             tokens = tokenizer.encode(TEXT, special=special)
@@ -500,8 +500,9 @@ def _use_shards(model: Any, directory: Path) -> None:
 
 def use_torch(path: Path) -> None:
     """Load a file or folder on torch, decode some rows."""
-    from pipeinfer.backends.pytorch import TorchBackend, TorchOptions
-    from pipeinfer.core import make_rows
+    from pipeinfer.backends.pytorch.backend import TorchBackend
+    from pipeinfer.backends.pytorch.options import TorchOptions
+    from pipeinfer.core.types import make_rows
 
     with contextlib.redirect_stderr(io.StringIO()):
         shard = TorchBackend.load(path, n_ctx=64, n_seq_max=2, n_batch=8, n_threads=1,
@@ -517,8 +518,9 @@ def use_torch(path: Path) -> None:
 def _decode(path: Path, layers: tuple[int, int], total: int, gaps: bool = False) -> None:
     import numpy as np
 
-    from pipeinfer.backends.llamacpp import LlamaCppBackend, LlamaOptions
-    from pipeinfer.core import make_rows
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.backends.llamacpp.context import LlamaOptions
+    from pipeinfer.core.types import make_rows
 
     first, last = layers[0] == 0, layers[1] == total
     shard = LlamaCppBackend.load(

@@ -53,10 +53,10 @@ def unpack(raw: bytes) -> Files:
 @functools.cache
 def seeds() -> tuple[Files, ...]:
     """Good folders: one file of weights, several with an index, and an adapter in each."""
-    from pipeinfer.models.bita import BitaAdapter, save_bita
+    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+    from pipeinfer.experiments.rig.embedded_folder import write_folder
+    from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
     from pipeinfer.models.gguf import ModelFile
-    from pipeinfer.models.random_model import RandomSpec, write_random_model
-    from tests.embedded_folder import write_folder
 
     spec = RandomSpec(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=64, n_vocab=272, n_ctx=256)
     with tempfile.TemporaryDirectory() as place:
@@ -168,12 +168,12 @@ def _change_header(draw: random.Random, header: dict[str, Any]) -> Any:
 
 def prepare() -> None:
     """Import what cases use, and make the seeds."""
-    import pipeinfer.folder_tokenizer
-    import pipeinfer.models.bita
+    import pipeinfer.models.bita_adapter
+    import pipeinfer.models.text.hf_tokenizer
 
     if has_torch():
-        import pipeinfer.backends.pytorch
-        import pipeinfer.backends.torch_weights  # noqa: F401
+        import pipeinfer.backends.pytorch.backend
+        import pipeinfer.backends.pytorch.weights  # noqa: F401
     seeds()
 
 
@@ -195,7 +195,7 @@ def examine(data: bytes, directory: Path) -> str:
 
 
 def _use_header(folder: Path) -> None:
-    from pipeinfer.models.safetensors_dir import ModelDir, torch_parts
+    from pipeinfer.models.hf_folder import ModelDir, torch_parts
 
     model = ModelDir(folder)
     assert len(model.fingerprint) == 64
@@ -207,9 +207,9 @@ def _use_header(folder: Path) -> None:
 
 
 def _use_tokenizer(folder: Path) -> None:
-    from pipeinfer.tokenizer import Tokenizer
+    from pipeinfer.models.locate import open_tokenizer
 
-    tokenizer = Tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     for special in (False, True):
         tokens = tokenizer.encode(TEXT, special=special)
         assert all(0 <= t < tokenizer.n_vocab for t in tokens)
@@ -224,7 +224,7 @@ def _use_tokenizer(folder: Path) -> None:
 
 
 def _use_adapter(folder: Path) -> None:
-    from pipeinfer.models.bita import load_bita
+    from pipeinfer.models.bita_adapter import load_bita
 
     adapter = load_bita(folder / "bita.safetensors")
     adapter.check(2, 32)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeinfer.core import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
+from pipeinfer.core.types import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
 from pipeinfer.errors import BackendError
 
 #: why a backend without `separate_views` refuses a decode

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from pipeinfer.backends.base import Backend, Capabilities, apply
-from pipeinfer.core import FloatArray, Rows, SeqJoin
+from pipeinfer.core.types import FloatArray, Rows, SeqJoin
 
 
 class ChainBackend:

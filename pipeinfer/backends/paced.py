@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from pipeinfer.backends.base import Backend, apply
-from pipeinfer.core import FloatArray, Rows, SeqJoin
+from pipeinfer.core.types import FloatArray, Rows, SeqJoin
 
 _STEP = 1e-3
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
-from pipeinfer.core import ALL_SEQS, FloatArray, Rows
+from pipeinfer.core.types import ALL_SEQS, FloatArray, Rows
 from pipeinfer.errors import BackendError, PlanError
 
 Matrix = npt.NDArray[np.float64]

@@ -28,9 +28,9 @@ from typing import TypeAlias
 import numpy as np
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
-from pipeinfer.models.cache import cache_directory, is_sound, new_hash, seal
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+from pipeinfer.models.shard_cache import cache_directory, is_sound, new_hash, seal
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral are "llama"

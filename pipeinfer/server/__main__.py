@@ -18,13 +18,13 @@ from collections.abc import Iterator
 import uvicorn
 
 from pipeinfer.errors import PipeinferError
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.app import Server
-from pipeinfer.server.hub import Hub
-from pipeinfer.server.limits import Connection
-from pipeinfer.server.link import HEADER, decode_body
+from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.frames import HEADER, decode_body
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.middleware import Connection
 from pipeinfer.server.settings import Settings
-from pipeinfer.tokenizer import Tokenizer
 
 _START_SECONDS = 30.0
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health

@@ -19,23 +19,24 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pipeinfer import __version__
-from pipeinfer.server import asked, conversation, openai, replies
-from pipeinfer.server.answers import Writer
-from pipeinfer.server.asked import Asked
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import chat as conversation
+from pipeinfer.server import requests, schema
+from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
-from pipeinfer.server.hub import Hub
-from pipeinfer.server.limits import surround
 from pipeinfer.server.metrics import CONTENT_TYPE
-from pipeinfer.server.replies import Reply
+from pipeinfer.server.middleware import surround
+from pipeinfer.server.requests import Asked
+from pipeinfer.server.responses import Writer
+from pipeinfer.server.schema import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
-from pipeinfer.tokenizer import Tokenizer
 
 WEB = Path(__file__).parent / "web"
 _GONE = 499  #: the client has left: nobody reads this
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
-    status: {"model": replies.ErrorReply, "description": text} for status, text in (
+    status: {"model": schema.ErrorReply, "description": text} for status, text in (
         (400, "The request can not be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
         (408, "The request's body did not arrive in time."),
@@ -79,15 +80,15 @@ class Server:
 
     # --- asking -------------------------------------------------------------------------------
 
-    async def completions(self, body: openai.CompletionRequest, request: Request) -> Response:
+    async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
         tokenizer = self._ready(body)
-        wanted = await asked.completion(body, self.settings, tokenizer, self._n_ctx)
+        wanted = await requests.completion(body, self.settings, tokenizer, self._n_ctx)
         wanted.params.update(await conversation.constrain(body, self._compiler(tokenizer)))
         return await self._answer(
             wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
 
-    async def chat_completions(self, body: openai.ChatRequest, request: Request) -> Response:
+    async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
         tokenizer = self._ready(body)
         chat = await conversation.chat(body, self.settings, tokenizer,
@@ -105,7 +106,7 @@ class Server:
                                lambda: job.abort("disconnected"))
         return Reply(await whole(job, writer, request))
 
-    def _ready(self, body: openai.Sampling) -> Tokenizer:
+    def _ready(self, body: schema.Sampling) -> Tokenizer:
         tokenizer = self.hub.check_ready()
         self._check_model(body.model)
         self.hub.check_room(1)  # before any work on the prompt
@@ -128,10 +129,10 @@ class Server:
 
     # --- text and tokens ----------------------------------------------------------------------
 
-    async def tokenize(self, body: openai.TokenizeRequest) -> Response:
+    async def tokenize(self, body: schema.TokenizeRequest) -> Response:
         """A text's tokens."""
         tokenizer = self.hub.check_ready()
-        tokens = await asked.encode(tokenizer, body.content, special=body.parse_special,
+        tokens = await requests.encode(tokenizer, body.content, special=body.parse_special,
                                     add_bos=None if body.add_special else False)
         if not body.with_pieces:
             return Reply({"tokens": tokens})
@@ -143,14 +144,14 @@ class Server:
 
         return await asyncio.to_thread(pieces)
 
-    async def detokenize(self, body: openai.DetokenizeRequest) -> Response:
+    async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
         """The text of tokens."""
         tokenizer = self.hub.check_ready()
-        tokens = asked.check_tokens(body.tokens, tokenizer, "tokens")
+        tokens = requests.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
         return Reply({"content": content})
 
-    async def apply_template(self, body: openai.TemplateRequest) -> Response:
+    async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
         offered = conversation.tool_list(body, tokenizer.chat_template or "")
@@ -239,22 +240,22 @@ class Server:
                                    responses={**_ASKED, **more})
 
         busy: _Responses = {k: _ERRORS[k] for k in (404, 429, 504)}
-        post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
-        post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
+        post("/v1/completions", self.completions, schema.Completion, {**busy, **_STREAM})
+        post("/v1/chat/completions", self.chat_completions, schema.ChatCompletion,
              {**busy, **_STREAM})
-        post("/tokenize", self.tokenize, replies.Tokens, {})
-        post("/detokenize", self.detokenize, replies.Content, {})
-        post("/rebalance", self.rebalance, replies.Rebalanced,
+        post("/tokenize", self.tokenize, schema.Tokens, {})
+        post("/detokenize", self.detokenize, schema.Content, {})
+        post("/rebalance", self.rebalance, schema.Rebalanced,
              {k: _ERRORS[k] for k in (429, 503, 504)})
-        post("/apply-template", self.apply_template, replies.Prompt, {})
-        get("/v1/models", self.models, replies.ModelList, {})
-        get("/v1/models/{name:path}", self.model, replies.Model,
+        post("/apply-template", self.apply_template, schema.Prompt, {})
+        get("/v1/models", self.models, schema.ModelList, {})
+        get("/v1/models/{name:path}", self.model, schema.Model,
             {404: _ERRORS[404], 400: _ERRORS[400]})
-        get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
+        get("/health", self.health, schema.Health, {503: {"model": schema.Health}})
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
         sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
-        get("/props", self.props, replies.Props, {503: _ERRORS[503]})
-        get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
+        get("/props", self.props, schema.Props, {503: _ERRORS[503]})
+        get("/slots", self.slots, list[schema.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
         get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
 
@@ -328,7 +329,7 @@ def explain(error: RequestValidationError) -> ApiError:
     names = names or [str(path[-1])]
     param = ".".join(names)
     if unknown:
-        reason = openai.REFUSED.get(names[-1], "it is not known here")
+        reason = schema.REFUSED.get(names[-1], "it is not known here")
         return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
     return bad(f"{param}: {first['msg']}", param)
 

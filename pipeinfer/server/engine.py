@@ -13,18 +13,12 @@ from typing import Any
 import click
 
 from pipeinfer import __version__
-from pipeinfer.core import Request, SamplingParams
-from pipeinfer.decompose import Decomposition
-from pipeinfer.errors import (
-    ClusterError,
-    ContextOverflow,
-    ProtocolError,
-    RequestError,
-    UsageError,
-)
-from pipeinfer.events import Emit, Finish, Refuse
-from pipeinfer.server.link import Link
-from pipeinfer.session import Session
+from pipeinfer.cluster.session import Session
+from pipeinfer.core.types import Request, SamplingParams
+from pipeinfer.errors import ClusterError, ContextOverflow, ProtocolError, RequestError, UsageError
+from pipeinfer.scheduler.events import Emit, Finish, Refuse
+from pipeinfer.server.frames import Link
+from pipeinfer.strategies.decomposers.prompts import Decomposition
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.server.generation import Failure
+from pipeinfer.server.choice import Failure
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",

@@ -18,7 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from pipeinfer.server.generation import Generation
+from pipeinfer.server.choice import Generation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.server.answers import Writer
-from pipeinfer.server.asked import Asked
+from pipeinfer.server.choice import Failure
+from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, for_failure
-from pipeinfer.server.generation import Failure
-from pipeinfer.server.hub import Hub
+from pipeinfer.server.requests import Asked
+from pipeinfer.server.responses import Writer
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
 _log = logging.getLogger("pipeinfer.server")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.training.bita_command import bita
+from pipeinfer.training.bita.bita_command import bita
 from pipeinfer.training.commands import need_torch, one_budget, say
-from pipeinfer.training.pasta_commands import annotate, pasta_bonbon, pasta_sft
+from pipeinfer.training.pasta.pasta_commands import annotate, pasta_bonbon, pasta_sft
 
 
 @click.group()
@@ -58,7 +58,7 @@ def tasks(
     need_torch()
     from dataclasses import replace
 
-    from pipeinfer.training.task_model import Settings, run
+    from pipeinfer.training.tasks.task_model import Settings, run
 
     settings = Settings(
         out=out, work=work, minutes=minutes, steps=steps, seed=seed, threads=threads
@@ -113,8 +113,8 @@ def embedded(
     """Train the embedded target and draft and write them as GGUF."""
     one_budget(minutes, steps)
     need_torch()
-    from pipeinfer.training.embedded import Settings, run
-    from pipeinfer.training.loop import Plan
+    from pipeinfer.training.pair.embedded import Settings, run
+    from pipeinfer.training.pair.loop import Plan
 
     settings = Settings(
         out=out,

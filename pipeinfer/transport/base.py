@@ -18,8 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeinfer import protocol
-from pipeinfer.protocol import Message, Tag
+from pipeinfer.core import codec
+from pipeinfer.core.messages import Message, Tag
 
 
 class Regrouped(Exception):
@@ -192,7 +192,7 @@ class Mailbox:
             source, frame = self._frames[tag].popleft()
         except IndexError:
             return None
-        return Envelope(source, protocol.decode(frame), len(frame))
+        return Envelope(source, codec.decode(frame), len(frame))
 
     @property
     def empty(self) -> bool:

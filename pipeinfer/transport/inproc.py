@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pipeinfer import protocol
-from pipeinfer.protocol import Message, Tag
+from pipeinfer.core import codec
+from pipeinfer.core.messages import Message, Tag
 from pipeinfer.transport.base import Envelope, Layout, Mailbox, Regrouped, Traffic
 
 
@@ -40,7 +40,7 @@ class LocalPort:
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
-        frame = protocol.encode(message)
+        frame = codec.encode(message)
         self.traffic.count(tag, len(frame))
         box = self._mailboxes.get(dest)
         if box is not None:

@@ -22,37 +22,37 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mpi4py import MPI
 
-from pipeinfer import protocol
-from pipeinfer.errors import ClusterError, ProtocolError, RankLost, TransportTimeout
-from pipeinfer.protocol import Message, Tag
+from pipeinfer.core import codec
+from pipeinfer.core.messages import Message, Tag
+from pipeinfer.errors import ClusterError, ProtocolError
 from pipeinfer.transport.base import Dismissed, Envelope, Layout, Mailbox, Regrouped, Traffic
-from pipeinfer.transport.doorbell import Doorbell
 from pipeinfer.transport.inproc import LocalPort
+from pipeinfer.transport.mpi_job import (
+    DEATH,
+    IDLE_CAP,
+    JOB,
+    MIN_SLEEP,
+    ORDER_TAG,
+    SHARE,
+    Neighbours,
+    failed_ranks,
+)
 
 _TAGS_PER_NODE = 8
 _MAX_NODES = 1024
-_ORDER_TAG = 7  #: from rank to rank, of node 0 and epoch 0
 _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 150e-6
-_MIN_SLEEP = 30e-6
-_SHARE = 0.125
 _LIVE_CAP = 1e-3
-_IDLE_CAP = 10e-3
 _RING_SECONDS = 50e-3  #: how long a ring announces a message
 _BELL_CAP = 20e-3  #: between two looks of a rank that is rung for every message
-_LEAVE = b'{"kind": "leave"}'
-_PMIX_USERS = 8  #: at most, in one process
-_DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,20 +63,6 @@ class _Pending:
     rank: int
     tag: int
     frame: bytes | bytearray = field(repr=False)
-
-
-@dataclass(slots=True)
-class _House:
-    """The ranks of this host and this rank's bell; names[rank] is the bell of a neighbour."""
-
-    bell: Doorbell
-    names: dict[int, str]
-
-
-_bell: list[Doorbell] = []  #: at most one per process, made by `own_bell`
-_bell_name: list[str] = []
-_house: list[_House] = []  #: likewise, made by `meet`
-_ports: list[MpiPort] = []  #: that this process has made
 
 
 class MpiPort:
@@ -109,15 +95,16 @@ class MpiPort:
         self._dismissed = False
         self._noticed: set[int] = set()
         self._status = MPI.Status()
-        self._house = _house[0] if _house else None
+        self._neighbours: Neighbours | None = JOB.neighbours
         self._all_near = False
         self._received = 0
-        crowded = self._house is not None and len(self._house.names) > (os.cpu_count() or 1)
+        near = 0 if self._neighbours is None else len(self._neighbours.names)
+        crowded = near > (os.cpu_count() or 1)
         self._spin = 0.0 if crowded else _SPIN_SECONDS
         self._rung_at = 0.0
         _sharpen_timers()
         self._move_to(layout)
-        _ports.append(self)
+        JOB.ports.append(self)
 
     @property
     def mailbox(self) -> Mailbox:
@@ -143,7 +130,7 @@ class MpiPort:
     def order(self, rank: int, data: dict[str, Any]) -> None:
         """Tell a rank something that is of no epoch; it gets there if the rank lives."""
         if rank not in self.gone:
-            self._post(rank, _ORDER_TAG, json.dumps(data).encode())
+            self._post(rank, ORDER_TAG, json.dumps(data).encode())
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
         """The head's part of a new epoch: every rank is told, and this port enters it.
@@ -189,7 +176,7 @@ class MpiPort:
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
-        frame = protocol.encode(message)
+        frame = codec.encode(message)
         self.traffic.count(tag, len(frame))
         box = self._mailboxes.get(dest)
         if box is not None:
@@ -209,7 +196,7 @@ class MpiPort:
     def wait(self, timeout: float, *, live: bool = True) -> None:
         """See `Port.wait`."""
         start = time.monotonic()
-        cap = _LIVE_CAP if live else _IDLE_CAP
+        cap = _LIVE_CAP if live else IDLE_CAP
         while True:
             self.pump()
             if not self._own.empty or self._own.arrived.is_set() or self._has_orders:
@@ -220,17 +207,17 @@ class MpiPort:
                 return
             if waited < self._spin:
                 os.sched_yield()
-            elif self._house is not None:
+            elif self._neighbours is not None:
                 if not self._heard():
-                    self._house.bell.sleep(min(self._pause(waited, cap), timeout - waited))
+                    self._neighbours.bell.sleep(min(self._pause(waited, cap), timeout - waited))
             else:
-                pause = min(max(waited * _SHARE, _MIN_SLEEP), cap, timeout - waited)
+                pause = min(max(waited * SHARE, MIN_SLEEP), cap, timeout - waited)
                 self._own.arrived.wait(pause)
 
     def _heard(self) -> bool:
         """Whether someone rang since the last look at the bell."""
-        assert self._house is not None
-        bell = self._house.bell
+        assert self._neighbours is not None
+        bell = self._neighbours.bell
         some = bell.drain()
         bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message can not
         if some:
@@ -239,21 +226,21 @@ class MpiPort:
 
     def _pause(self, waited: float, cap: float) -> float:
         """How long to sleep if nobody rings."""
-        assert self._house is not None
-        bell = self._house.bell
+        assert self._neighbours is not None
+        bell = self._neighbours.bell
         if bell.rung > self._received:  # rung for something that MPI still moves
             waited = time.monotonic() - self._rung_at
             if waited > _RING_SECONDS:  # no: its message had been received before the ring
                 bell.rung = self._received
         if bell.rung == self._received and self._all_near and not self._pending:
             return _BELL_CAP
-        return min(max(waited * _SHARE, _MIN_SLEEP), cap)
+        return min(max(waited * SHARE, MIN_SLEEP), cap)
 
     def wake(self) -> None:
         """See `Port.wake`."""
         self._own.arrived.set()
-        if self._house is not None:
-            self._house.bell.wake()
+        if self._neighbours is not None:
+            self._neighbours.bell.wake()
 
     def close(self, timeout: float) -> None:
         """See `Port.close`."""
@@ -314,7 +301,7 @@ class MpiPort:
             self._arriving.pop(rank, None)
 
     def _deliver(self, rank: int, tag: int, frame: bytes | bytearray) -> None:
-        if tag == _ORDER_TAG:
+        if tag == ORDER_TAG:
             self._hear(rank, frame)
             return
         place, kind = divmod(tag, _TAGS_PER_NODE)
@@ -364,8 +351,8 @@ class MpiPort:
             self._note_deaths(error)
             return
         self._pending.append(_Pending(request, rank, tag, frame))
-        if self._house is not None and (name := self._house.names.get(rank)):
-            self._house.bell.ring(name)
+        if self._neighbours is not None and (name := self._neighbours.names.get(rank)):
+            self._neighbours.bell.ring(name)
 
     # --- epochs and the dead ------------------------------------------------------------------
 
@@ -383,15 +370,15 @@ class MpiPort:
         self._mailboxes.update({node: self._own for node in nodes[:1]} | boxes)
         self.node = nodes[0] if nodes else -1
         self._own.enter(layout.epoch)
-        self._all_near = self._house is not None and all(
-            rank in self._house.names for rank in layout.rank_of)
+        self._all_near = self._neighbours is not None and all(
+            rank in self._neighbours.names for rank in layout.rank_of)
         later, self._later = self._later, []
         for rank, tag, frame in later:
             self._deliver(rank, tag, frame)
 
     def _note_deaths(self, error: MPI.Exception) -> None:
         """Learn who has died. Raises the error again when it says something else."""
-        if error.Get_error_class() not in _DEATH:
+        if error.Get_error_class() not in DEATH:
             raise ClusterError(f"rank {self.rank}: {error.Get_error_string()}") from error
         self.comm.Ack_failed()
         self.give_up(failed_ranks(self.comm))
@@ -415,239 +402,3 @@ def _sharpen_timers() -> None:
     """Let this thread's sleeps end within a microsecond of their time (Linux adds up to 50)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000)
-
-
-def world() -> MPI.Comm:
-    """The communicator of all ranks. Checks thread support.
-
-    Not a duplicate: making one is collective, and a rank that dies meanwhile would hold up the rest
-    for ever. Nobody else in this process uses MPI.
-    """
-    if MPI.Query_thread() < MPI.THREAD_FUNNELED:
-        raise ProtocolError(
-            "this MPI was started without thread support; pipeinfer needs MPI_THREAD_FUNNELED"
-        )
-    return MPI.COMM_WORLD
-
-
-def own_bell() -> dict[str, str]:
-    """Make this rank's doorbell, for `meet` at all ranks of its host. name: empty without one."""
-    name = ""
-    if _bell:
-        return {"name": _bell_name[0], "host": _host_id()}
-    if os.environ.get("PIPEINFER_DOORBELL", "1") != "0":
-        with contextlib.suppress(OSError, AttributeError):
-            wanted = f"pipeinfer-{secrets.token_hex(8)}"
-            _bell.append(Doorbell(wanted))
-            _bell_name.append(name := wanted)
-    return {"name": name, "host": _host_id()}
-
-
-def meet(bells: Sequence[Mapping[str, str]]) -> None:
-    """Learn every rank's bell. Ranks of one host ring each other only where all of them have one.
-    """
-    me = MPI.COMM_WORLD.Get_rank()
-    near = {rank: bell["name"] for rank, bell in enumerate(bells)
-            if bell["host"] == bells[me]["host"]}
-    if _bell and all(near.values()):
-        _bell[-1].drain()
-        _bell[-1].rung = 0
-        _house.append(_House(_bell[-1], near))
-
-
-def introduce(comm: MPI.Comm) -> None:
-    """Exchange bells where no start-up does it along with other things."""
-    texts = gather_json(comm, json.dumps(own_bell()))
-    if texts is None:
-        bells = json.loads(receive_json(comm, 0, 60.0))
-    else:
-        bells = [json.loads(text) for text in texts]
-        for rank in range(1, comm.Get_size()):
-            send_json(comm, rank, json.dumps(bells))
-    meet(bells)
-
-
-def _host_id() -> str:
-    """The same for processes that see each other's abstract sockets."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
-    return secrets.token_hex(8)
-
-
-def survivable() -> bool:
-    """Whether the job goes on when a rank dies: asked for, and known to the library."""
-    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")
-    return asked and hasattr(MPI.Comm, "Ack_failed") and "Open MPI" in library_version()
-
-
-def failed_ranks(comm: MPI.Comm) -> set[int]:
-    """Ranks that MPI knows to be dead."""
-    dead = comm.Get_failed()
-    return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), comm.Get_group()))
-
-
-def has_losses() -> bool:
-    """Whether this process has given up any rank."""
-    return any(port.gone for port in _ports)
-
-
-def abort(code: int) -> None:
-    """End every rank of the job at once, with exit status `code`.
-
-    Where a job survives the death of a rank, MPI_Abort leaves the others alive and hangs. There
-    rank 0 tells them to leave; another rank ends itself only, and rank 0 hears of that.
-    """
-    if not survivable():
-        MPI.COMM_WORLD.Abort(code)
-    if MPI.COMM_WORLD.Get_rank() == 0:
-        with contextlib.suppress(MPI.Exception, ClusterError):
-            if not _ports:
-                MpiPort(MPI.COMM_WORLD, Layout((0,)))
-            port = _ports[-1]
-            port.dismiss()
-            port.close(timeout=0.5)
-    elif 0 not in failed_ranks(MPI.COMM_WORLD):
-        code = 0  # MPI does not tell of a rank that ends with another code
-    os._exit(code)
-
-
-def sign_off() -> None:
-    """Tell the launcher that this process ends in order: what MPI_Finalize does after waiting for
-    every rank, some of which may hang.
-
-    Without it the launcher tells all others of a death, and where one of them has left meanwhile
-    it writes an error of its own into the job's output. Whoever has to be missed must not call it.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another launcher
-        pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-        for _ in range(_PMIX_USERS):
-            if not pmix.PMIx_Initialized():
-                break
-            pmix.PMIx_Finalize(None, ctypes.c_size_t(0))
-
-
-def leave() -> NoReturn:
-    """End this process; the job goes on without it, or has ended."""
-    sign_off()
-    os._exit(0)
-
-
-def library_version() -> str:
-    """The MPI library's own name and version, first line."""
-    return MPI.Get_library_version().split("\n")[0].strip(" \x00")
-
-
-def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
-                instead: str | None = None) -> list[str] | None:
-    """Every rank's `text` at rank 0 (None elsewhere), without pickle; `instead` for the dead.
-
-    Raises TransportTimeout or, without `instead`, RankLost naming the first rank that has not sent.
-    """
-    deadline = time.monotonic() + timeout
-    if comm.Get_rank() > 0:
-        request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=_ORDER_TAG)
-        _until(request.Test, comm, 0, deadline, timeout, "gather")
-        return None
-    texts = [text]
-    for source in range(1, comm.Get_size()):
-        try:
-            texts.append(receive_json(comm, source, max(deadline - time.monotonic(), 0.0)))
-        except RankLost:
-            if instead is None:
-                raise
-            texts.append(instead)
-    return texts
-
-
-def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> None:
-    """A text for `receive_json` at `dest`, outside of any port. Raises TransportTimeout, RankLost.
-    """
-    request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=_ORDER_TAG)
-    _until(request.Test, comm, dest, time.monotonic() + timeout, timeout, "start-up")
-
-
-def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
-    """The next text that `source` sent to this rank. Raises TransportTimeout, RankLost, and
-    Dismissed for the order to leave."""
-    status, start = MPI.Status(), time.monotonic()
-    found: list[MPI.Message] = []
-
-    def arrived() -> bool:
-        probe = comm.Improbe(source, _ORDER_TAG, status)
-        found.extend([] if probe is None else [probe])
-        return probe is not None
-
-    _until(arrived, comm, source, start + timeout, timeout, "start-up")
-    frame = bytearray(status.Get_count(MPI.BYTE))
-    found[0].Recv([frame, MPI.BYTE])
-    if source == 0 and frame == _LEAVE:
-        raise Dismissed
-    return frame.decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A measured link: one-way latency of 4 KiB in seconds, bandwidth of 1 MiB in bytes/s."""
-
-    source: int
-    dest: int
-    latency: float
-    bandwidth: float
-
-
-def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
-    """Collective: every rank bounces messages with its successor; a rank returns its own link.
-
-    Raises TransportTimeout naming the neighbour that does not answer.
-    """
-    rank, size = comm.Get_rank(), comm.Get_size()
-    links = []
-    for first in range(size - 1):
-        if rank == first:
-            small = _bounce(comm, first + 1, 4096, 50, timeout, leads=True)
-            large = _bounce(comm, first + 1, 1 << 20, 6, timeout, leads=True)
-            links.append(Link(first, first + 1, small / 2, (1 << 20) / (large / 2)))
-        elif rank == first + 1:
-            _bounce(comm, first, 4096, 50, timeout, leads=False)
-            _bounce(comm, first, 1 << 20, 6, timeout, leads=False)
-    return links
-
-
-def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *, leads: bool
-            ) -> float:
-    """The median round trip in seconds."""
-    frame, times = bytearray(size), []
-    deadline = time.monotonic() + timeout
-    for turn in range(2 * rounds):
-        start = time.perf_counter()
-        if (turn % 2 == 0) == leads:
-            request = comm.Isend([frame, MPI.BYTE], dest=peer, tag=1)
-            _until(request.Test, comm, peer, deadline, timeout, "link test")
-        else:
-            request = comm.Irecv([frame, MPI.BYTE], source=peer, tag=1)
-            _until(request.Test, comm, peer, deadline, timeout, "link test")
-        times.append(time.perf_counter() - start)
-    pairs = sorted(a + b for a, b in zip(times[::2], times[1::2], strict=True))
-    return pairs[len(pairs) // 2]
-
-
-def _until(
-    test: Callable[[], bool], comm: MPI.Comm, peer: int, deadline: float, timeout: float,
-    what: str,
-) -> None:
-    start, spins = time.monotonic(), 0
-    while True:
-        try:
-            if test():
-                return
-        except MPI.Exception as error:
-            if error.Get_error_class() not in _DEATH:
-                raise
-            raise RankLost(peer, "died while the job started") from None
-        if (now := time.monotonic()) > deadline:
-            raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag=what, run_id=None,
-                                   seconds=timeout)
-        spins += 1
-        if spins > 50:
-            time.sleep(min(max((now - start) * _SHARE, _MIN_SLEEP), _IDLE_CAP))

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from pipeinfer.chaos.command import plan
-from pipeinfer.chaos.report import Outcome, resumed, summary, table
-from pipeinfer.chaos.trial import FAULTS, MOMENTS, bodies
-from tests.mpi import launch
+from pipeinfer.experiments.chaos.command import plan
+from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
+from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
+from pipeinfer.experiments.rig import launch
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
 

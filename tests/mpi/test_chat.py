@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from tests.mpi import launch
-from tests.mpi.served import serve
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import serve
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.mpi import launch
-from tests.mpi.served import serve
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TORCH = ("plain", "pasta", "pdos", "skeleton", "apar", "pasta+lookahead@speculative",

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pipeinfer.models.inflate import inflate
-from tests.mpi import launch
+from pipeinfer.experiments.inflate import inflate
+from pipeinfer.experiments.rig import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"

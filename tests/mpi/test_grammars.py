@@ -9,13 +9,13 @@ import sys
 import numpy as np
 import pytest
 
-from pipeinfer.core import SamplingParams
-from pipeinfer.grammar import Vocabulary, compile_grammar
-from pipeinfer.sampling import choose, noise_key
-from pipeinfer.tokenizer import Tokenizer
-from tests.mpi import launch
+from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
-from tests.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "settings = ", 40
@@ -28,7 +28,7 @@ CALL = 'root ::= [a-z]+ "(" ([a-z0-9]+ ("," " "? [a-z0-9]+){0,4}) ")" "\\n"'
 @pytest.fixture(scope="module")
 def wanted():
     """Cases with the tokens of a loop that makes a matcher of its own for every token."""
-    tokenizer = Tokenizer(EMBEDDED / "target.gguf")
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
     vocabulary, loop = Vocabulary.of(tokenizer), PlainLoop(EMBEDDED / "target.gguf")
     prompt, found = tokenizer.encode(PROMPT), []
     for kind, text in (("json_schema", SCHEMA), ("gbnf", CALL)):

@@ -15,9 +15,9 @@ import time
 import psutil
 import pytest
 
-from pipeinfer.sampling import noise_key
-from tests.mpi import launch
-from tests.plain_loop import PlainLoop
+from pipeinfer.core.sampling import noise_key
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -53,10 +53,10 @@ def cases(count=40):
 
 @pytest.fixture(scope="module")
 def reference():
-    from pipeinfer.core import SamplingParams
-    from pipeinfer.tokenizer import Tokenizer
+    from pipeinfer.core.types import SamplingParams
+    from pipeinfer.models.locate import open_tokenizer
 
-    plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
     known = {}
     for case in cases():
         key = (case["prompt"], json.dumps(case["params"]))
@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
     ("gemma", 3, False, 3, "gemma"),
 ])
 def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
-    from pipeinfer.models.random_model import RandomSpec, write_random_model
+    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 
     path = write_random_model(tmp_path / "small.gguf", RandomSpec(n_layer=2))
     if architecture != "llama":
@@ -321,21 +321,21 @@ def test_interrupt_of_plain_mpirun_prints_what_there_is():
     assert b"ended by interrupted" in seen
 
 
-@pytest.mark.parametrize(("end", "missed"), [("mpi.leave()", "[]"), ("os._exit(0)", "[1]")])
+@pytest.mark.parametrize(("end", "missed"), [("mpi_exit.leave()", "[]"), ("os._exit(0)", "[1]")])
 def test_a_rank_that_leaves_in_order_is_not_reported_dead(end, missed):
     program = f"""
 import os, time
-from pipeinfer.transport import mpi
-world = mpi.world()
+from pipeinfer.transport import mpi_exit, mpi_job
+world = mpi_job.world()
 if world.Get_rank() == 1:
     time.sleep(0.2)
     {end}
 deadline = time.monotonic() + (20 if {missed} else 2)
-while sorted(mpi.failed_ranks(world)) != [1] and time.monotonic() < deadline:
+while sorted(mpi_job.failed_ranks(world)) != [1] and time.monotonic() < deadline:
     world.Iprobe()
     time.sleep(0.01)
-print(sorted(mpi.failed_ranks(world)), flush=True)
-mpi.leave()
+print(sorted(mpi_job.failed_ranks(world)), flush=True)
+mpi_exit.leave()
 """
     done = launch.run(2, [sys.executable, "-c", program], timeout=60)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi import launch
+from pipeinfer.experiments.rig import launch
 from tests.mpi.test_jobs import LONG, PIPEINFER, interrupt
 
 SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (launch.ROOT / folder).iterdir()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.mpi import launch
+from pipeinfer.experiments.rig import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]

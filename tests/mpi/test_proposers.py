@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from pipeinfer.core import SamplingParams
-from pipeinfer.sampling import noise_key
-from pipeinfer.tokenizer import Tokenizer
-from tests.mpi import launch
+from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import run_matrix
-from tests.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -28,7 +28,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def wanted():
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
     prompt = tokenizer.encode(PROMPT)
     params = {0.0: SamplingParams(), 0.8: SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(3))}
     tokens = {t: loop.generate(prompt, 60, p) for t, p in params.items()}
@@ -78,7 +78,7 @@ def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, dra
 
 def adapter_at(path, prompts):
     """A BiTA adapter of random vectors: what it proposes is worth nothing, and harmless."""
-    from pipeinfer.models.bita import BitaAdapter, save_bita
+    from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 
     chance = np.random.default_rng(prompts)
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tests.mpi import launch
-from tests.mpi.served import serve
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]

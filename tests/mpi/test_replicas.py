@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from pipeinfer.core import SamplingParams
-from pipeinfer.sampling import noise_key
-from pipeinfer.tokenizer import Tokenizer
-from tests.mpi import launch
+from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
-from tests.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
@@ -22,7 +22,7 @@ GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT]
 
 @pytest.fixture(scope="module")
 def wanted():
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), Tokenizer(EMBEDDED / "target.gguf")
+    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
     prompt = tokenizer.encode(PROMPT)
     tokens = [loop.generate(prompt, 60, SamplingParams(**p)) for p in ({}, SEEDED)]
     loop.close()

@@ -14,9 +14,9 @@ import time
 import psutil
 import pytest
 
-from pipeinfer import leftovers
-from tests.mpi import launch
-from tests.mpi.served import Served
+from pipeinfer.cluster import cleanup
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import Served
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 RUN = str(launch.ROOT / "launch" / "run")
@@ -118,7 +118,7 @@ exit 0""", 1))
     assert code == 0, err
     assert "killed 1 processes of the job before" in err
     (job,) = {line.split()[0] for line in (fake / "starts").read_text().splitlines()}
-    assert leftovers.processes_of(job) == []
+    assert cleanup.processes_of(job) == []
 
 
 # --- Slurm ------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def tokens(served):
 
 def job_processes(job):
     """Ranks, the HTTP process and what they started; not the launcher and its helpers."""
-    return {p.pid: p for p in leftovers.processes_of(job) if "python" in p.name()
+    return {p.pid: p for p in cleanup.processes_of(job) if "python" in p.name()
             or "pipeinfer" in p.name()}
 
 
@@ -205,7 +205,7 @@ def test_a_server_whose_head_is_killed_is_back_on_its_port_with_the_same_tokens(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        leftovers.end(job)
+        cleanup.end(job)
         process.wait(20)
         process.stdout.close()
         served._reader.join(10.0)

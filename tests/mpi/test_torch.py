@@ -13,13 +13,14 @@ for _package in ("torch", "transformers", "safetensors"):
 import numpy as np
 import torch
 
-from pipeinfer.backends.pytorch import TorchBackend, TorchOptions
-from pipeinfer.core import SamplingParams, make_rows
-from pipeinfer.sampling import choose, noise_key
-from pipeinfer.tokenizer import Tokenizer
-from tests.embedded_folder import write_folder
-from tests.mpi import launch
-from tests.mpi.served import serve
+from pipeinfer.backends.pytorch.backend import TorchBackend
+from pipeinfer.backends.pytorch.options import TorchOptions
+from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.types import SamplingParams, make_rows
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.embedded_folder import write_folder
+from pipeinfer.experiments.rig.served import serve
+from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -64,7 +65,7 @@ def wanted():
     torch.set_num_threads(1)
     whole = TorchBackend.load(EMBEDDED / "target.gguf", n_ctx=512, n_seq_max=1, n_batch=64,
                               n_threads=1, options=TorchOptions("cpu"))
-    tokenizer = Tokenizer(EMBEDDED / "target.gguf")
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
     prompt = tokenizer.encode(PROMPT)
     assert len(prompt) > 64
     found = [(params, plain([whole], prompt, COUNT, SamplingParams(**params)))
@@ -107,7 +108,8 @@ def test_ranks_on_different_backends(tmp_path, folder):
     stages = answer["stats"]["stages"]
     assert [stages[k]["backend"] for k in ("1", "2")] == ["llamacpp", "torch"]
     assert "different backends" in done.stderr + json.dumps(answer)
-    from pipeinfer.backends.llamacpp import LlamaCppBackend, LlamaOptions
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.backends.llamacpp.context import LlamaOptions
     from pipeinfer.models.gguf import ModelFile
     from pipeinfer.models.shard import extract_shard
 
@@ -119,7 +121,7 @@ def test_ranks_on_different_backends(tmp_path, folder):
         options=LlamaOptions(layer_callbacks=True))
     last = TorchBackend.load(path, layers=(cut, 12), n_ctx=512, n_seq_max=1, n_batch=64,
                              n_threads=1, options=TorchOptions("cpu"))
-    tokenizer = Tokenizer(path)
+    tokenizer = open_tokenizer(path)
     expected = plain([first, last], tokenizer.encode(PROMPT), 12, SamplingParams())
     first.close()
     tokenizer.close()
@@ -137,7 +139,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch"]
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
                               options=TorchOptions("cpu", "bfloat16"))
-    tokenizer = Tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     assert answer["tokens"] == plain([whole], tokenizer.encode(PROMPT), 10, SamplingParams())
 
 

@@ -11,16 +11,17 @@ import signal
 import sys
 import time
 
-from pipeinfer import host, stage_life
-from pipeinfer.backends.llamacpp import LlamaCppBackend
-from pipeinfer.cli import main
+from pipeinfer import host
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.cli.main import main
+from pipeinfer.cluster import stage_process
+from pipeinfer.core.messages import Shutdown
 from pipeinfer.errors import BackendError
-from pipeinfer.protocol import Shutdown
-from pipeinfer.stage import Stage
+from pipeinfer.runtime.stage import Stage
 
 
 def break_backend(kind: str) -> None:
-    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, stage_life.known_widths
+    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, stage_process.known_widths
     calls = -1
 
     def known_widths(*args, **kwargs):
@@ -29,7 +30,7 @@ def break_backend(kind: str) -> None:
         calls = 0
         return found
 
-    stage_life.known_widths = known_widths
+    stage_process.known_widths = known_widths
 
     def broken(self, *args, **kwargs):
         nonlocal calls
@@ -57,7 +58,7 @@ def break_backend(kind: str) -> None:
 
 
 def break_receiving() -> None:
-    whole = stage_life.stage_shard
+    whole = stage_process.stage_shard
 
     def broken(config, port, setup, report):
         def count(phase, done, total):
@@ -67,7 +68,7 @@ def break_receiving() -> None:
 
         return whole(config, port, setup, count)
 
-    stage_life.stage_shard = broken
+    stage_process.stage_shard = broken
 
 
 def break_shutdown() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from pipeinfer import cli
+from pipeinfer.cli import generate, main
 
 if __name__ == "__main__":
-    report = cli._report
+    report = generate._report
 
     def late_report(*args) -> None:
         time.sleep(0.05)
         report(*args)
 
-    cli._report = late_report
-    cli.main(prog_name="pipeinfer")
+    generate._report = late_report
+    main.main(prog_name="pipeinfer")

@@ -1,0 +1,5 @@
+"""The benchmarks' own tests keep their shards apart from the user's."""
+
+from __future__ import annotations
+
+from pipeinfer.experiments.rig.fixtures import private_cache  # noqa: F401

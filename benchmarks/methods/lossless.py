@@ -1,0 +1,124 @@
+"""The losslessness matrix: every policy, ablation, tree shape and number of ranks against plain.
+
+    python -m benchmarks.methods.lossless --prompts 4 --tokens 128            the whole matrix
+    python -m benchmarks.methods.lossless --prompts 20 --share 0.25           a random quarter
+
+Greedy and temperature 0.8 with three seeds. The reference is tests/plain_loop.py (llama-cpp-python
+on the unsplit file) for greedy and sampled decoding alike. Each mismatch is teacher-forced: the
+plain loop is fed the tokens up to that position, once with single rows and once in other widths,
+and the gap of the two best perturbed scores is printed beside the noise between the widths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+from benchmarks.methods.prompts import PROMPTS
+from pipeinfer.core.sampling import candidates, noise_key
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.experiments.rig.launch import python
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+
+EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
+POLICIES = (
+    {"policy": "iterative"}, {"policy": "speculative"}, {"policy": "pipeinfer"},
+    *({"policy": "pipeinfer", "ablations": [a]}
+      for a in ("async", "continuous", "multibuffer", "cancel")),
+)
+SHAPES = ({"branches": 1, "alternatives": 0}, {"branches": 3, "p_split": 0.1},
+          {"alternatives": 3, "p_split": 0.02, "path_min": 0.001}, {"adapt": True})
+SAMPLINGS = ({"temperature": 0.0}, *({"temperature": 0.8, "key": noise_key(s)} for s in (1, 2, 3)))
+
+
+@click.command()
+@click.option("--prompts", default=4, help="How many prompts.")
+@click.option("--tokens", default=128, help="New tokens per case.")
+@click.option("--share", default=1.0, help="Random share of the matrix.")
+@click.option("--ranks", default="1,2,3,4", help="World sizes.")
+@click.option("--model", default=str(EMBEDDED / "target.gguf"))
+@click.option("--draft", default=str(EMBEDDED / "draft.gguf"))
+@click.option("--seed", default=0, help="Of the random share.")
+@click.option("--p-min", default=0.3, help="Draft cutoff.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON with every case.")
+def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft: str, seed: int,
+         p_min: float, output: Path | None) -> None:
+    """Run the matrix and print what differs."""
+    from pipeinfer.models.locate import open_tokenizer
+
+    rng = random.Random(seed)
+    tokenizer = open_tokenizer(model)
+    plain = PlainLoop(model)
+    texts = [tokenizer.encode(p) for p in PROMPTS[:prompts]]
+    wanted = {(i, k): plain.generate(texts[i], tokens, SamplingParams(**s))
+              for i, (k, s) in itertools.product(range(prompts), enumerate(SAMPLINGS))}
+    total, wrong, rows = 0, [], []
+    for np_ in map(int, ranks.split(",")):
+        keys = [key for key in itertools.product(
+            range(prompts), range(len(SAMPLINGS)), range(len(POLICIES)), range(len(SHAPES)))
+            if rng.random() < share]
+        cases = [{"prompt": texts[i], "params": SAMPLINGS[k], "count": tokens,
+                  "limits": {"draft_max": 3, "tree_max": 7, "p_min": p_min, **POLICIES[p],
+                             **SHAPES[s]}} for i, k, p, s in keys]
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            task, out = Path(folder) / "task.json", Path(folder) / "out.json"
+            task.write_text(json.dumps({"config": {
+                "model": model, "draft_model": draft, "ctx": 1024, "threads": 1,
+                "threads_draft": 1, "branches": 3, "policy": "pipeinfer"}, "cases": cases}))
+            done = python(np_, "matrix", str(task), str(out), timeout=3600)
+            if done.returncode:
+                sys.exit(f"{np_} ranks failed\n{done.stderr[-3000:]}")
+            answer = json.loads(out.read_text())
+        bad = 0
+        for key, case, result in zip(keys, cases, answer["results"], strict=True):
+            total += 1
+            reference = wanted[key[0], key[1]]
+            rows.append({"ranks": np_, "case": case, **result})
+            if result["tokens"] != reference:
+                bad += 1
+                wrong.append((np_, key, case, result["tokens"], reference))
+        print(f"{np_} ranks, R={answer['exact_width']}: {len(keys)} cases, {bad} differ, "
+              f"{time.monotonic() - started:.0f} s", flush=True)
+    for item in wrong:
+        explain(plain, *item)
+    print(f"{total} cases, {len(wrong)} differ")
+    if output:
+        output.write_text(json.dumps(rows))
+
+
+def explain(plain: PlainLoop, np_: int, key: tuple[int, ...], case: dict, got: list[int],
+            reference: list[int]) -> None:
+    """Teacher-force the plain loop to the first difference and measure the tie."""
+    at = next(i for i, (a, b) in enumerate(zip(got, reference, strict=False)) if a != b)
+    prompt, params = case["prompt"], SamplingParams(**case["params"])
+    path = [*prompt, *reference[:at]]
+    single = list(plain.logits_after(prompt, reference[:at]))[-1]
+    noise = 0.0
+    for width in (2, 3, 4):
+        plain.reset()
+        for start in range(0, len(prompt), 64):
+            other = plain.decode(prompt[start : start + 64], start)
+        for start in range(0, at, width):
+            other = plain.decode(reference[start : min(start + width, at)], len(prompt) + start)
+        noise = max(noise, float(np.abs(other - single).max()))
+    found = candidates(single, params, np.array(path, np.int32), len(path) - 1)
+    ids, scores = found.ranked(2)
+    scale = params.temperature or 1.0
+    gap = float(scores[0] - scores[1]) * scale
+    verdict = "near-tie" if gap <= 2 * noise else "BUG"
+    print(f"  {np_} ranks {key} {case['limits']}: at {at} got {got[at]}, plain {reference[at]}; "
+          f"best {ids.tolist()} gap {gap:.3g} (logits), noise between widths {noise:.3g}: "
+          f"{verdict}")
+
+
+if __name__ == "__main__":
+    main()

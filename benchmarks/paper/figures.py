@@ -1,0 +1,82 @@
+"""All figures in the report's order, each with what the paper says."""
+
+from __future__ import annotations
+
+from benchmarks.paper.figures_more import (
+    acceptance,
+    controller,
+    controller_needs,
+    delay,
+    draft_needs,
+    drafts,
+    path_needs,
+    paths,
+    scale,
+    scale_needs,
+    slow,
+    sweep_needs,
+    time_needs,
+    where,
+)
+from benchmarks.paper.figures_paper import (
+    ablation_needs,
+    ablations,
+    constrained,
+    constrained_all,
+    gpu,
+    gpu_needs,
+    itl,
+    memory,
+    nodes_needs,
+    prompts,
+    prompts_needs,
+    speed,
+    ttft,
+)
+from benchmarks.paper.plots import Figure
+
+FIGURES = (
+    Figure("speed", "Generation speed and nodes (Fig. 4)",
+           "PipeInfer is faster in every case: 1.5 to 2.15 times synchronous speculation (up to "
+           "1.7 well aligned, 2.15 poorly). Iterative and speculative speed hardly change with "
+           "the number of nodes; Goliath is fastest at 8 nodes.", nodes_needs, speed),
+    Figure("ttft", "Time to first token (Fig. 5)",
+           "PipeInfer is near parity with iterative inference, synchronous speculation far "
+           "slower.", nodes_needs, ttft),
+    Figure("itl", "Time between tokens (Fig. 6)", "It follows the generation speed.",
+           nodes_needs, itl),
+    Figure("memory", "Memory per node (Fig. 7a)",
+           "PipeInfer needs as much memory as synchronous speculation, iterative less; PipeInfer "
+           "has the most speed per memory.", nodes_needs, memory),
+    Figure("constrained", "Gigabit Ethernet and old machines (Figs. 7b, 7c)",
+           "PipeInfer's greatest gains over synchronous speculation. Five slow nodes more: Dolphin "
+           "loses marginally, Falcon substantially, Goliath gains. Time to first token sometimes "
+           "below iterative's.", constrained_all, constrained),
+    Figure("ablations", "Components switched off (Fig. 8)",
+           "Without cancellation slower; without continuous speculation severely slower (Falcon "
+           "moderately). Multibuffering and asynchronous speculation could not be measured: the "
+           "output became incoherent.", ablation_needs, ablations),
+    Figure("gpu", "Four GPUs (Fig. 9)",
+           "PipeInfer is faster than synchronous speculation in all cases but one (Dolphin 2.9).",
+           gpu_needs, gpu),
+    Figure("prompts", "From prompt to prompt (Fig. 10)",
+           "PipeInfer's speed stays consistent, that of synchronous speculation is erratic.",
+           prompts_needs, prompts),
+    Figure("acceptance", "Acceptance from 0 to 100 %",
+           "Not in the paper, but: 'maintaining high performance even with low speculation "
+           "accuracy'.",
+           sweep_needs("acceptance-c", "acceptance-goliath", "acceptance-gpu"), acceptance),
+    Figure("delay", "Delay of the links, 0 to 75 ms",
+           "Not in the paper, but: 'resilience to latency'.", sweep_needs("delay", "delay-gpu"),
+           delay),
+    Figure("slow", "One slow node",
+           "Not in the paper; it splits layers equally.", sweep_needs("slow-planned", "slow-equal"),
+           slow),
+    Figure("controller", "What tuning while running costs", "Not in the paper.",
+           controller_needs, controller),
+    Figure("time", "Where the time goes", "Not in the paper.", time_needs, where),
+    Figure("cancellation", "How cancellations travel",
+           "They hop backwards from stage to stage.", path_needs, paths),
+    Figure("drafts", "Which size of draft", "Not in the paper.", draft_needs, drafts),
+    Figure("scale", "Up to 256 stages", "The paper stops at 32 nodes.", scale_needs, scale),
+)

@@ -1,0 +1,479 @@
+"""The paper's figures 4 to 10."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.patches import Patch
+
+from benchmarks.paper.plots import (
+    CLUSTERS,
+    COLOUR,
+    MARK,
+    NAME,
+    POLICIES,
+    SMALL,
+    TABLE_I,
+    TABLE_III,
+    Drawn,
+    Row,
+    Size,
+    Stat,
+    band,
+    base,
+    compare,
+    compared,
+    from_to,
+    legend,
+    options,
+    panels,
+    rows_of,
+    save,
+    short,
+    stat,
+    texts,
+    title_of,
+)
+from benchmarks.paper.results import Job, Store, profiles
+from pipeinfer.experiments import bench
+from pipeinfer.experiments.emulation.scenarios import Experiment
+
+# --- Figs. 4 to 7a: cluster C -----------------------------------------------------------------
+
+
+def _nodes(size: Size) -> list[int]:
+    return [8, 32] if size.quick else [4, 8, 15, 32]
+
+
+def _pairs(size: Size) -> list[str]:
+    return size.thin(TABLE_I)
+
+
+def nodes_needs(size: Size) -> list[Job]:
+    return [job for pair in _pairs(size) for n in _nodes(size)
+            for job in compared(base("c", pair, size, nodes=n), _seeds(n, size))]
+
+
+def _seeds(nodes: int, size: Size) -> int:
+    return size.seeds if nodes == 8 else size.few
+
+
+def nodes_grid(store: Store, size: Size) -> dict[tuple[str, int], dict[str, Stat]]:
+    return {(pair, n): compare(store, base("c", pair, size, nodes=n), _seeds(n, size))
+            for pair in _pairs(size) for n in _nodes(size)}
+
+
+def speed(store: Store, size: Size, out: Path) -> Drawn:
+    drawn, grid = Drawn(), nodes_grid(store, size)
+    figure, axes = panels(len(_pairs(size)))
+    for axis, pair in zip(axes, _pairs(size), strict=True):
+        _lines(axis, pair, grid, size, lambda one: (one.mean(), one.spread()))
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("tokens/s")
+    legend(figure)
+    save(figure, out, "speed", "Generation speed on cluster C, 512 tokens; bars: one standard "
+         "deviation over texts.", drawn)
+    figure, axes = panels(2, width=5.4, height=3.4)
+    for axis, policy in zip(axes, ("published", "speculative"), strict=True):
+        for pair, mark in zip(_pairs(size), "osv^Dx", strict=False):
+            ratios = [grid[pair, n]["pipeinfer"].mean() / grid[pair, n][policy].mean()
+                      for n in _nodes(size)]
+            axis.plot(range(len(ratios)), ratios, marker=mark, ms=5,
+                      label=profiles().pair(pair).title)
+        band(axis, 1.5, 2.15, "paper: 1.5 to 2.15")
+        axis.set_xticks(range(len(_nodes(size))), [str(n) for n in _nodes(size)])
+        axis.set(xlabel="nodes", ylabel="times as fast", ylim=(0.8, None),
+                 title=f"PipeInfer over {NAME[policy]}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+                  fontsize=9)
+    save(figure, out, "gain", "The gain over synchronous speculation. Left: trees of 4, cutoff "
+         "0.1, as published; right: the best of trees of 1, 2, 4, 8 and cutoffs 0, 0.4 for each "
+         "point.", drawn)
+    for (pair, n), stats in grid.items():
+        drawn.rows += rows_of("speed", f"c {n} nodes {pair}", stats)
+    for policy in ("published", "speculative", "iterative"):
+        gains = {key: stats["pipeinfer"].mean() / stats[policy].mean()
+                 for key, stats in grid.items()}
+        drawn.measured.append(
+            f"PipeInfer over {NAME[policy]}: {from_to(gains.values())} times as fast (8 nodes: "
+            f"{from_to(v for (_, n), v in gains.items() if n == 8)}).")
+    for policy in ("iterative", "speculative"):
+        changes = [grid[pair, _nodes(size)[-1]][policy].mean()
+                   / grid[pair, _nodes(size)[0]][policy].mean() for pair in _pairs(size)]
+        drawn.measured.append(f"{NAME[policy].capitalize()} at {_nodes(size)[-1]} nodes runs at "
+                              f"{from_to(changes)} of its speed at {_nodes(size)[0]}.")
+    best = {pair: max(_nodes(size), key=lambda n, p=pair: grid[p, n]["pipeinfer"].mean())
+            for pair in _pairs(size)}
+    drawn.measured.append("PipeInfer is fastest at " + ", ".join(
+        f"{n} nodes ({pair})" for pair, n in best.items()) + ".")
+    settings = sorted({bench.setting_text(stats["speculative"].experiment)
+                       for stats in grid.values()})
+    drawn.measured.append(f"Best synchronous settings: {'; '.join(settings)}.")
+    _aims(drawn, grid)
+    return drawn
+
+
+def _aims(drawn: Drawn, grid: dict[tuple[str, int], dict[str, Stat]]) -> None:
+    def gain(pair: str, n: int, policy: str) -> float:
+        stats = grid[pair, n]
+        return stats["pipeinfer"].mean() / stats[policy].mean()
+
+    for pair, policy, least in (("dolphin-tinyllama", "speculative", 2.0),
+                                ("dolphin-tinyllama", "iterative", 3.0),
+                                ("goliath-xwin7b", "speculative", 2.0)):
+        if (pair, 8) in grid:
+            value = gain(pair, 8, policy)
+            drawn.aims.append((f"8 nodes of C, {pair}: at least {least:g} times {NAME[policy]}",
+                               f"{value:.2f}", value >= least))
+    for pair in sorted({key[0] for key in grid}):
+        if {(pair, 8), (pair, 32)} <= set(grid):
+            few, many = gain(pair, 8, "speculative"), gain(pair, 32, "speculative")
+            drawn.aims.append((f"{pair}: gain over {NAME['speculative']} larger at 32 nodes than "
+                               "at 8", f"{few:.2f}, {many:.2f}", many > few))
+
+
+def _lines(axis: Any, pair: str, grid: Any, size: Size,
+           value: Callable[[Stat], tuple[float, Any]]) -> None:
+    nodes = _nodes(size)
+    for policy in POLICIES:
+        points = [value(grid[pair, n][policy]) for n in nodes]
+        errors = np.array([p[1] for p in points]).T
+        aside = 0.05 * (POLICIES.index(policy) - 1.5)  # so that bars do not hide one another
+        axis.errorbar([x + aside for x in range(len(nodes))], [p[0] for p in points], errors,
+                      color=COLOUR[policy], marker=MARK[policy], ms=5, capsize=2, lw=1.6)
+    axis.set_xticks(range(len(nodes)), [str(n) for n in nodes])
+    axis.set_xlabel("nodes")
+    axis.set_title(title_of(pair))
+
+
+def ttft(store: Store, size: Size, out: Path) -> Drawn:
+    drawn, grid = Drawn(), nodes_grid(store, size)
+    figure, axes = panels(len(_pairs(size)))
+    for axis, pair in zip(axes, _pairs(size), strict=True):
+        _lines(axis, pair, grid, size, lambda one: (one.mean("ttft"), one.spread("ttft")))
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("seconds")
+    legend(figure)
+    save(figure, out, "ttft", "Time to the first token after the prompt's own, cluster C.", drawn)
+    ratios = {}
+    for (pair, n), stats in grid.items():
+        drawn.rows += rows_of("ttft", f"c {n} nodes {pair}", stats, ("ttft",))
+        ratios[pair, n] = {p: one.mean("ttft") / stats["iterative"].mean("ttft")
+                           for p, one in stats.items()}
+    for policy in ("pipeinfer", "speculative", "published"):
+        drawn.measured.append(
+            f"{NAME[policy]}: {from_to(r[policy] for r in ratios.values())} of iterative's time "
+            "to the first token.")
+    drawn.measured.append(
+        "PipeInfer's is shorter where the draft, which works while the prompt is still in the "
+        "pipeline, has guessed the first token: the spread is that of right and wrong guesses.")
+    worst = max(ratios.items(), key=lambda item: item[1]["pipeinfer"])
+    drawn.aims.append(("time to first token at most 5 % over iterative's, cluster C, every pair",
+                       f"worst {worst[1]['pipeinfer']:.3f} ({worst[0][0]}, {worst[0][1]} nodes)",
+                       worst[1]["pipeinfer"] <= 1.05))
+    longest = max((record["ttft"] / stats["iterative"].mean("ttft"), key)
+                  for key, stats in grid.items() for record in stats["pipeinfer"].records)
+    drawn.measured.append(f"The longest of any text is {longest[0]:.3f} times iterative's "
+                          f"({longest[1][0]}, {longest[1][1]} nodes).")
+    return drawn
+
+
+def itl(store: Store, size: Size, out: Path) -> Drawn:
+    drawn, grid = Drawn(), nodes_grid(store, size)
+    figure, axes = panels(len(_pairs(size)))
+
+    def value(one: Stat) -> tuple[float, tuple[float, float]]:
+        mean = one.mean("itl_mean")
+        return mean, (0.0, max(0.0, one.mean("itl_p95") - mean))
+
+    for axis, pair in zip(axes, _pairs(size), strict=True):
+        _lines(axis, pair, grid, size, value)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("seconds")
+    legend(figure)
+    save(figure, out, "itl", "Mean time between accepted tokens, cluster C; bars reach to the "
+         "95th percentile: accepted guesses come in bursts.", drawn)
+    for (pair, n), stats in grid.items():
+        drawn.rows += rows_of("itl", f"c {n} nodes {pair}", stats,
+                              ("itl_mean", "itl_sd", "itl_p95"))
+    for policy in POLICIES:
+        at = {pair: grid[pair, 8][policy] for pair in _pairs(size)}
+        drawn.measured.append(
+            f"{NAME[policy]}, 8 nodes: mean {from_to(s.mean('itl_mean') for s in at.values())} s, "
+            f"standard deviation within a text {from_to(s.mean('itl_sd') for s in at.values())} "
+            "s.")
+    return drawn
+
+
+def memory(store: Store, size: Size, out: Path) -> Drawn:
+    drawn, grid = Drawn(), nodes_grid(store, size)
+    targets = list(dict.fromkeys(profiles().pair(pair).target for pair in _pairs(size)))
+    figure, axes = panels(len(targets))
+    for axis, target in zip(axes, targets, strict=True):
+        for pair in _pairs(size):
+            if profiles().pair(pair).target != target:
+                continue
+            second = TABLE_I.index(pair) % 2
+            for policy in POLICIES:
+                stats = [grid[pair, n][policy] for n in _nodes(size)]
+                axis.plot([s.memory for s in stats], [s.mean() for s in stats],
+                          marker=MARK[policy], color=COLOUR[policy], ms=5, lw=1,
+                          ls="--" if second else "-")
+        axis.set(xscale="log", yscale="log", xlabel="GiB per node (mean)", ylabel="tokens/s",
+                 title=profiles().model(target).title)
+        for which in (axis.xaxis, axis.yaxis):
+            which.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+            which.set_minor_formatter(mpl.ticker.NullFormatter())
+            which.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    legend(figure)
+    save(figure, out, "memory", "Memory per node against speed, cluster C with "
+         f"{', '.join(map(str, _nodes(size)))} nodes (right to left); dashed: the larger draft.",
+         drawn)
+    for (pair, n), stats in grid.items():
+        drawn.rows += [Row("memory", f"c {n} nodes {pair}", policy, "GiB per node", one.memory)
+                       for policy, one in stats.items()]
+    per = {p: [stats[p].mean() / stats[p].memory for stats in grid.values()] for p in POLICIES}
+    gains = [a / b for a, b in zip(per["pipeinfer"], per["speculative"], strict=True)]
+    more = [stats["pipeinfer"].memory / stats["iterative"].memory for stats in grid.values()]
+    drawn.measured.append(
+        f"PipeInfer brings {from_to(gains)} times the tokens/s per GiB of the best synchronous "
+        f"speculation; both need {from_to(more)} times iterative's memory per node (the draft).")
+    return drawn
+
+
+# --- Figs. 7b, 7c: gigabit --------------------------------------------------------------------
+
+
+def constrained_needs(size: Size) -> list[Job]:
+    return [job for pair in size.thin(SMALL) for cluster, n in CLUSTERS
+            for job in compared(base(cluster, pair, size, nodes=n), size.seeds)]
+
+
+def bars(axis: Any, labels: Sequence[str], groups: Sequence[dict[str, Stat]], metric: str,
+         policies: Sequence[str] = POLICIES) -> None:
+    width = 0.8 / len(policies)
+    for index, policy in enumerate(policies):
+        at = [x + (index - (len(policies) - 1) / 2) * width for x, g in enumerate(groups)
+              if policy in g]
+        there = [g[policy] for g in groups if policy in g]
+        axis.bar(at, [s.mean(metric) for s in there], width * 0.94, color=COLOUR[policy],
+                 yerr=[s.spread(metric) for s in there], error_kw={"lw": 1, "capsize": 2})
+    axis.set_xticks(range(len(labels)), labels)
+    axis.grid(axis="x", visible=False)
+
+
+def bar_legend(figure: Any, policies: Sequence[str] = POLICIES) -> None:
+    figure.legend(handles=[Patch(color=COLOUR[p], label=NAME[p]) for p in policies],
+                  loc="outside upper center", ncols=len(policies))
+
+
+def constrained(store: Store, size: Size, out: Path) -> Drawn:
+    drawn = Drawn()
+    pairs = size.thin(SMALL)
+    grid = {(pair, c, n): compare(store, base(c, pair, size, nodes=n), size.seeds)
+            for pair in pairs for c, n in CLUSTERS}
+    for metric, name, unit in (("tokens_per_second", "constrained", "tokens/s"),
+                               ("ttft", "constrained-ttft", "seconds")):
+        figure, axes = panels(len(pairs))
+        for axis, pair in zip(axes, pairs, strict=True):
+            groups = [grid[pair, c, n] for c, n in CLUSTERS]
+            bars(axis, [f"{c.upper()}, {n} nodes" for c, n in CLUSTERS], groups, metric)
+            axis.set(title=title_of(pair), ylabel=unit)
+            axis.set_ylim(bottom=0)
+        bar_legend(figure)
+        save(figure, out, name, f"{'Speed' if metric != 'ttft' else 'Time to first token'} over "
+             "gigabit Ethernet (B: cluster A and five old desktops, layers as planned).", drawn)
+    gains: dict[str, list[float]] = {"published": [], "speculative": []}
+    first: list[float] = []
+    for (pair, c, n), stats in grid.items():
+        drawn.rows += rows_of("constrained", f"{c} {n} nodes {pair}", stats,
+                              ("tokens_per_second", "ttft"))
+        for policy, found in gains.items():
+            found.append(stats["pipeinfer"].mean() / stats[policy].mean())
+        first.append(stats["pipeinfer"].mean("ttft") / stats["iterative"].mean("ttft"))
+    for policy, found in gains.items():
+        drawn.measured.append(f"PipeInfer over {NAME[policy]}: {from_to(found)} times as fast.")
+    for pair in pairs:
+        a, b = (grid[pair, c, n]["pipeinfer"].mean() for c, n in (("a", 8), ("b", 13)))
+        drawn.measured.append(f"{pair}: B's five desktops on top of A's eight nodes change "
+                              f"PipeInfer's speed by {b / a - 1:+.0%}.")
+    drawn.measured.append(f"Time to first token: {from_to(first)} of iterative's.")
+    for pair in pairs:
+        value = grid[pair, "a", 8]
+        gain = value["pipeinfer"].mean() / value["speculative"].mean()
+        drawn.rows.append(Row("aims", f"a 8 nodes {pair}", "pipeinfer", "gain", gain))
+        reference = compare(store, base("c", pair, size, nodes=8), size.seeds)
+        other = reference["pipeinfer"].mean() / reference["speculative"].mean()
+        drawn.aims.append((f"{pair}: gain over {NAME['speculative']} on A (gigabit) at least that "
+                           "on C, 8 nodes", f"{gain:.2f}, {other:.2f}", gain >= other))
+    return drawn
+
+
+def constrained_all(size: Size) -> list[Job]:
+    return [*constrained_needs(size),
+            *(job for pair in size.thin(SMALL)
+              for job in compared(base("c", pair, size, nodes=8), size.seeds))]
+
+
+# --- Fig. 8: ablations ------------------------------------------------------------------------
+
+ABLATIONS = ("cancel", "continuous", "multibuffer", "async")
+
+
+def ablation_options(pair: str, size: Size, off: str) -> list[Experiment]:
+    """What is tried, the best of which counts, so that no variant loses by a setting."""
+    start = base("c", pair, size, nodes=8, adapt=False, ablate=(off,) if off else ())
+    if off == "continuous":
+        settings = [{"tree_max": tree} for tree in bench.TREES]
+    elif off == "async":
+        settings = [{"tree_max": tree, "p_min": p}
+                    for tree in bench.TREES for p in bench.CUTOFFS]
+    else:
+        settings = [{"draft_max": batch} for batch in (1, 2)]
+    return [dataclasses.replace(start, limits=tuple(one.items())) for one in settings]
+
+
+def ablation_needs(size: Size) -> list[Job]:
+    return [Job(run) for pair in size.thin(SMALL)
+            for option in [base("c", pair, size, nodes=8),
+                           *(o for off in ("", *ABLATIONS)
+                             for o in ablation_options(pair, size, off))]
+            for run in texts(option, size.seeds)]
+
+
+def ablations(store: Store, size: Size, out: Path) -> Drawn:
+    drawn = Drawn()
+    pairs = size.thin(SMALL)
+    labels = ["tuned", "fixed", "no\ncancel", "no con-\ntinuous", "no multi-\nbuffer",
+              "no\nasync"]
+    colours = ["#2563c9", "#5b8fe0", "#9aa7b8", "#9aa7b8", "#c98b3c", "#c98b3c"]
+    figure, axes = panels(len(pairs), width=4.0, height=3.1)
+    latency, latency_axes = panels(len(pairs), width=4.0, height=3.1)
+    for axis, other, pair in zip(axes, latency_axes, pairs, strict=True):
+        stats = [stat(store, base("c", pair, size, nodes=8), size.seeds)]
+        for off in ("", *ABLATIONS):
+            found = [stat(store, o, size.seeds) for o in ablation_options(pair, size, off)]
+            stats.append(max((s for s in found if s is not None), key=Stat.mean))
+        for which, metric, unit in ((axis, "tokens_per_second", "tokens/s"),
+                                    (other, "itl_mean", "seconds between tokens")):
+            which.bar(range(len(stats)), [s.mean(metric) for s in stats], 0.7, color=colours,
+                      yerr=[s.spread(metric) for s in stats], error_kw={"lw": 1, "capsize": 3})
+            which.set_xticks(range(len(stats)), labels, fontsize=8)
+            which.grid(axis="x", visible=False)
+            which.set(title=title_of(pair), ylabel=unit)
+        full = stats[1]
+        parts = []
+        for off, one in zip(ABLATIONS, stats[2:], strict=True):
+            paired = [a["tokens_per_second"] / b["tokens_per_second"] - 1
+                      for a, b in zip(full.records, one.records, strict=True)]
+            spread = statistics.stdev(paired) if len(paired) > 1 else 0.0
+            mean = statistics.fmean(paired)
+            parts.append(f"{off} {mean:+.0%} (+-{spread:.0%})")
+            drawn.rows.append(Row("ablations", f"c 8 nodes {pair}", f"without {off}",
+                                  "contribution", mean, spread, len(paired)))
+        for label, one in zip(["all, tuned", "all", *(f"without {a}" for a in ABLATIONS)], stats,
+                              strict=True):
+            drawn.rows += [Row("ablations", f"c 8 nodes {pair}", label, metric, one.mean(metric),
+                               one.spread(metric), len(one.records))
+                           for metric in ("tokens_per_second", "itl_mean", "ttft")]
+        drawn.measured.append(f"{pair}: each component makes the whole faster by "
+                              f"{', '.join(parts)}.")
+    for grey, name in ((figure, "ablations"), (latency, "ablations-itl")):
+        grey.legend(handles=[Patch(color="#2563c9", label="everything on"),
+                             Patch(color="#9aa7b8", label="in the paper too"),
+                             Patch(color="#c98b3c", label="not measurable in the paper")],
+                    loc="outside upper center", ncols=3)
+        save(grey, out, name, "Each component switched off, 8 nodes of cluster C; every bar is "
+             "the best of a few fixed settings (micro-batches of 1, 2, 4; trees of 1, 2, 4, 8), "
+             "nothing is tuned while running but in the first.", drawn)
+    return drawn
+
+
+# --- Figs. 9, 10: GPUs ------------------------------------------------------------------------
+
+
+def gpu_needs(size: Size) -> list[Job]:
+    return [job for pair in size.thin(TABLE_III)
+            for job in compared(base("gpu", pair, size), size.seeds)]
+
+
+def gpu(store: Store, size: Size, out: Path) -> Drawn:
+    drawn = Drawn()
+    pairs = size.thin(TABLE_III)
+    groups = [compare(store, base("gpu", pair, size), size.seeds) for pair in pairs]
+    figure, (axis,) = panels(1, width=11.5, height=3.8)
+    bars(axis, [f"{short(p)}\n{profiles().pair(p).acceptance:.0%}" for p in pairs], groups,
+         "tokens_per_second")
+    axis.tick_params(axis="x", labelsize=7.5)
+    axis.set_ylabel("tokens/s")
+    for x, group in enumerate(groups):
+        if "pipeinfer" not in group:
+            axis.text(x + 0.3, 1, "does not fit", rotation=90, ha="center", va="bottom",
+                      color=COLOUR["pipeinfer"], fontsize=8.5)
+    bar_legend(figure)
+    save(figure, out, "gpu", "Four GPUs over InfiniBand QDR (MI60, P40, Titan V, RTX 3090). The "
+         "paper reports no acceptances here: they are assumed (the percentages).", drawn)
+    gains: dict[str, dict[str, float]] = {"published": {}, "speculative": {}, "iterative": {}}
+    for pair, stats in zip(pairs, groups, strict=True):
+        drawn.rows += rows_of("gpu", f"gpu {pair}", stats)
+        for policy, found in gains.items():
+            if "pipeinfer" in stats:
+                found[pair] = stats["pipeinfer"].mean() / stats[policy].mean()
+        if "pipeinfer" not in stats:
+            why = store.get(base("gpu", pair, size))["error"]
+            drawn.measured.append(f"{pair} does not fit with the head on a GPU of its own: {why}.")
+    for policy, found in gains.items():
+        least = min(found, key=lambda p, f=found: f[p])
+        drawn.measured.append(f"PipeInfer over {NAME[policy]}: {from_to(found.values())} times as "
+                              f"fast (least with {least}).")
+    return drawn
+
+
+def prompt_acceptances(size: Size) -> list[float]:
+    """Beta distributed, mean 65 %, standard deviation 8 %."""
+    mean, spread = 0.65, 0.08
+    total = mean * (1 - mean) / spread**2 - 1
+    draws = np.random.default_rng(10).beta(mean * total, (1 - mean) * total, 12)
+    return [round(float(x), 3) for x in (draws[:3] if size.quick else draws)]
+
+
+def _prompt_runs(size: Size, policy: str) -> list[list[Experiment]]:
+    """For each setting of the policy, the run of every prompt."""
+    start = base("gpu", "senku-tinyllama", size)
+    return [[dataclasses.replace(option, acceptance=share, prompt_seed=seed)
+             for seed, share in enumerate(prompt_acceptances(size))]
+            for option in options(start, policy)]
+
+
+def prompts_needs(size: Size) -> list[Job]:
+    return [Job(run) for policy in POLICIES for runs in _prompt_runs(size, policy) for run in runs]
+
+
+def prompts(store: Store, size: Size, out: Path) -> Drawn:
+    drawn = Drawn()
+    figure, (axis,) = panels(1, width=9.5, height=3.4)
+    shares = prompt_acceptances(size)
+    parts = []
+    for policy in POLICIES:
+        found = [[store.get(run)["tokens_per_second"] for run in runs]
+                 for runs in _prompt_runs(size, policy)]
+        values = max(found, key=statistics.fmean)
+        axis.plot(range(len(values)), values, marker=MARK[policy], color=COLOUR[policy], lw=1.6)
+        mean, spread = statistics.fmean(values), statistics.stdev(values)
+        drawn.rows.append(Row("prompts", "gpu senku-tinyllama", policy, "tokens_per_second", mean,
+                              spread, len(values)))
+        parts.append(f"{NAME[policy]} {mean:.1f} +-{spread:.1f} tokens/s ({spread / mean:.0%})")
+    axis.set_xticks(range(len(shares)), [f"{i + 1}\n{s:.0%}" for i, s in enumerate(shares)])
+    axis.set(xlabel="prompt, and its acceptance", ylabel="tokens/s", ylim=(0, None))
+    legend(figure)
+    save(figure, out, "prompts", "Senku 70B with TinyLlama on four GPUs. Every prompt is another "
+         "text with another acceptance, drawn from a Beta distribution of mean 65 % and standard "
+         "deviation 8 %; synchronous settings are fixed for all prompts.", drawn)
+    drawn.measured.append("Mean and standard deviation over prompts: " + "; ".join(parts) + ".")
+    return drawn

@@ -1,0 +1,364 @@
+"""`pipeinfer serve` under load: correctness, throughput, leaving, overload, prompts that recur.
+
+    python -m benchmarks.serving lossless      every request under load against a plain loop
+    python -m benchmarks.serving throughput    clients 1 to 16, speculation auto, on and off
+    python -m benchmarks.serving leave         how soon a client that left stops costing anything
+    python -m benchmarks.serving prefix        the second turn of a long conversation
+
+Real servers on this machine, over HTTP. Each prints its figures and, with `--json FILE`, keeps
+them. The emulated cluster of `throughput` is in `benchmarks.serving.cluster`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.methods.prompts import PROMPTS
+from benchmarks.serving.client import Answer, complete, get
+from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.experiments.rig.launch import environment, mpirun_path
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
+
+REPORT_SECONDS = 1.0  #: that reports of the last runs get to arrive
+EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"
+
+
+class Server:
+    """A running server: its port, and the processes that belong to it."""
+
+    def __init__(self, port: int, process: asyncio.subprocess.Process) -> None:
+        self.port, self.process = port, process
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes by process, named by what it runs."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if "pipeinfer" in line and "mpirun" not in line:
+                    kind = "http" if "pipeinfer.server" in line else "rank"
+                    found[f"{kind} {process.pid}"] = process.memory_info().rss
+        return found
+
+    async def slots(self) -> list[dict[str, Any]]:
+        """What `/slots` says."""
+        return json.loads((await get(self.port, "/slots"))[1])
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = (await get(self.port, "/metrics"))[1]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
+                   if line.split("{")[0].split(" ")[0] == name)
+
+
+@contextlib.asynccontextmanager
+async def server(ranks: int, *options: str, quiet: bool = True) -> AsyncIterator[Server]:
+    """Start `pipeinfer serve` on so many ranks and wait until it is ready."""
+    port = random.randint(20000, 60000)
+    command = [sys.executable, "-m", "pipeinfer", "serve", "--port", str(port), *options]
+    if ranks > 1:
+        launcher = mpirun_path()
+        assert launcher is not None, "no mpirun found"
+        command = [launcher, "-np", str(ranks), *command]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment(), start_new_session=True,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL if quiet else None)
+    try:
+        for _ in range(1200):
+            with contextlib.suppress(OSError):
+                if (await get(port, "/health"))[0] == 200:
+                    break
+            assert process.returncode is None, "the server did not start"
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError("the server was not ready after two minutes")
+        yield Server(port, process)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGUSR1 if ranks > 1 else signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 45)
+            except TimeoutError:
+                process.kill()
+
+
+# --- lossless ---------------------------------------------------------------------------------
+
+
+def some_requests(count: int, seed: int, tokenizer: Tokenizer, longest: int = 48
+                  ) -> list[dict[str, Any]]:
+    """Requests with random prompts (many start alike), lengths and sampling."""
+    rng = random.Random(seed)
+    texts = [tokenizer.encode(text) for text in PROMPTS]
+    shared = [token for text in texts[:6] for token in text][:200]
+    requests = []
+    for _ in range(count):
+        own = rng.choice(texts)
+        prompt = shared[: rng.choice([0, 0, 64, 130, 200])] + own[: rng.randint(1, len(own))]
+        request: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, longest),
+                                   "ignore_eos": True, "temperature": 0}
+        if rng.random() < 0.6:
+            request |= {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
+                        "seed": rng.randrange(1 << 20)}
+        if rng.random() < 0.2:
+            request |= {"repeat_penalty": 1.2, "repeat_last_n": 64}
+        requests.append(request)
+    return requests
+
+
+def plain_tokens(loop: PlainLoop, request: dict[str, Any]) -> list[int]:
+    """What the request gives alone, by a loop that shares no code with the pipeline."""
+    params = SamplingParams(
+        temperature=request["temperature"], top_k=request.get("top_k", 0),
+        top_p=request.get("top_p", 1.0), min_p=request.get("min_p", 0.0),
+        repeat_penalty=request.get("repeat_penalty", 1.0),
+        repeat_last_n=request.get("repeat_last_n", 64),
+        key=noise_key(request.get("seed", 0)))
+    return loop.generate(request["prompt"], request["max_tokens"], params)
+
+
+async def under_load(port: int, requests: list[dict[str, Any]], at_once: int, seed: int,
+                     leavers: float = 0.2) -> list[tuple[int | None, Answer]]:
+    """Send all, `at_once` at a time with random pauses; some hang up. (left after, answer) each."""
+    rng = random.Random(seed)
+    gate = asyncio.Semaphore(at_once)
+    plans = [(rng.randint(1, 20) if rng.random() < leavers else None, rng.random() * 0.05)
+             for _ in requests]
+
+    async def one(request: dict[str, Any], leave: int | None, pause: float
+                  ) -> tuple[int | None, Answer]:
+        async with gate:
+            await asyncio.sleep(pause)
+            return leave, await complete(port, request, leave_after=leave)
+
+    return list(await asyncio.gather(*(
+        one(request, *plan) for request, plan in zip(requests, plans, strict=True))))
+
+
+def compare(requests: list[dict[str, Any]], answers: list[tuple[int | None, Answer]],
+            wanted: list[list[int]]) -> list[str]:
+    """What is wrong with the answers: nothing, if all is well."""
+    wrong = []
+    for k, (request, (left, answer), tokens) in enumerate(
+            zip(requests, answers, wanted, strict=True)):
+        if left is None or left >= request["max_tokens"]:
+            if answer.tokens != tokens or (left is None and not answer.ended):
+                wrong.append(f"request {k}: {answer.status} {answer.error} {answer.reason} "
+                             f"{len(answer.tokens)} of {len(tokens)} tokens, differs at "
+                             f"{first_difference(answer.tokens, tokens)}")
+            elif left is None and answer.usage.get("completion_tokens") != len(tokens):
+                wrong.append(f"request {k}: usage {answer.usage}")
+        elif answer.tokens != tokens[: len(answer.tokens)]:
+            wrong.append(f"request {k}, which left: differs at "
+                         f"{first_difference(answer.tokens, tokens)}")
+    return wrong
+
+
+def first_difference(a: list[int], b: list[int]) -> int:
+    """The first index at which two lists differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
+                min(len(a), len(b)))
+
+
+async def lossless(args: argparse.Namespace) -> dict[str, Any]:
+    """At least 200 requests, 16 at a time, against the plain loop; memory along the way."""
+    target = EMBEDDED / "target.gguf"
+    tokenizer = open_tokenizer(target)
+    requests = some_requests(args.requests, args.seed, tokenizer)
+    loop = PlainLoop(target, n_ctx=1024)
+    wanted = [plain_tokens(loop, request) for request in requests]
+    loop.close()
+    memory = []
+    wrong: list[str] = []
+    async with server(args.ranks, *args.options) as running:
+        for turn in range(args.turns):
+            answers = await under_load(running.port, requests, args.at_once, args.seed + turn)
+            wrong += compare(requests, answers, wanted)
+            memory.append(sum(running.memory().values()))
+        await asyncio.sleep(1.0)
+        busy = sum(slot["is_processing"] for slot in await running.slots())
+    figures = {"requests": args.turns * len(requests), "left": sum(
+        left is not None for left, _ in answers) * args.turns, "wrong": len(wrong),
+        "tokens": args.turns * sum(map(len, wanted)), "lanes_at_the_end": busy,
+        "memory_mib": [round(b / 2**20, 1) for b in memory]}
+    for line in wrong[:10]:
+        print(line)
+    return figures
+
+
+# --- throughput -------------------------------------------------------------------------------
+
+
+async def closed_loop(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, float]:
+    """`clients` clients send the requests, each its next one when the last has ended."""
+    todo = list(enumerate(requests))[::-1]
+    answers: list[Answer] = []
+
+    async def client() -> None:
+        while todo:
+            _, request = todo.pop()
+            answer = await complete(port, request)
+            assert answer.ended, answer
+            answers.append(answer)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    seconds = time.perf_counter() - start
+    gaps = [gap for answer in answers for gap in answer.gaps]
+    return {"tokens_per_second": sum(len(a.tokens) for a in answers) / seconds,
+            "first_ms": 1e3 * statistics.median(a.first for a in answers),
+            "gap_ms": 1e3 * statistics.median(gaps), "gap_mean_ms": 1e3 * statistics.fmean(gaps),
+            "gap_worst_ms": 1e3 * max(gaps),
+            "drafted": sum(a.timings.get("drafted_n", 0) for a in answers),
+            "accepted": sum(a.timings.get("accepted_n", 0) for a in answers)}
+
+
+async def throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Clients against speed, for the three settings of --speculation; rounds are interleaved."""
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+    texts = [tokenizer.encode(text) for text in PROMPTS]
+    figures: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for turn in range(args.turns):
+        for mode in ("auto", "on", "off"):
+            async with server(args.ranks, "--speculation", mode, *args.options) as running:
+                await closed_loop(running.port, 1, [
+                    {"prompt": texts[0], "max_tokens": 32, "temperature": 0, "ignore_eos": True}])
+                for clients in args.clients:
+                    count = max(clients, args.least)
+                    requests = [{"prompt": texts[k % len(texts)], "max_tokens": args.tokens,
+                                 "temperature": 0.8, "seed": 100 * turn + k, "ignore_eos": True}
+                                for k in range(count)]
+                    found = await closed_loop(running.port, clients, requests)
+                    figures.setdefault(mode, {}).setdefault(str(clients), []).append(found)
+                    print(turn, mode, clients, {k: round(v, 1) for k, v in found.items()},
+                          flush=True)
+    return figures
+
+
+# --- leaving ----------------------------------------------------------------------------------
+
+
+async def leave(args: argparse.Namespace) -> dict[str, Any]:
+    """From a hang-up to the last moment at which a stage works for that client.
+
+    Read off the pipeline's own reports, with and without cancellation; the time saved is what the
+    runs in flight would have taken.
+    """
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+    prompt = tokenizer.encode(PROMPTS[0])
+    figures: dict[str, Any] = {}
+    for name, options in (("cancel", ()), ("no cancel", ("--ablate", "cancel"))):
+        delays, useful = [], []
+        async with server(args.ranks, *options, *args.options) as running:
+            for k in range(args.requests):
+                delay, worked = await _one_leaver(running.port, prompt, k)
+                delays.append(delay)
+                useful.append(worked)
+        figures[name] = {
+            "last_use_ms_median": round(1e3 * statistics.median(delays), 2),
+            "last_use_ms_worst": round(1e3 * max(delays), 2),
+            "stage_seconds_after_ms_median": round(1e3 * statistics.median(useful), 2),
+        }
+    return figures
+
+
+async def _one_leaver(port: int, prompt: list[int], seed: int) -> tuple[float, float]:
+    """Seconds from the hang-up to the end of the last stage's work for it, and stage seconds
+    spent after the hang-up."""
+    runs: dict[int, list[list[float]]] = {}
+    watching = asyncio.create_task(_watch(port, runs))
+    await asyncio.sleep(0.3)
+    await complete(port, {"prompt": prompt, "max_tokens": 400, "temperature": 0.8, "seed": seed,
+                          "ignore_eos": True}, leave_after=40)
+    gone = time.time()
+    await asyncio.sleep(REPORT_SECONDS)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    ends = [start + seconds for spans in runs.values() for start, seconds in spans if seconds > 0]
+    spent = sum(max(0.0, start + seconds - max(start, gone))
+                for spans in runs.values() for start, seconds in spans)
+    return max(0.0, max(ends, default=gone) - gone), spent
+
+
+async def _watch(port: int, runs: dict[int, list[list[float]]]) -> None:
+    """Collect the spans of all runs that `/pipeline` reports."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /pipeline HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    try:
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                frame = json.loads(line[6:])
+                for item in frame.get("items", []) if frame.get("op") == "runs" else []:
+                    if "spans" in item:
+                        runs[item["id"]] = [span[:2] for span in item["spans"]]
+    finally:
+        writer.close()
+
+
+# --- prefix -----------------------------------------------------------------------------------
+
+
+async def prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """Turn 2 of a chat with 1,000 shared tokens: time to first token with and without reuse."""
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+    words = [token for text in PROMPTS for token in tokenizer.encode(text)]
+    figures: dict[str, Any] = {}
+    for name, options in (("reuse", ()), ("no reuse", ("--no-prefix-cache",))):
+        firsts, reused = [], []
+        async with server(args.ranks, *options, *args.options) as running:
+            for k in range(args.requests):
+                history = [(token + 11 * k) % 3000 + 10 for token in (words * 9)[:1000]]
+                base = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+                first = await complete(running.port, {"prompt": history, **base})
+                second = [*history, *first.tokens, *words[:20]]
+                answer = await complete(running.port, {"prompt": second, **base})
+                assert answer.ended
+                firsts.append(answer.first)
+                reused.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
+        figures[name] = {"first_ms": round(1e3 * statistics.median(firsts), 1),
+                         "reused_tokens": statistics.median(reused)}
+    figures["ratio"] = round(figures["no reuse"]["first_ms"] / figures["reuse"]["first_ms"], 2)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("lossless", "throughput", "leave", "prefix"))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--least", type=int, default=4, help="least requests of a measurement")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file to keep the figures in")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[],
+                        help="further options of `pipeinfer serve`; the last argument")
+    args = parser.parse_args()
+    args.requests = args.requests or {"lossless": 220, "leave": 10, "prefix": 5}.get(args.what, 0)
+    figures = asyncio.run({"lossless": lossless, "throughput": throughput, "leave": leave,
+                           "prefix": prefix}[args.what](args))
+    print(json.dumps(figures, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps({"what": args.what, "ranks": args.ranks,
+                                         "options": args.options, "figures": figures}, indent=1)
+                             + "\n")

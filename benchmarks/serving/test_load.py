@@ -1,0 +1,77 @@
+"""A real server over MPI under load: each request gets what it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.serving import campaigns
+from benchmarks.serving.client import complete
+from pipeinfer.experiments.rig.launch import mpirun_path
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow,
+              pytest.mark.skipif(mpirun_path() is None, reason="no mpirun")]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """200 requests, many of which start alike, and their tokens by a plain loop."""
+    target = campaigns.EMBEDDED / "target.gguf"
+    tokenizer = open_tokenizer(target)
+    requests = campaigns.some_requests(200, 5, tokenizer, longest=32)
+    tokenizer.close()
+    loop = PlainLoop(target, n_ctx=1024)
+    wanted = [campaigns.plain_tokens(loop, request) for request in requests]
+    loop.close()
+    return requests, wanted
+
+
+@pytest.mark.parametrize(("ranks", "options"), [
+    (4, ()),
+    (3, ("-c", "400", "--cache-tokens", "600", "--speculation", "on")),
+    (1, ("-c", "400", "--cache-tokens", "450", "--parallel", "5")),
+])
+def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):
+    requests, wanted = asked
+    if ranks < 4:
+        requests, wanted = requests[:70], wanted[:70]
+
+    async def run():
+        async with campaigns.server(ranks, *options) as running:
+            answers = await campaigns.under_load(running.port, requests, 16, seed=ranks)
+            for _ in range(100):
+                slots = await running.slots()
+                if not any(slot["is_processing"] for slot in slots):
+                    break
+                await asyncio.sleep(0.1)
+            return answers, slots, await running.metric("pipeinfer_requests_total")
+
+    answers, slots, counted = asyncio.run(asyncio.wait_for(run(), 240))
+    assert campaigns.compare(requests, answers, wanted) == []
+    assert not any(slot["is_processing"] for slot in slots)
+    assert counted == len(requests)
+
+
+def test_memory_is_flat_and_slow_readers_hold_nobody_up(asked):
+    requests, _ = asked
+
+    async def run():
+        sizes = []
+        async with campaigns.server(2, "--queue", "8") as running:
+            for turn in range(4):
+                slow = [asyncio.create_task(complete(
+                    running.port, {**requests[k], "max_tokens": 200}, read_pause=0.1))
+                    for k in range(2)]
+                answers = await campaigns.under_load(running.port, requests[:60], 12, seed=turn)
+                assert all(answer.status == 200 for _, answer in answers)
+                assert not any(task.done() and task.exception() for task in slow)
+                for task in slow:
+                    task.cancel()
+                sizes.append(sum(running.memory().values()))
+        return sizes
+
+    sizes = asyncio.run(asyncio.wait_for(run(), 240))
+    assert sizes[-1] < sizes[1] * 1.03, sizes

@@ -1,0 +1,25 @@
+"""Many more clients than a server takes, some of which never read."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.serving import overload
+from pipeinfer.experiments.rig.served import serve
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def test_200_clients_at_once_are_served_or_sent_away_and_leave_no_trace():
+    clients, deaf, room = 200, 3, 4 + 12
+    with serve(4, "-c", "512", "--parallel", "4", "--queue", "12") as server:
+        server.wait_until_ready()
+        found = overload.run(server, clients, deaf, rounds=2, count=6)
+    assert found["errors"] == []
+    assert set(found["statuses"]) == {200, 429}
+    assert sum(found["statuses"].values()) == 2 * clients
+    assert found["statuses"][200] >= 2 * (room - deaf)
+    assert found["without_retry_after"] == found["wrong_texts"] == 0
+    assert max(found["growth_mib"].values()) < 30
+    assert found["idle_afterwards"]
+    assert found["good_afterwards"]

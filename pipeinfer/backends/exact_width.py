@@ -1,0 +1,229 @@
+"""Finds how many rows a backend may decode together and still give single rows' bits.
+
+Matrix kernels differ by the number of rows, and a logit that moves by a rounding error can flip a
+near-tie. The pipeline keeps to the smallest R of its stages, so that its tokens do not depend on
+what was decoded beside what. Measured, not assumed: it depends on processor, file and threads.
+
+Where a cell lies in memory matters, too: `backends.cellorder` sees to that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
+from pipeinfer.models.shard_cache import cache_directory, recall, remember
+
+Indices = npt.NDArray[np.signedinteger]
+
+_CONTEXT = 40  #: tokens before the rows that are compared
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """What rows decoded together are like: R, and the time of CURVE_ROWS rows relative to one."""
+
+    exact: int
+    curve: tuple[float, ...]
+
+    @property
+    def row_cost(self) -> float:
+        """Time of a second, third, fourth row relative to the first, on average.
+
+        Near 0 where memory bounds a decode (GPUs), near 1 or above where arithmetic does.
+        """
+        return max(0.0, (self.curve[CURVE_ROWS.index(4)] - 1.0) / 3)
+
+
+def known_widths(
+    backend: Backend, identity: Sequence[object], limit: int = 16,
+    progress: Progress | None = None, known_curve: Sequence[float] | None = None,
+) -> Widths:
+    """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes.
+
+    identity: everything beside the backend's own sizes and options that the answer depends on
+    (model, llama.cpp, threads, processor). known_curve: taken for the rest instead of measuring it.
+    """
+    info = backend.info
+    text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
+                 getattr(backend, "options", None)))
+    name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+    path = cache_directory() / name
+    if (known := _widths_from(recall(path), limit)) is not None:
+        return known
+    curve_now = tuple(known_curve) if known_curve else None
+    found = Widths(exact_width(backend, limit, progress=progress), curve_now or curve_of(backend))
+    remember(path, [found.exact, *(round(time, 3) for time in found.curve)])
+    return found
+
+
+def _widths_from(note: object, limit: int) -> Widths | None:
+    """What `known_widths` remembered, if that is what it is."""
+    if not isinstance(note, list) or len(note) != 1 + len(CURVE_ROWS):
+        return None
+    width, *curve = note
+    if not isinstance(width, int) or not 1 <= width <= limit:
+        return None
+    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve):
+        return None
+    return Widths(width, tuple(map(float, curve)))
+
+
+def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
+    """Time of a decode of CURVE_ROWS rows relative to one of a single row (medians).
+
+    Where the backend can not decode so many, every row counts like the first. The cache must be
+    empty, and is empty afterwards.
+    """
+    info = backend.info
+    hidden = None if info.first else np.ones((CURVE_ROWS[-1], info.n_embd), np.float32)
+
+    def seconds(width: int) -> float:
+        rows = make_rows([(1, i, (0,), True) for i in range(width)])
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            backend.decode(rows, None if hidden is None else hidden[:width])
+            times.append(time.perf_counter() - start)
+            backend.seq_rm(ALL_SEQS, 0, END)
+        return statistics.median(times)
+
+    one = max(seconds(1), 1e-9)
+    most = min(info.n_batch, info.n_ctx)
+    times = [seconds(width) / one if width <= most else float(width) for width in CURVE_ROWS]
+    return tuple(itertools.accumulate(times, max))  # more rows never take less
+
+
+def exact_width(
+    backend: Backend, limit: int = 16, seed: int = 0, progress: Progress | None = None
+) -> int:
+    """The largest R <= limit for which decodes of 2, 3, ... R rows are bit-equal to single rows.
+
+    After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
+    rows up to the first width that differs (a wider one may agree again, but runs have any width
+    up to R, so none beyond the first difference counts); the R so found is also tried as two
+    branches in two sequence ids, and lowered until they agree. A shard that is not the first gets
+    random rows instead of tokens. progress: told (widths tried, limit).
+
+    A backend may state a bound that a short context can not show, as an attribute `exact_limit`.
+    The cache must be empty, and is empty afterwards. Costs about limit² / 2 rows.
+    """
+    info = backend.info
+    limit = min(limit, info.n_batch, int(getattr(backend, "exact_limit", limit)))
+    limit = min(limit, (info.n_ctx - 1) // 3)
+    if limit < 2:
+        return 1
+    context = min(_CONTEXT, info.n_ctx - 2 * limit)
+    rng = np.random.default_rng(seed)
+    probe = _Probe(backend, rng, context, limit, progress)
+    try:
+        return probe.run(limit)
+    finally:
+        backend.seq_rm(ALL_SEQS, 0, END)
+
+
+class _Probe:
+    """The rows of one search: a context, and two continuations of it."""
+
+    def __init__(
+        self, backend: Backend, rng: np.random.Generator, context: int, limit: int,
+        progress: Progress | None,
+    ) -> None:
+        self.backend, self.context, self.progress = backend, context, progress
+        n, info = context + 2 * limit, backend.info
+        self.tokens = rng.integers(0, info.n_vocab, n).astype(np.int32)
+        self.hidden: FloatArray | None = None
+        if not info.first:
+            # Channels of a trained model's residual stream differ in scale by orders.
+            scale = np.exp(rng.standard_normal(info.n_embd))
+            self.hidden = (rng.standard_normal((n, info.n_embd)) * scale).astype(np.float32)
+
+    def run(self, limit: int) -> int:
+        """The search that `exact_width` describes."""
+        context = self.context
+        chunk = self.backend.info.n_batch
+        for start in range(0, context, chunk):
+            stop = min(start + chunk, context)
+            self._decode(np.arange(start, stop), np.arange(start, stop), _alone(stop - start))
+        first = np.arange(context, context + limit)
+        second = first + limit
+        singles = self._singles(first)
+        width = 1
+        while width < limit and self._same_chain(first[: width + 1], singles):
+            width += 1
+            if self.progress is not None:
+                self.progress(width, limit)
+        if width == 1 or self.backend.info.n_seq_max < 2:
+            return width
+        others = self._singles(second)
+        while width > 1 and not self._same_branches(first, second, width, singles, others):
+            width -= 1
+        return width
+
+    def _singles(self, source: Indices) -> FloatArray:
+        """Results of `source` decoded one by one after the context."""
+        results = [
+            self._decode(source[i : i + 1], np.array([self.context + i]), _alone(1))
+            for i in range(len(source))
+        ]
+        self.backend.seq_rm(0, self.context, END)
+        return np.concatenate(results)
+
+    def _same_chain(self, source: Indices, singles: FloatArray) -> bool:
+        positions = self.context + np.arange(len(source))
+        result = self._decode(source, positions, _alone(len(source)))
+        self.backend.seq_rm(0, self.context, END)
+        return result.tobytes() == singles[: len(source)].tobytes()
+
+    def _same_branches(
+        self,
+        first: Indices,
+        second: Indices,
+        width: int,
+        singles: FloatArray,
+        others: FloatArray,
+    ) -> bool:
+        left, right = width - width // 2, width // 2
+        self.backend.seq_cp(0, 1, 0, self.context)
+        result = self._decode(
+            np.concatenate([first[:left], second[:right]]),
+            self.context + np.concatenate([np.arange(left), np.arange(right)]),
+            _alone(left) + [(1,)] * right,
+        )
+        self.backend.seq_rm(1, 0, END)
+        self.backend.seq_rm(0, self.context, END)
+        return (
+            result[:left].tobytes() == singles[:left].tobytes()
+            and result[left:].tobytes() == others[:right].tobytes()
+        )
+
+    def _decode(
+        self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]]
+    ) -> FloatArray:
+        rows = Rows(
+            self.tokens[source],
+            positions.astype(np.int32),
+            tuple(seq_ids),
+            np.ones(len(source), np.bool_),
+        )
+        hidden = None if self.hidden is None else self.hidden[source]
+        result = self.backend.decode(rows, hidden)
+        assert result is not None  # only a stop gives None, and none was asked for
+        return result
+
+
+def _alone(count: int) -> list[tuple[int, ...]]:
+    """`count` rows of sequence 0."""
+    return [(0,)] * count

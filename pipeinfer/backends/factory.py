@@ -1,0 +1,122 @@
+"""Loading models into this process: parts of the target, or the draft.
+
+Knows backends and options, no transport, no requests and no policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.backends.exact_width import Widths
+from pipeinfer.backends.pytorch.options import require_torch, torch_options
+from pipeinfer.config import Config
+from pipeinfer.errors import UsageError
+from pipeinfer.models.bita_adapter import BitaAdapter, load_bita
+
+EXACT_LIMIT = 16  #: widest decode that is tried for exactness
+
+
+def check_bita(config: Config, model: Any, backends: Sequence[str]) -> None:
+    """Whether a BiTA adapter fits. Raises UsageError and ModelError before anything loads."""
+    if set(backends) != {"torch"}:
+        raise UsageError("--bita needs tokens beyond the vocabulary and rows that look through "
+                         "other sequences, which llama.cpp has not: add --backend torch (on every "
+                         "stage)")
+    load_bita(config.bita).check(model.n_layers, model.n_embd)
+
+
+def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
+    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend can not."""
+    from pipeinfer.backends.pytorch.backend import TorchBackend
+
+    if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
+        raise UsageError("--bita needs the torch backend (without validate)")
+    adapter.check(backend.info.n_layers_total, backend.info.n_embd)
+    if adapter.n_prompts:
+        backend.preload(adapter.prefix(*backend.info.layers), (prompt_id,))
+    if backend.info.first:
+        backend.add_embeddings(adapter.masks)
+
+
+def load_torch(
+    config: Config, path: Path, layers: tuple[int, int], sizes: Mapping[str, Any], threads: int,
+) -> Backend:
+    """Layers of a model on the torch backend. Raises UsageError where torch is not installed."""
+    require_torch()
+    from pipeinfer.backends.pytorch.backend import TorchBackend
+
+    return TorchBackend.load(
+        path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],
+        n_batch=sizes["n_batch"], n_threads=threads,
+        options=torch_options(config.device, config.dtype, exact=config.exact == "on"))
+
+
+def paced(backend: Backend, widths: Widths, first: float, further: float
+          ) -> tuple[Backend, Widths]:
+    """The backend at another machine's pace, and what rows cost there; seconds."""
+    from pipeinfer.backends.paced import PacedBackend
+    from pipeinfer.core.types import CURVE_ROWS
+
+    def seconds(rows: int) -> float:
+        return first + further * (rows - 1)
+
+    curve = tuple(seconds(rows) / first for rows in CURVE_ROWS)
+    return PacedBackend(backend, seconds), dataclasses.replace(widths, curve=curve)
+
+
+def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False,
+                  gaps: bool = False) -> Any:
+    """The llama.cpp side of a config."""
+    from pipeinfer.backends.llamacpp.context import LlamaOptions
+
+    values: dict[str, Any] = {
+        "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
+        "type_v": config.cache_type_v,
+    }
+    if draft or config.exact == "off":
+        # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
+        values |= {k: fast for k, fast in (("flash_attn", "off"), ("type_k", "f16"),
+                                           ("type_v", "f16")) if values[k] == "auto"}
+        values["keep_order"] = False
+    return LlamaOptions(
+        n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
+        use_mmap=config.mmap,
+        use_mlock=config.mlock, layer_callbacks=callbacks, gaps=gaps, **values,
+    )
+
+
+def backend_for(asked: str, path: Path) -> str:
+    """llamacpp or torch. asked: that or auto. Raises UsageError when it can not take the model."""
+    if not path.is_dir():
+        return "llamacpp" if asked == "auto" else asked
+    if asked == "llamacpp":
+        raise UsageError(f"{path} is a folder, which llama.cpp can not load: leave out --backend "
+                         "llamacpp, or name a GGUF file")
+    return "torch"
+
+
+def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
+                ) -> tuple[str, ...]:
+    """The backend of each rank that may hold a stage; hosts: what the ranks told of themselves.
+
+    Raises UsageError and UnsupportedArchitecture for what is known to fail before anything loads.
+    """
+    from pipeinfer.backends.pytorch.options import check_device, check_family, require_torch
+
+    stages = hosts if config.head_stage or len(hosts) == 1 else hosts[1:]
+    kinds = [backend_for(str(rank.get("asked_backend", config.backend)), model.path)
+             for rank in stages]
+    for rank, kind in zip(stages, kinds, strict=True):
+        if kind == "torch":
+            require_torch(rank.get("torch_missing"), f"rank {rank['rank']} on {rank['host']}: ")
+    if "torch" in kinds:
+        if config.distribute:
+            raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
+                             "the model to every host, or share its directory")
+        check_device(config.device)
+        check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())
+    return tuple(kinds)

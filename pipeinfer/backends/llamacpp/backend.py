@@ -1,0 +1,390 @@
+"""Runs a GGUF shard with the released llama-cpp-python, through its C interface.
+
+llama.cpp has no call for "layers a to b": a shard is a model of its own (`models.shard`), takes the
+previous shard's residual stream as embedding rows, and gives its own back through the scheduler's
+callback, which also is where a decode is stopped at a layer boundary.
+
+Knows nothing about runs, ranks or which layers belong where, and does not cut shards. Several
+backends may live in one process, each used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.llamacpp.cell_order import CellOrder
+from pipeinfer.backends.llamacpp.context import (
+    CACHE_TYPES,
+    LlamaOptions,
+    cache_bytes,
+    check_sizes,
+    head_size,
+    load_model,
+    make_context,
+    metadata,
+)
+from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models.llama import clear_log, ensure_llama, last_log
+
+__all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
+
+
+class LlamaCppBackend:
+    """One shard, or a whole model, on llama.cpp. See `backends.base.Backend` for the contract."""
+
+    def __init__(
+        self,
+        model: Any,
+        context: Any,
+        probe: LayerProbe | None,
+        info: ShardInfo,
+        options: LlamaOptions,
+    ) -> None:
+        self._model, self._ctx, self._probe = model, context, probe
+        self._memory = llama_cpp.llama_get_memory(context)
+        self.info, self.options = info, options
+        #: rows that attention surely treats as it treats one; see `exact.exact_width`
+        self.exact_limit = options.exact_limit(info.n_ctx, llama_cpp.llama_n_threads(context))
+        self._order = CellOrder(info.n_ctx, info.n_seq_max) \
+            if options.keep_order and not options.gaps else None
+        self.capabilities = Capabilities(
+            free_positions=options.gaps,
+            separate_views=False,
+            embedding_rows=True,
+            stops_inside=probe is not None and options.layer_callbacks,
+        )
+        n = info.n_batch
+        # The columns of llama_batch, allocated once; numpy fills them, llama.cpp reads them.
+        self._tokens = np.zeros(n, np.int32)
+        #: M-RoPE takes four positions per embedding row, section by section
+        self._positions = np.zeros(4 * n if options.gaps else n, np.int32)
+        self._n_ids = np.zeros(n, np.int32)
+        self._ids = np.zeros((n, info.n_seq_max), np.int32)
+        self._id_rows = (self._ids.ctypes.data + self._ids.strides[0] * np.arange(n)).astype(
+            np.uintp
+        )
+        self._flags = np.zeros(n, np.int8)
+        batch = llama_cpp.llama_batch()
+        ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
+        for field, array in (
+            ("pos", self._positions),
+            ("n_seq_id", self._n_ids),
+            ("seq_id", self._id_rows),
+            ("logits", self._flags),
+        ):
+            setattr(batch, field, _pointer(batch, field, array.ctypes.data))
+        self._batch = batch
+        self._token_pointer = _pointer(batch, "token", self._tokens.ctypes.data)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        layers: tuple[int, int],
+        n_layers_total: int,
+        first: bool,
+        last: bool,
+        n_ctx: int,
+        n_seq_max: int,
+        n_batch: int,
+        n_threads: int,
+        options: LlamaOptions | None = None,
+    ) -> LlamaCppBackend:
+        """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells.
+
+        The file must be one that `extract_shard` or a converter made: llama.cpp itself checks
+        little. Call `ModelFile` on a file of unknown origin first.
+
+        layers: which of the whole model's `n_layers_total` layers the file holds. n_ctx is
+        rounded up to a multiple of 256 by llama.cpp; `info` has what it became. Raises ModelError
+        when the file can not be loaded, BackendError when the cache can not be made.
+        """
+        options = options or LlamaOptions()
+        check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
+        ensure_llama(options.numa)
+        model = load_model(path, options)
+        try:
+            n_layers = llama_cpp.llama_model_n_layer(model)
+            if n_layers != layers[1] - layers[0]:
+                raise ModelError(
+                    f"{os.fspath(path)}: has {n_layers} layers, not those from {layers[0]} to "
+                    f"{layers[1]}"
+                )
+            options = options.resolved(head_size(model))
+            probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
+            callback = None if probe is None else probe.callback
+            sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
+            context = make_context(os.fspath(path), model, callback, sizes, options)
+        except BaseException:
+            llama_cpp.llama_model_free(model)
+            raise
+        architecture = metadata(model, "general.architecture")
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        # A shard from the middle has a vocabulary of one, and a note of the model's.
+        noted = metadata(model, "pipeinfer.vocab_size")
+        n_vocab = int(noted or llama_cpp.llama_vocab_n_tokens(vocab))
+        info = ShardInfo(
+            architecture=architecture,
+            layers=layers,
+            n_layers_total=n_layers_total,
+            first=first,
+            last=last,
+            n_embd=llama_cpp.llama_model_n_embd(model),
+            n_vocab=n_vocab,
+            n_ctx=llama_cpp.llama_n_ctx(context),
+            n_seq_max=n_seq_max,
+            n_batch=n_batch,
+            weight_bytes=llama_cpp.llama_model_size(model),
+            cache_bytes=cache_bytes(model, llama_cpp.llama_n_ctx(context), options),
+        )
+        return cls(model, context, probe, info, options)
+
+    def decode(
+        self,
+        rows: Rows,
+        hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """See `Backend.decode`. A hidden row on the first shard is an embedding row."""
+        n, info = len(rows), self.info
+        if self._ctx is None:
+            raise BackendError("decode on a closed backend")
+        if not 0 < n <= info.n_batch:
+            raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+        if rows.views is not None:
+            raise BackendError(NO_VIEWS)
+        if self.options.validate:
+            check_rows(rows, info.n_seq_max)
+        keep = self._fill(rows, hidden)
+        out = None if info.last else np.empty((n, info.n_embd), np.float32)
+        probe = self._probe
+        if probe is not None:
+            probe.arm(should_stop if self.options.layer_callbacks else None, out)
+        taken = False
+        clear_log()
+        status = llama_cpp.llama_decode(self._ctx, self._batch)
+        if status == 1 and self._order is not None and self._order.n_buried:
+            self._compact()
+            status = llama_cpp.llama_decode(self._ctx, self._batch)
+        if status == 0 and self._order is not None:
+            self._order.place(rows)
+        del keep
+        if probe is not None:
+            error, stopped, taken = probe.error, probe.stopped, probe.hidden_done
+            probe.arm(None, None)  # holds neither the caller's array nor its callback
+            if error is not None or stopped:
+                if status == 0:
+                    self._drop(rows)
+                if error is not None:
+                    raise error
+                return None
+        if status != 0:
+            raise self._failure(status, rows)
+        if out is not None:
+            if not taken:
+                self._drop(rows)
+                raise BackendError("the shard's graph has no l_out tensor; it can not be split")
+            return out
+        return self._logits(int(np.count_nonzero(rows.outputs)))
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_rm`."""
+        order = self._order
+        if p0 >= p1 or self._closed():
+            return
+        if order is None:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
+            return
+        for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
+            for low, high in order.remove(one, p0, p1):
+                llama_cpp.llama_memory_seq_cp(self._memory, one, self._grave, low, high)
+            llama_cpp.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+        if order.is_empty():
+            self._empty_grave()
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
+        if p0 >= p1 or src == dst or self._closed():
+            return
+        if self.options.validate:
+            low = llama_cpp.llama_memory_seq_pos_min(self._memory, dst)
+            high = llama_cpp.llama_memory_seq_pos_max(self._memory, dst)
+            if low >= 0 and low < p1 and high >= p0:
+                raise BackendError(
+                    f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
+                )
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
+        if self._order is not None:
+            self._order.copy(src, dst, p0, p1)
+
+    def seq_join(self, src: int, dst: int) -> None:
+        """Add `dst` to all cells of `src`. Rows of `dst` must stand behind all of them from then
+        on: llama.cpp refuses others. Raises BackendError without `gaps`."""
+        if not self.options.gaps:
+            raise BackendError("this shard was not loaded for joins; use the torch backend")
+        if not self._closed():
+            llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """See `Backend.seq_keep`."""
+        if self._closed():
+            return
+        if self._order is None:
+            llama_cpp.llama_memory_seq_keep(self._memory, seq_id)
+            return
+        for other in self._order.used_ids():
+            if other != seq_id:
+                self.seq_rm(other, 0, END)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each sequence's cells lie in order of position, as equal bits need.
+
+        False without `keep_order`, or after positions far apart in one sequence.
+        """
+        return self._order is not None and self._order.in_order
+
+    def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
+        """Lowest and highest position of the id's cells, None without cells."""
+        if self._closed():
+            return None
+        low = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
+        high = llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)
+        return None if low < 0 else (low, high)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        context, self._ctx = self._ctx, None
+        model, self._model = self._model, None
+        if context is not None:
+            llama_cpp.llama_free(context)
+        if model is not None:
+            llama_cpp.llama_model_free(model)
+
+    def _closed(self) -> bool:
+        return self._ctx is None
+
+    def _fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
+        """Put the rows into the batch; returns the array that must outlive the decode."""
+        n, info, batch = len(rows), self.info, self._batch
+        for i, ids in enumerate(rows.seq_ids):
+            # llama.cpp would take one id more, the grave
+            if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
+                raise BackendError(f"row {i} has bad sequence ids {ids}")
+            self._ids[i, : len(ids)] = ids
+            self._n_ids[i] = len(ids)
+        self._positions[:n] = rows.positions
+        batch.n_tokens = n
+        # Not the last: every row is an output, or the last layer would keep flagged rows only.
+        self._flags[:n] = rows.outputs if info.last else 1
+        if hidden is None:
+            if not info.first:
+                raise BackendError("this shard needs the previous shard's hidden rows")
+            self._tokens[:n] = rows.tokens
+            batch.token, batch.embd = self._token_pointer, None
+            return None
+        if hidden.shape != (n, info.n_embd):
+            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
+        if self.options.gaps:
+            self._positions[: 4 * n] = np.tile(rows.positions, 4)
+        keep = np.ascontiguousarray(hidden, np.float32)
+        batch.token = None
+        batch.embd = _pointer(batch, "embd", keep.ctypes.data)
+        return keep
+
+    def _logits(self, count: int) -> FloatArray:
+        out = np.empty((count, self.info.n_vocab), np.float32)
+        if count:
+            source = llama_cpp.llama_get_logits(self._ctx)
+            if not source:
+                raise BackendError("llama.cpp gave no logits")
+            ctypes.memmove(out.ctypes.data, source, out.nbytes)
+        else:
+            llama_cpp.llama_synchronize(self._ctx)
+        return out
+
+    def _drop(self, rows: Rows) -> None:
+        """Remove exactly the cells of these rows: their positions follow all older ones."""
+        for seq_id, first in rows.first_positions().items():
+            self.seq_rm(seq_id, first, END)
+
+    @property
+    def _grave(self) -> int:
+        """The sequence id beyond the caller's that holds dead cells; see `cellorder`."""
+        return self.info.n_seq_max
+
+    def _compact(self) -> None:
+        """Free the grave and move the living cells together, in order.
+
+        Saving and restoring llama.cpp's whole state does that: the copy has the used cells only,
+        in the order of memory, each with all its ids, and goes back to the front. It costs a copy
+        of the used cache, once per time that dead cells fill it.
+        """
+        assert self._order is not None
+        llama_cpp.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        size = llama_cpp.llama_state_get_size(self._ctx)
+        state = np.empty(size, np.uint8)
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = llama_cpp.llama_state_get_data(self._ctx, data, size)
+        if not written or llama_cpp.llama_state_set_data(self._ctx, data, written) != written:
+            raise BackendError(f"llama.cpp could not move its cache together: {last_log()}")
+        self._order.compact()
+
+    def _empty_grave(self) -> None:
+        assert self._order is not None
+        llama_cpp.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        self._order.empty_grave()
+
+    def _failure(self, status: int, rows: Rows) -> BackendError:
+        # 1 and -1 leave the cache as it was; removing then could hit older cells. The others
+        # come after the positions were found to continue theirs.
+        if status == 1:
+            return BackendError(
+                f"no free cells for {len(rows)} rows in a cache of {self.info.n_ctx}; raise -c"
+            )
+        if status == -1:
+            return BackendError(f"llama.cpp refused {len(rows)} rows: {last_log()}")
+        self._drop(rows)
+        return BackendError(f"llama_decode failed with status {status}: {last_log()}")
+
+
+def _upper(p1: int) -> int:
+    """llama.cpp's end of a range."""
+    return -1 if p1 >= END else p1
+
+
+def _pointer(batch: Any, field: str, address: int) -> Any:
+    kind = dict(batch._fields_)[field]
+    return ctypes.cast(address, kind)
+
+
+def check_rows(rows: Rows, n_seq_max: int) -> None:
+    """Raise BackendError when rows break a rule that llama.cpp does not check.
+
+    An id holds one row per position; and the ids of a row are a subset of those of every earlier
+    row that shares one of them, or the row reads through its first id what the others never held.
+    """
+    seen: set[tuple[int, int]] = set()
+    earlier: list[set[int]] = []
+    for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
+        own = set(ids)
+        if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= n_seq_max:
+            raise BackendError(f"row {i} has bad sequence ids {ids}")
+        for seq_id in ids:
+            if (seq_id, pos) in seen:
+                raise BackendError(f"row {i} is a second row of id {seq_id} at position {pos}")
+            seen.add((seq_id, pos))
+        for other in earlier:
+            if own & other and not own <= other:
+                raise BackendError(f"row {i}: ids {ids} were apart in an earlier row")
+        earlier.append(own)

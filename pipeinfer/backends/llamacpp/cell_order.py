@@ -1,0 +1,166 @@
+"""Keeps the cells of every sequence in order of position inside llama.cpp's cache.
+
+Attention adds up a sequence's cells in the order in which they lie in memory, and floating-point
+sums depend on their order: the same tokens in permuted cells give other bits. llama.cpp puts new
+rows into the lowest free cells, so a hole that a dropped branch leaves below living cells would
+later be filled with newer positions. The cure: cells that die *below* a living cell are not freed
+but handed to one more sequence id, the grave, which nobody reads. Cells that die above all living
+ones - the only case without side branches - are freed at once. When the cache is full the grave is
+emptied and the living cells are moved together, in their order.
+
+This is a model of llama.cpp's allocation, checked against it by tests. It calls nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.types import END, Rows
+
+Cells = npt.NDArray[np.int32]
+
+
+class CellOrder:
+    """Which cell holds which position of which id.
+
+    `remove` and `copy` must be told every operation on the real cache, `place` every decode that
+    succeeded. in_order: whether every sequence still lies in order of position.
+    """
+
+    def __init__(self, n_cells: int, n_seqs: int) -> None:
+        self.n_cells, self.n_seqs = n_cells, n_seqs
+        self.in_order = True
+        self._low = np.zeros(n_seqs, np.int64)  #: position of the first entry of an id's row
+        self._length = np.zeros(n_seqs, np.int64)
+        self._cells = np.empty((n_seqs, n_cells), np.int32)  #: rows; -1 where a cell is missing
+        self._references = np.zeros(n_cells, np.int32)  #: how many ids hold the cell
+        self._held = np.zeros(n_cells, np.bool_)  #: not free in llama.cpp's eyes
+
+    @property
+    def n_buried(self) -> int:
+        """Cells that only the grave holds."""
+        return int(np.count_nonzero(self._held)) - int(np.count_nonzero(self._references))
+
+    def used_ids(self) -> list[int]:
+        """The ids that hold cells."""
+        return np.flatnonzero(self._length).tolist()
+
+    def cells_of(self, seq_id: int) -> Cells:
+        """The id's cells in order of position."""
+        row = self._cells[seq_id, : self._length[seq_id]]
+        return row[row >= 0]
+
+    def place(self, rows: Rows) -> None:
+        """Record that llama.cpp took the lowest free cells for these rows, in row order."""
+        free = np.flatnonzero(~self._held)[: len(rows)]
+        for cell, pos, ids in zip(
+            free.tolist(), rows.positions.tolist(), rows.seq_ids, strict=True
+        ):
+            self._held[cell] = True
+            self._references[cell] = len(ids)
+            for seq_id in ids:
+                self._put(seq_id, pos, cell)
+
+    def copy(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """`dst` now holds the cells of `src` in `[p0, p1)`, too."""
+        start, stop = self._span(src, p0, p1)
+        if start >= stop:
+            return
+        low = int(self._low[src])
+        row = self._cells[src, start - low : stop - low]
+        length = int(self._length[dst])
+        if not length:
+            self._low[dst] = start
+        if int(self._low[dst]) + length == start:  # the usual case, in one go
+            self._cells[dst, length : length + len(row)] = row
+            self._length[dst] = length + len(row)
+            self._references[row[row >= 0]] += 1
+            return
+        for pos, cell in zip(range(start, stop), row.tolist(), strict=True):
+            if cell >= 0:
+                self._put(dst, pos, cell)
+                self._references[cell] += 1
+
+    def remove(self, seq_id: int, p0: int, p1: int) -> list[tuple[int, int]]:
+        """Take `seq_id` off `[p0, p1)`; returns the position ranges to bury *before* that.
+
+        A range that is returned must be copied to the grave; nothing returned: just remove.
+        """
+        start, stop = self._span(seq_id, p0, p1)
+        if start >= stop:
+            return []
+        low = int(self._low[seq_id])
+        row = self._cells[seq_id, start - low : stop - low].copy()
+        taken = row[row >= 0]
+        self._references[taken] -= 1
+        self._cells[seq_id, start - low : stop - low] = -1
+        self._trim(seq_id)
+        dying = taken[self._references[taken] == 0]
+        if not len(dying):
+            return []
+        living = np.flatnonzero(self._references)
+        if not len(living) or dying.min() > living[-1] or not self.in_order:
+            self._held[dying] = False
+            return []
+        dead = np.zeros(len(row), np.bool_)
+        dead[row >= 0] = self._references[taken] == 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], dead.view(np.int8), [0]])))
+        return [(start + int(a), start + int(b)) for a, b in edges.reshape(-1, 2)]
+
+    def is_empty(self) -> bool:
+        """Whether no id holds a cell, so that the grave can be emptied without harm."""
+        return not self._references.any()
+
+    def empty_grave(self) -> None:
+        """Record that the grave's cells were freed, and that nothing else was done."""
+        self.in_order = self.is_empty()
+        self._held = self._references > 0
+
+    def compact(self) -> None:
+        """Record that the grave's cells were freed and the others moved to the front, in order."""
+        living = np.flatnonzero(self._references)
+        moved = np.full(self.n_cells + 1, -1, np.int32)  # the last entry: a missing cell stays so
+        moved[living] = np.arange(len(living))
+        for seq_id in self.used_ids():
+            row = self._cells[seq_id, : self._length[seq_id]]
+            row[:] = moved[row]
+        self._references[: len(living)] = self._references[living]
+        self._references[len(living) :] = 0
+        self._held = self._references > 0
+
+    def _span(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
+        low = int(self._low[seq_id])
+        return max(p0, low), min(END if p1 < 0 else p1, low + int(self._length[seq_id]))
+
+    def _put(self, seq_id: int, pos: int, cell: int) -> None:
+        if not self._length[seq_id]:
+            self._low[seq_id] = pos
+        index = pos - int(self._low[seq_id])
+        length = int(self._length[seq_id])
+        if max(length - index, index) >= self.n_cells:  # far apart: give up the promise
+            self.in_order = False
+            return
+        if index < 0:  # below what the id holds: shift its row
+            row = self._cells[seq_id, :length].copy()
+            self._cells[seq_id, :-index] = -1
+            self._cells[seq_id, -index : length - index] = row
+            self._low[seq_id], self._length[seq_id] = pos, length - index
+            index = 0
+        length = int(self._length[seq_id])
+        self._cells[seq_id, length : index + 1] = -1
+        self._cells[seq_id, index] = cell
+        self._length[seq_id] = max(length, index + 1)
+
+    def _trim(self, seq_id: int) -> None:
+        """Drop empty entries at both ends of the id's row."""
+        length = int(self._length[seq_id])
+        full = np.flatnonzero(self._cells[seq_id, :length] >= 0)
+        if not len(full):
+            self._length[seq_id] = 0
+            return
+        first, last = int(full[0]), int(full[-1]) + 1
+        if first:
+            self._cells[seq_id, : last - first] = self._cells[seq_id, first:last].copy()
+            self._low[seq_id] += first
+        self._length[seq_id] = last - first

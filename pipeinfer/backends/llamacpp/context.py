@@ -1,0 +1,216 @@
+"""What pipeinfer uses of the llama.cpp library besides decoding: start, log, options, loading.
+
+Module state is llama.cpp's own one-time initialisation and its log callback. Knows no rows, no
+cache operations, no shards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import llama_cpp
+from llama_cpp import _ggml
+
+from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models.llama import clear_log, last_log
+from pipeinfer.models.llama_rules import check_file
+
+#: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
+CACHE_TYPES = {
+    "f32": (0, 4, 1),
+    "f16": (1, 2, 1),
+    "bf16": (30, 2, 1),
+    "q8_0": (8, 34, 32),
+    "q5_1": (7, 24, 32),
+    "q5_0": (6, 22, 32),
+    "q4_1": (3, 20, 32),
+    "q4_0": (2, 18, 32),
+    "iq4_nl": (20, 18, 32),
+}
+FLASH = {"auto": -1, "off": 0, "on": 1}
+MAX_SEQS = 255  #: llama.cpp's 256, less one that `cellorder` needs
+
+
+def _bind(name: str, restype: Any, argtypes: list[Any]) -> Any:
+    function = getattr(_ggml.libggml, name)
+    function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+get_name = _bind("ggml_get_name", ctypes.c_char_p, [ctypes.c_void_p])
+tensor_nbytes = _bind("ggml_nbytes", ctypes.c_size_t, [ctypes.c_void_p])
+tensor_get = _bind(
+    "ggml_backend_tensor_get",
+    None,
+    [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaOptions:
+    """How llama.cpp runs a shard; names follow its own flags.
+
+    n_gpu_layers (-ngl): layers of this shard to offload, -1 all. flash_attn, type_k, type_v (-ctk,
+    -ctv): see CACHE_TYPES; "auto" takes what keeps logits independent of neighbours, see
+    `resolved`. n_ubatch: 0 takes n_batch, which stopping inside a decode needs. layer_callbacks:
+    whether `decode` may be stopped inside; a whole model without it pays no callback at all (a
+    shard that is not the last always pays). keep_order: see `cellorder`. validate: check the rules
+    about sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one
+    that `models.gaps` made, whose positions may leave gaps.
+    """
+
+    n_gpu_layers: int = 0
+    type_k: str = "auto"
+    type_v: str = "auto"
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    n_ubatch: int = 0
+    use_mmap: bool = True
+    use_mlock: bool = False
+    numa: Literal["", "distribute", "isolate", "numactl"] = ""
+    layer_callbacks: bool = True
+    keep_order: bool = True
+    validate: bool = False
+    gaps: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the processor computes: no layers are offloaded, or this build can not."""
+        return self.n_gpu_layers == 0 or not llama_cpp.llama_supports_gpu_offload()
+
+    def resolved(self, head_size: int) -> LlamaOptions:
+        """These options with every "auto" of the cache decided, for heads of `head_size`.
+
+        On a CPU the choice is flash attention over float16 keys and q8_0 values (bfloat16 where
+        q8_0 does not fit the heads). That kernel treats every row alone, cell by cell, and skips
+        cells that the row does not see; so a row's logits do not depend on its neighbours, on
+        holes, or on where in the cache its sequence begins. Without flash attention two rows
+        take another kernel than one; with a float16 or float32 V cache one row beyond 512 cells
+        is split over threads, and chunks of 64 rows are tiled.
+        """
+        on_cpu = self.on_cpu
+        flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
+        if flash == "auto" and on_cpu:
+            flash = "on"
+        if kind_k == "auto":
+            kind_k = "f16"
+        if kind_v == "auto":
+            exact = "q8_0" if head_size % 32 == 0 else "bf16"
+            kind_v = exact if on_cpu and flash == "on" else "f16"
+        return replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
+
+    def exact_limit(self, n_ctx: int, n_threads: int) -> int:
+        """Most rows that attention (not the matrices) treats as it treats one; needs `resolved`.
+
+        Offloaded layers give no bound here: there only measuring tells.
+        """
+        many = 1 << 16
+        if not self.on_cpu:
+            return many
+        if self.flash_attn == "off":
+            return 1
+        splits = {self.type_k, self.type_v} <= {"f16", "f32"} and n_threads > 1 and n_ctx >= 512
+        return 1 if splits else many
+
+
+def check_sizes(
+    n_ctx: int, n_seq_max: int, n_batch: int, n_threads: int, options: LlamaOptions
+) -> None:
+    """Raise BackendError for sizes or cache types that can not be meant."""
+    for what, value, top in (
+        ("context", n_ctx, 2**30),
+        ("number of sequences", n_seq_max, MAX_SEQS),
+        ("batch", n_batch, 2**20),
+        ("number of threads", n_threads, 512),
+    ):
+        if not 0 < value <= top:
+            raise BackendError(f"a {what} of {value} is not between 1 and {top}")
+    for flag, kind in (("-ctk", options.type_k), ("-ctv", options.type_v)):
+        if kind != "auto" and kind not in CACHE_TYPES:
+            raise BackendError(f"{flag} {kind}: not one of {', '.join(CACHE_TYPES)}")
+
+
+def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
+    """The model at `path`; ModelError with llama.cpp's reason when it can not be loaded."""
+    clear_log()
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = options.n_gpu_layers
+    params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
+    # With AMX, repacked quantised weights crash at two rows or more (llama.cpp issue 20824).
+    params.use_extra_bufts = False
+    if not os.path.exists(path):
+        raise ModelError(f"{os.fspath(path)}: no such file")
+    check_file(path)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise ModelError(f"{os.fspath(path)}: llama.cpp can not load it: {last_log()}")
+    return model
+
+
+def make_context(
+    name: str,
+    model: Any,
+    callback: Any,
+    sizes: tuple[int, int, int, int],
+    options: LlamaOptions,
+) -> Any:
+    """A context with a cache for `model`; `sizes` as in `check_sizes`. `callback`: or None."""
+    clear_log()
+    n_ctx, n_seq_max, n_batch, n_threads = sizes
+    n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_seq_max = n_ctx, n_batch, n_seq_max
+    params.n_ubatch = options.n_ubatch or n_batch
+    params.n_threads = params.n_threads_batch = n_threads
+    params.type_k, params.type_v = CACHE_TYPES[options.type_k][0], CACHE_TYPES[options.type_v][0]
+    params.flash_attn_type = FLASH[options.flash_attn]
+    params.kv_unified = True  # only then does seq_cp leave the values where they are
+    params.offload_kqv = params.op_offload = options.n_gpu_layers != 0
+    params.no_perf = True
+    if callback is not None:
+        params.cb_eval = callback
+    # llama.cpp clears the cache, so one that only just can be reserved gets the process killed.
+    wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
+    if options.n_gpu_layers == 0 and wanted > memory:
+        raise BackendError(
+            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, this machine has "
+            f"{memory / 1e9:.0f}; lower -c"
+        )
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise BackendError(
+            f"{name}: no cache of {n_ctx} cells of {options.type_k} and {options.type_v} for "
+            f"{n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
+        )
+    return context
+
+
+def _physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+
+
+def head_size(model: Any, part: str = "value") -> int:
+    """Elements of one attention head's key or value."""
+    architecture = metadata(model, "general.architecture")
+    default = llama_cpp.llama_model_n_embd(model) // max(1, llama_cpp.llama_model_n_head(model))
+    return int(metadata(model, f"{architecture}.attention.{part}_length") or default)
+
+
+def metadata(model: Any, key: str) -> str:
+    """A metadata value as text, empty without one."""
+    buffer = ctypes.create_string_buffer(256)
+    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, 256)
+    return buffer.value.decode() if length >= 0 else ""
+
+
+def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
+    """Bytes of a cache of `n_ctx` cells with these (resolved) options."""
+    heads = llama_cpp.llama_model_n_head_kv(model)
+    total = 0
+    for part, kind in (("key", options.type_k), ("value", options.type_v)):
+        _, size, block = CACHE_TYPES[kind]
+        total += heads * head_size(model, part) * size // block
+    return total * n_ctx * int(llama_cpp.llama_model_n_layer(model))

@@ -1,0 +1,255 @@
+"""Builds the torch modules of a shard and fills them with their own tensors, nothing else.
+
+The model is made of transformers' own classes without memory ("meta"), its other layers are
+thrown away, and the tensors of the rest are read one by one: from safetensors, or from GGUF, which
+is taken back to the Hugging Face layout. Knows no cells, rows or ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AttentionInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pipeinfer.backends.pytorch.attention import IMPLEMENTATION, attend
+from pipeinfer.backends.pytorch.gguf import GgufTensors, config_of
+from pipeinfer.backends.pytorch.options import check_family
+from pipeinfer.errors import ModelError, PipeinferError, PlanError, UnsupportedArchitecture
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.hf_folder import FLOATS, ModelDir
+from pipeinfer.models.llama_rules import check_numbers
+
+#: kinds of rotary embedding whose angles depend on the row's position alone
+ROPES = ("default", "linear", "llama3", "yarn")
+
+AttentionInterface.register(IMPLEMENTATION, attend)
+
+
+class TensorSource(Protocol):
+    """Where tensors come from, by their Hugging Face names."""
+
+    def read(self, name: str) -> Any:
+        """The tensor on the CPU. Raises ModelError when it is missing or no float tensor."""
+
+    def has(self, name: str) -> bool:
+        """Whether the file has it."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """The modules of a shard. layers: which of `n_layers` it holds."""
+
+    config: Any
+    layers: tuple[int, int]
+    n_layers: int
+    architecture: str
+    decoder: list[Any]
+    rotary: Any
+    embed: Any = None
+    norm: Any = None
+    head: Any = None
+    types: list[str] = field(default_factory=list)  #: of the decoder layers, where angles differ
+    soft_cap: float | None = None
+
+    @property
+    def n_embd(self) -> int:
+        """Size of the residual stream."""
+        return int(self.config.hidden_size)
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the embedding and the head."""
+        return int(self.config.vocab_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters; tied ones count once."""
+        tensors = {id(p): p for module in self.modules() for p in module.parameters()}
+        return sum(p.numel() * p.element_size() for p in tensors.values())
+
+    def modules(self) -> Iterator[Any]:
+        """The modules that have parameters."""
+        yield from self.decoder
+        yield from (module for module in (self.embed, self.norm, self.head) if module is not None)
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Key-value heads and head size of a layer (by its number in the whole model)."""
+        attention = self.decoder[layer - self.layers[0]].self_attn
+        return attention.k_proj.out_features // attention.head_dim, int(attention.head_dim)
+
+    def embedding(self, tokens: Any) -> Any:
+        """[1, n] -> [1, n, n_embd], as it enters the first layer."""
+        return self.embed(tokens)
+
+    def angles(self, stream: Any, positions: Any) -> list[Any]:
+        """The rotary embedding for each of the shard's layers."""
+        if not self.types:
+            return [self.rotary(stream, positions)] * len(self.decoder)
+        by_type = {kind: self.rotary(stream, positions, kind) for kind in set(self.types)}
+        return [by_type[kind] for kind in self.types]
+
+    def logits(self, stream: Any) -> Any:
+        """[1, k, n_embd] after the last layer -> [1, k, n_vocab]."""
+        logits = self.head(self.norm(stream))
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+def load_shard(
+    path: str | os.PathLike[str], layers: tuple[int, int] | None, dtype: Any, device: Any
+) -> Shard:
+    """The shard with `layers` (None: all) of a folder or a GGUF file, on `device` in `dtype`.
+
+    Raises ModelError, UnsupportedArchitecture and PlanError.
+    """
+    with ExitStack() as stack:
+        source: TensorSource
+        factors: Any = None
+        if Path(path).is_dir():
+            folder = ModelDir(path)
+            config, source = folder_config(folder), _FolderTensors(folder, stack)
+        else:
+            model = ModelFile(path)
+            check_family(model.architecture, os.fspath(path), gguf=True)
+            config = _checked(lambda: CONFIG_MAPPING[model.architecture](**config_of(model)), path)
+            check_numbers(model)
+            source = gguf = GgufTensors(model)
+            factors = gguf.rope_factors()
+        _checked(check_config, path, config, os.fspath(path))
+        start, stop = layers or (0, config.num_hidden_layers)
+        if not 0 <= start < stop <= config.num_hidden_layers:
+            raise PlanError(f"layers {start} to {stop} are no range of the "
+                            f"{config.num_hidden_layers} layers of {os.fspath(path)}")
+        shard: Shard = _checked(_assemble, path, config, start, stop, device)
+        _fill(shard, source, start, dtype, device)
+        if factors is not None:
+            shard.rotary.inv_freq = shard.rotary.inv_freq / factors.to(device)
+    return shard
+
+
+def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any) -> Any:
+    """What `make` makes of a config; whatever goes wrong in it is the file's fault."""
+    try:
+        return make(*args)
+    except (PipeinferError, RuntimeError):  # memory is a RuntimeError, and not the file's
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(f"{os.fspath(path)}: its config can not be used: {reason}") from error
+
+
+def folder_config(folder: ModelDir) -> Any:
+    """transformers' config of a folder. Raises UnsupportedArchitecture and ModelError."""
+    kind = folder.architecture
+    check_family(kind, os.fspath(folder.path), gguf=False)
+    if folder.config.get("quantization_config"):
+        raise UnsupportedArchitecture(f"{folder.path}: is quantised; the torch backend needs the "
+                                      "float weights, llama.cpp takes quantised GGUF files")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(folder.config)
+    except Exception as error:  # whatever transformers' own checks raise
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder.path}: config.json can not be used: {reason}") from error
+
+
+def check_config(config: Any, path: str) -> None:
+    """Refuse what would silently be computed wrongly. Raises UnsupportedArchitecture."""
+    ropes = config.rope_parameters
+    for rope in ropes.values() if "rope_type" not in ropes else (ropes,):
+        if rope["rope_type"] not in ROPES:
+            raise UnsupportedArchitecture(
+                f"{path}: rotary embeddings of type {rope['rope_type']!r} depend on how long the "
+                f"text is so far (supported: {', '.join(ROPES)})")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedArchitecture(f"{path}: attends in both directions; it is no model to "
+                                      "continue a text with")
+
+
+def _assemble(config: Any, start: int, stop: int, device: Any) -> Shard:
+    """The shard's modules, without memory but for what is computed from the config."""
+    config._attn_implementation = IMPLEMENTATION
+    with torch.device("meta"):
+        whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    inner = whole.model
+    with torch.device(device):
+        rotary = type(inner.rotary_emb)(config=config)
+    last = stop == config.num_hidden_layers
+    shard = Shard(
+        config=config, layers=(start, stop), n_layers=config.num_hidden_layers,
+        architecture=config.model_type, decoder=list(inner.layers[start:stop]), rotary=rotary,
+        embed=inner.embed_tokens if start == 0 else None, norm=inner.norm if last else None,
+        head=whole.lm_head if last else None,
+        soft_cap=getattr(config, "final_logit_softcapping", None))
+    if "rope_type" not in config.rope_parameters:  # one kind of angle per type of layer
+        shard.types = list(config.layer_types[start:stop])
+    if shard.embed is not None and hasattr(shard.embed, "embed_scale"):
+        shard.embed.embed_scale = torch.tensor(shard.embed.scalar_embed_scale, device=device)
+    return shard
+
+
+def _fill(shard: Shard, source: TensorSource, start: int, dtype: Any, device: Any) -> None:
+    """Read every parameter of the shard."""
+    embedding, head = "model.embed_tokens", "lm_head"
+    tied = not source.has(f"{head}.weight")
+    if tied and shard.head is not None and not getattr(shard.config, "tie_word_embeddings", True):
+        raise ModelError("the model has no lm_head.weight and does not tie it to the embedding; "
+                         "it is incomplete")
+    parts = [(f"model.layers.{i}", layer) for i, layer in enumerate(shard.decoder, start)]
+    if shard.embed is not None:
+        parts.append((embedding, shard.embed))
+    if shard.norm is not None:
+        parts.append(("model.norm", shard.norm))
+    if shard.head is not None and not (tied and shard.embed is not None):
+        parts.append((embedding if tied else head, shard.head))
+    for prefix, module in parts:
+        state = {}
+        for name, parameter in module.named_parameters():
+            tensor = source.read(f"{prefix}.{name}")
+            if tuple(tensor.shape) != tuple(parameter.shape):
+                raise ModelError(f"{prefix}.{name} has the shape {list(tensor.shape)}, not "
+                                 f"{list(parameter.shape)} as its config says")
+            state[name] = tensor.to(device=device, dtype=dtype)
+        module.load_state_dict(state, assign=True, strict=False)
+        module.requires_grad_(False).eval()
+    if shard.head is not None and tied and shard.embed is not None:
+        shard.head.weight = shard.embed.weight
+
+
+class _FolderTensors:
+    """Tensors of a folder, each read when asked for from files that are mapped."""
+
+    def __init__(self, folder: ModelDir, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._open: dict[Path, Any] = {}
+
+    def has(self, name: str) -> bool:
+        """See `TensorSource`."""
+        return name in self._folder.tensors
+
+    def read(self, name: str) -> Any:
+        """See `TensorSource`."""
+        info = self._folder.tensors.get(name)
+        if info is None:
+            raise ModelError(f"{self._folder.path}: has no tensor {name!r}; it is incomplete, or "
+                             f"no model of type {self._folder.architecture}")
+        if info.dtype not in FLOATS:
+            raise ModelError(f"{info.file}: tensor {name!r} has type {info.dtype}; the torch "
+                             "backend needs float weights")
+        try:
+            if info.file not in self._open:
+                self._open[info.file] = self._stack.enter_context(
+                    safe_open(info.file, framework="pt"))
+            # a copy: what is mapped would keep the whole file in memory's sight
+            return self._open[info.file].get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{info.file}: can not be read: {error}") from None

@@ -1,0 +1,213 @@
+"""A client of `pipeinfer serve` (or any server with the OpenAI API), over the standard library.
+
+Streams one answer at a time. Knows HTTP and server-sent events, no terminal and no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from pipeinfer.errors import RequestError, UsageError
+
+_POLL_SECONDS = 0.5  #: between two looks whether a server has loaded its model
+
+
+class Remote:
+    """A server at `url`, like http://host:8080; a path in it is put before every request's.
+
+    A path may end in /v1, as in the addresses that other clients take.
+    """
+
+    def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
+        """Raises UsageError for what is no such address."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise UsageError(f"--url {url}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--url {url} is no address like http://host:8080")
+        self.url, self._timeout = url, timeout
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def wait_until_ready(self, tell: Callable[[str], None]) -> None:
+        """Return once requests are taken; `tell` hears once why it takes time.
+
+        Raises RequestError when nobody listens, the cluster has failed, or nothing changes before
+        the timeout.
+        """
+        deadline, told = time.monotonic() + self._timeout, False
+        while True:
+            status, health = self._get("/health")
+            state = health.get("status", "")
+            if status == 200 or state not in ("loading", "draining"):
+                break
+            if state == "draining" or time.monotonic() > deadline:
+                raise RequestError(f"the server at {self.url} takes no requests: it is {state}")
+            if not told:
+                tell(f"the model at {self.url} is loading")
+                told = True
+            time.sleep(_POLL_SECONDS)
+        if state in ("failed", "stopped"):
+            raise RequestError(f"the cluster at {self.url} has failed: "
+                               f"{health.get('reason') or 'see its log'}; start it again")
+
+    def rebalance(self) -> dict[str, Any]:
+        """Have the server deal its layers out anew. Raises RequestError."""
+        connection = self._connect()
+        try:
+            response = self._ask(connection, "POST", "/rebalance", b"")
+            answer = _object(response.read())
+            if response.status != 200:
+                raise _refusal(response.status, answer, response.getheader("Retry-After"))
+            return answer
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"nothing answers at {self.url} ({_reason(error)})") from error
+        finally:
+            connection.close()
+
+    def model(self) -> str:
+        """The name of the model. Raises RequestError."""
+        status, answer = self._get("/v1/models")
+        if status != 200:
+            raise _refusal(status, answer, None)
+        try:
+            return str(answer["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise RequestError(f"what answers at {self.url} is no server of the OpenAI API") from (
+                error)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]
+             ) -> Generator[dict[str, Any], None, None]:
+        """The chunks of the answer as they come. Closing the iterator ends the request.
+
+        Raises RequestError when it is refused, fails, or breaks off.
+        """
+        body = json.dumps({**fields, "messages": list(messages), "stream": True}).encode()
+        connection = self._connect()
+        try:
+            response = self._ask(connection, "POST", "/v1/chat/completions", body)
+            if response.status != 200:
+                answer = _object(response.read())
+                raise _refusal(response.status, answer, response.getheader("Retry-After"))
+            yield from _events(response)
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"the connection to {self.url} broke off: {_reason(error)}") from (
+                error)
+        finally:
+            connection.close()
+
+    def _get(self, path: str) -> tuple[int, dict[str, Any]]:
+        connection = self._connect()
+        try:
+            response = self._ask(connection, "GET", path, None)
+            return response.status, _object(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(
+                f"nothing answers at {self.url} ({_reason(error)}): start `pipeinfer serve` "
+                "there, name another --url, or load a model here with -m") from error
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._secure:
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self._timeout,
+                context=ssl.create_default_context())
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
+    ) -> http.client.HTTPResponse:
+        headers = dict(self._headers)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, self._base + path, body, headers)
+        return connection.getresponse()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in response:
+        text = line.decode("utf-8", "replace").strip()
+        if not text.startswith("data:"):
+            continue
+        data = text.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = _object(data.encode())
+        if "error" in chunk:
+            raise _refusal(500, chunk, None)
+        yield chunk
+    raise http.client.IncompleteRead(b"")
+
+
+def _refusal(status: int, answer: Mapping[str, Any], retry_after: str | None) -> RequestError:
+    """The server's error in words that say what to do."""
+    error = answer.get("error")
+    error = error if isinstance(error, dict) else {}
+    message = str(error.get("message") or f"the server answered with status {status}")
+    if status == 401:
+        return RequestError("the server wants an API key: give it with --api-key or "
+                            "PIPEINFER_API_KEY")
+    if status == 429:
+        wait = f" in {retry_after} s" if retry_after else ""
+        return RequestError(f"{message}; try again{wait}")
+    if error.get("code") == "context_length_exceeded":
+        return RequestError(f"{message}; /clear begins a new conversation")
+    return RequestError(message)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, http.client.IncompleteRead):
+        return "the stream ended early"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, socket.gaierror):
+        return "no such host"
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+@click.command("rebalance")
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="The server.")
+@click.option("--api-key", default="", envvar="PIPEINFER_API_KEY",
+              help="Key for that server. PIPEINFER_API_KEY keeps it off the command line.")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=300.0, show_default=True,
+              help="Seconds to wait for it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def rebalance_command(url: str, api_key: str, timeout: float, as_json: bool) -> None:
+    """Deal a running server's layers out anew, by what each stage takes now.
+
+    Requests that run go on: they are replayed over the new stages, with the same tokens.
+    """
+    found = Remote(url, api_key.split(",")[0], timeout).rebalance()
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(found["message"])
+    for stage in found["stages"]:
+        start, stop = stage["layers"]
+        click.echo(f"stage {stage['node']}: layers {start}-{stop - 1} on rank {stage['rank']} "
+                   f"({stage['host']})")

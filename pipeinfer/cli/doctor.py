@@ -1,0 +1,233 @@
+"""`pipeinfer doctor`: does this cluster work, and if not, what to do.
+
+    pipeinfer doctor                       this host
+    pipeinfer doctor --hostfile H          whether its hosts answer, before any mpirun
+    mpirun -np 8 --hostfile H pipeinfer doctor -m model.gguf
+
+Looks at the launch, the ranks and hosts, versions, processor features, memory against the plan,
+links between neighbours, and whether llama.cpp computes here (in a subprocess: a broken build
+crashes). It changes nothing and knows no policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from pipeinfer import host
+from pipeinfer.cli.findings import Finding
+from pipeinfer.cluster import launch, placement
+from pipeinfer.cluster.handshake import hello
+from pipeinfer.config import Config
+from pipeinfer.errors import PipeinferError, PlanError
+from pipeinfer.models import locate
+from pipeinfer.planning import planner
+
+_PROBE_SECONDS = 60
+
+
+@click.command()
+@click.option("-m", "--model", default="", help="Check memory and layers for this model.")
+@click.option("-c", "--ctx-size", "ctx", default=0, help="Context for the memory check.")
+@click.option("--head-stage", is_flag=True, help="Plan with layers on rank 0 too.")
+@click.option("--hostfile", default="", help="Ask this hostfile's hosts by ssh instead.")
+@click.option("--ranks", default=0, help="With --hostfile: ranks that are wanted.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks: int,
+                   as_json: bool) -> None:
+    """Check this host, or every rank of an mpirun, and say what to do about each finding."""
+    findings: list[Finding] | None
+    if hostfile:
+        from pipeinfer.cli.doctor_hosts import check_hosts
+
+        findings = check_hosts(hostfile, ranks)
+    else:
+        findings = examine(Config(model=model, ctx=ctx, head_stage=head_stage))
+    if findings is None:
+        return
+    if as_json:
+        click.echo(json.dumps({"findings": [asdict(f) for f in findings]}))
+    else:
+        for finding in findings:
+            mark = {"ok": "  ok ", "warn": "warn ", "fail": "FAIL "}[finding.level]
+            click.echo(f"{mark}{finding.what}: {finding.detail}")
+            if finding.remedy:
+                click.echo(f"       -> {finding.remedy}")
+    if any(f.level == "fail" for f in findings):
+        raise SystemExit(1)
+
+
+def examine(config: Config) -> list[Finding] | None:
+    """Every finding on rank 0, None on other ranks."""
+    place = launch.find_place(config)
+    mine = {**hello(config, place), "probe": probe_in_subprocess(), "links": []}
+    if place.comm is None:
+        everyone = [mine]
+        library = "not used (one process)"
+    else:
+        from pipeinfer.transport import mpi_job, mpi_startup
+
+        mine["links"] = [asdict(link) for link in mpi_startup.measure_links(place.comm)]
+        texts = mpi_startup.gather_json(place.comm, json.dumps(mine))
+        if texts is None:
+            return None
+        everyone = [json.loads(text) for text in texts]
+        library = mpi_job.library_version()
+    checks: list[Callable[[], list[Finding]]] = [
+        lambda: _check_launch(everyone, library), lambda: _check_alike(everyone),
+        lambda: _check_features(everyone), lambda: _check_llama(everyone),
+        lambda: _check_links(everyone), lambda: _check_plan(config, everyone),
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+def _check_launch(everyone: list[dict[str, Any]], library: str) -> list[Finding]:
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for rank in everyone:
+        hosts.setdefault(rank["host"], []).append(rank)
+    found = [Finding("ok", "launch", f"{len(everyone)} ranks on {len(hosts)} hosts, MPI {library}")]
+    for name, ranks in hosts.items():
+        memory = ranks[0]["memory_available"] / 2**30
+        numbers = ", ".join(str(r["rank"]) for r in ranks)
+        found.append(Finding("ok", f"host {name}", f"ranks {numbers}, {ranks[0]['cores']} cores "
+                             f"each, {memory:.1f} GiB free, {ranks[0]['machine']}"))
+        machine = ranks[0]["cores_host"]
+        if len(ranks) > machine:
+            found.append(Finding(
+                "warn", f"host {name}", f"{len(ranks)} ranks share {machine} cores",
+                "fine for trying things out; for speed start one stage per host"))
+    if len(everyone) == 1 and host.launched_size() == 1:
+        found.append(Finding("ok", "launch", "one process; start with mpirun -np N to use more"))
+    return found
+
+
+def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:
+    found = []
+    for key, what in (("version", "pipeinfer"), ("backend", "llama-cpp-python"),
+                      ("python", "Python")):
+        values = sorted({rank[key] for rank in everyone})
+        if len(values) == 1:
+            found.append(Finding("ok", what, f"{values[0]} on every rank"))
+        else:
+            who = "; ".join(f"rank {r['rank']} {r['host']} {r[key]}" for r in everyone)
+            level = "warn" if key == "python" else "fail"
+            found.append(Finding(level, what, who, "install the same version on every host"))
+    return found
+
+
+def _check_features(everyone: list[dict[str, Any]]) -> list[Finding]:
+    sets = {tuple(rank["features"]) for rank in everyone}
+    if len(sets) == 1:
+        return [Finding("ok", "processors", f"alike: {' '.join(sets.pop()) or 'baseline'}")]
+    common = set.intersection(*map(set, sets))
+    detail = "; ".join(f"{r['host']}: {' '.join(r['features'])}" for r in everyone)
+    return [Finding(
+        "warn", "processors", f"differ: {detail}",
+        "a llama.cpp built on the newest host can crash on the oldest and results can differ in "
+        "near-ties: build per host, or once with CMAKE_ARGS='-DGGML_NATIVE=OFF' "
+        f"(common features: {' '.join(sorted(common)) or 'none'})")]
+
+
+def _check_llama(everyone: list[dict[str, Any]]) -> list[Finding]:
+    found = []
+    for rank in everyone:
+        probe, who = rank["probe"], f"llama.cpp on rank {rank['rank']}"
+        if probe.get("ok"):
+            gpu = ", GPU offload" if probe["gpu"] else ""
+            found.append(Finding("ok", who, f"computes (two-row Q8_0 decode bit-equal to single "
+                                 f"rows: {'yes' if probe['equal'] else 'no'}){gpu}"))
+        else:
+            found.append(Finding("fail", who, probe["error"], probe["remedy"]))
+    return found
+
+
+def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
+    found = []
+    for rank in everyone:
+        for link in rank["links"]:
+            latency, bandwidth = link["latency"], link["bandwidth"]
+            slow = latency > 5e-3 or bandwidth < 20e6
+            found.append(Finding(
+                "warn" if slow else "ok", f"link {link['source']}-{link['dest']}",
+                f"{latency * 1e6:.0f} us, {bandwidth / 1e6:.0f} MB/s",
+                "check the cable, the switch and --mca btl_tcp_if_include" if slow else ""))
+    return found
+
+
+def _check_plan(config: Config, everyone: list[dict[str, Any]]) -> list[Finding]:
+    """Whether the model fits, with all ranks taken as equally fast."""
+    try:
+        path, _ = locate.model_paths(config)
+        model = locate.open_model(path)
+        candidates = range(0 if config.head_stage or len(everyone) == 1 else 1, len(everyone))
+        load = planner.load_of(model, locate.context_size(config, model), config.chunk)
+        members = placement.members_of(candidates, [None] * len(candidates), everyone, {})
+        plan = planner.make_plan(config, load, members, candidates, everyone,
+                                 lambda split: -split.slowest, timed=False)
+    except PlanError as error:
+        return [Finding("fail", "plan", str(error))]
+    except PipeinferError as error:
+        return [Finding("fail", "model", str(error))]
+    cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
+    return [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
+
+
+def probe_in_subprocess() -> dict[str, Any]:
+    """Decode with llama.cpp in a process that may crash; what happened."""
+    env = {k: v for k, v in os.environ.items()
+           if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_"))}
+    remedy = "reinstall: pip install --force-reinstall --no-cache-dir llama-cpp-python"
+    try:
+        done = subprocess.run([sys.executable, "-m", "pipeinfer.cli.doctor"], env=env, check=False,
+                              capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "error": f"no answer in {_PROBE_SECONDS} s", "remedy": remedy}
+    if done.returncode == -signal.SIGILL:
+        return {"ok": False, "error": "illegal instruction: built for a newer processor",
+                "remedy": "build on this host, or with CMAKE_ARGS='-DGGML_NATIVE=OFF'"}
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return {"ok": False, "error": f"a decode of two rows crashed with {name}",
+                "remedy": "build without AMX: CMAKE_ARGS='-DGGML_AMX_INT8=OFF -DGGML_AMX_TILE=OFF'"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"ok": False, "error": last, "remedy": remedy}
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _probe() -> None:
+    """In the subprocess: one row against two on the embedded draft."""
+    import llama_cpp
+    import numpy as np
+
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.core.types import ALL_SEQS, END, make_rows
+
+    path = locate.EMBEDDED / "draft.gguf"
+    n = locate.open_model(path).n_layers
+    backend = LlamaCppBackend.load(path, layers=(0, n), n_layers_total=n, first=True, last=True,
+                                   n_ctx=256, n_seq_max=1, n_batch=16, n_threads=1)
+    rows = [(5, 0, (0,), True), (6, 1, (0,), True)]
+    both = backend.decode(make_rows(rows))
+    backend.seq_rm(ALL_SEQS, 0, END)
+    single = [backend.decode(make_rows([row])) for row in rows]
+    assert both is not None
+    equal = all(s is not None and np.array_equal(s[0], b)
+                for s, b in zip(single, both, strict=True))
+    backend.close()
+    print(json.dumps({"ok": True, "equal": equal,
+                      "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
+                      "system": llama_cpp.llama_print_system_info().decode()}))
+
+
+if __name__ == "__main__":
+    _probe()

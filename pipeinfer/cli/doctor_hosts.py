@@ -1,0 +1,247 @@
+"""Do the hosts of a hostfile answer, and with the same pipeinfer? One ssh each, all at once.
+
+`doctor --hostfile` and `launch/ssh` ask before mpirun does, because mpirun names neither the host
+nor the cure. Knows ssh and no MPI; a host is asked for facts and nothing on it is changed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeinfer.cli.findings import Finding
+from pipeinfer.errors import UsageError
+from pipeinfer.nodes import HostEntry, Nodes, nodes_file_beside, ranks_of, read_hostfile, read_nodes
+
+_CONNECT_SECONDS = 8
+_ANSWER_SECONDS = 40
+_AT_ONCE = 32
+_MARK = "pipeinfer-facts "
+_QUESTION = (
+    "import json,os,socket,sys\n"
+    "from importlib.metadata import version as v\n"
+    f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
+    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=v('llama-cpp-python'))))"
+)
+#: what ssh says, what that means, what to do; {0} is the host
+_SSH_TROUBLE = (
+    ("Permission denied", "refuses the ssh key", "ssh-copy-id {0}, then try `ssh {0} hostname`"),
+    ("Host key verification failed", "has an unknown or changed host key",
+     "run `ssh {0}` once by hand and compare the key"),
+    ("Could not resolve", "has no address", "correct the name, or add it to DNS or /etc/hosts"),
+    ("Connection refused", "answers, but runs no ssh server there",
+     "start sshd on {0}, or give its port in ~/.ssh/config"),
+    ("timed out", "does not answer", "is {0} switched on, is the cable in, does a firewall drop "
+     "port 22?"),
+    ("No route", "is not reachable", "is {0} switched on and in the same network?"),
+    ("unreachable", "is not reachable", "is {0} switched on and in the same network?"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a host said about itself, or what went wrong and what helps."""
+
+    entry: HostEntry
+    facts: dict[str, Any]
+    trouble: str = ""
+    remedy: str = ""
+
+
+def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
+    """Findings about every host of `hostfile`; n_ranks 0 does not compare slots with ranks.
+
+    Raises UsageError when the hostfile or the nodes file beside it can not be used.
+    """
+    entries = read_hostfile(hostfile)
+    beside = nodes_file_beside(hostfile)
+    nodes = read_nodes(beside) if beside else None
+    slots = sum(entry.slots for entry in entries)
+    found = [Finding("ok", "hostfile", f"{len(entries)} hosts with {slots} slots"
+                     + (f", settings in {beside}" if beside else ""))]
+    ranks = {entry.host: entry.slots for entry in entries}
+    if n_ranks:
+        try:
+            ranks = dict(Counter(ranks_of(entries, n_ranks, hostfile)))
+        except UsageError as error:
+            found.append(Finding("fail", "slots", str(error)))
+    if not is_here(entries[0].host):
+        found.append(Finding(
+            "warn", "hostfile", f"rank 0 will run on {entries[0].host}, not here: it reads -f, the "
+            "models and the nodes file there", "start from that host, or list this one first"))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = list(pool.map(ask, [entry for entry in entries if entry.host in ranks]))
+    mine = _own_facts()
+    seen: dict[str, str] = {}
+    for answer in answers:
+        found.append(_judge(answer, ranks[answer.entry.host], mine, seen, nodes))
+    return found
+
+
+def ask(entry: HostEntry) -> Answer:
+    """A host's facts, over ssh unless it is this one."""
+    if is_here(entry.host):
+        return Answer(entry, _own_facts())
+    name = f"{entry.user}@{entry.host}" if entry.user else entry.host
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
+               *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
+               shlex.join([sys.executable, "-c", _QUESTION])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Answer(entry, {}, f"gave no answer within {_ANSWER_SECONDS} s",
+                      f"log in by hand: is {entry.host} busy, or a file system of it gone?")
+    except OSError as error:
+        return Answer(entry, {}, f"can not be asked: no ssh here ({error.strerror})",
+                      "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            facts: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return Answer(entry, facts)
+    return Answer(entry, {}, *_explain(entry.host, done.returncode, done.stderr))
+
+
+def _explain(host: str, code: int, said: str) -> tuple[str, str]:
+    """What is wrong, and the cure, from ssh's exit status and its last words."""
+    for sign, trouble, remedy in _SSH_TROUBLE:
+        if code == 255 and sign in said:
+            return trouble, remedy.format(host)
+    last = (said.strip().splitlines() or ["no message"])[-1]
+    if code in (126, 127):
+        return (f"has no {sys.executable}",
+                "install pipeinfer there under the same path (run the same launch/ script once, "
+                "or share this directory by NFS)")
+    if "PackageNotFoundError" in said or "ModuleNotFoundError" in said:
+        return f"has {sys.executable} without pipeinfer ({last})", "run launch/demo there once"
+    return f"can not be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
+
+
+def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
+           nodes: Nodes | None) -> Finding:
+    """One host's finding. ranks: how many it shall run; `seen` collects who answered as whom."""
+    entry, facts = answer.entry, answer.facts
+    what = f"host {entry.host}"
+    if answer.trouble:
+        return Finding("fail", what, answer.trouble, answer.remedy)
+    for key, program in (("pipeinfer", "pipeinfer"), ("llama", "llama-cpp-python")):
+        if facts[key] != mine[key]:
+            return Finding("fail", what, f"has {program} {facts[key]}, this host has {mine[key]}",
+                           "install the same version on every host")
+    own = str(facts["host"])
+    if own in seen:
+        return Finding(
+            "fail", what, f"calls itself {own}, as {seen[own]} does",
+            "keep one line with slots=N if they are one machine; else give each its own host name "
+            "(hostnamectl set-hostname): MPI's daemons collide otherwise")
+    seen[own] = entry.host
+    if nodes is not None and nodes.of(own) != nodes.of(entry.host):
+        return Finding(
+            "warn", what, f"calls itself {own}, and {nodes.path} has other settings for that name",
+            f"name the table after what `hostname` prints there: [node.\"{own}\"]")
+    if ranks > facts["cores"]:
+        return Finding("warn", what, f"{ranks} ranks share {facts['cores']} cores",
+                       "fine for trying things out; for speed start one stage per host")
+    return Finding("ok", what, f"{entry.slots} slots, {facts['cores']} cores, pipeinfer "
+                   f"{facts['pipeinfer']}, Python {facts['python']}")
+
+
+def _own_facts() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    from pipeinfer.models.llama import llama_version
+
+    return {"host": socket.gethostname(), "cores": os.cpu_count(), "pipeinfer":
+            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version()}
+
+
+def is_here(name: str) -> bool:
+    """Whether `name` is this host: its own name, or an address that a socket can be bound to."""
+    own = socket.gethostname()
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def common_network(entries: Sequence[HostEntry]) -> str:
+    """The one network of this host that holds every other host's address, such as 10.0.0.0/24.
+
+    Empty when there is none or the choice is open. MPI would try all interfaces that a host has,
+    also those of container bridges that lead nowhere.
+    """
+    try:
+        addresses = {ipaddress.IPv4Address(socket.gethostbyname(entry.host))
+                     for entry in entries if not is_here(entry.host)}
+    except (OSError, ValueError):
+        return ""
+    networks = set()
+    for interface in psutil.net_if_addrs().values():
+        for own in interface:
+            if own.family == socket.AF_INET and own.netmask:
+                networks.add(ipaddress.IPv4Network((own.address, own.netmask), strict=False))
+    fitting = [net for net in networks if addresses and all(a in net for a in addresses)]
+    return str(fitting[0]) if len(fitting) == 1 else ""
+
+
+def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
+    """The same hosts as MPICH's launcher reads them."""
+    return "".join(f"{entry.host}:{entry.slots}" + (f" user={entry.user}" if entry.user else "")
+                   + "\n" for entry in entries)
+
+
+def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
+    """The same hosts in Open MPI's format, every number of slots written out."""
+    return "".join(f"{entry.user + '@' if entry.user else ''}{entry.host} slots={entry.slots}\n"
+                   for entry in entries)
+
+
+def main() -> None:
+    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
+
+    Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
+    lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
+    """
+    hostfile, n_ranks, kind, out = sys.argv[1:]
+    try:
+        if not n_ranks.isdigit() or int(n_ranks) < 1:
+            raise UsageError(f"{n_ranks!r} ranks: give a number from 1 on")
+        findings = check_hosts(hostfile, int(n_ranks))
+    except UsageError as error:
+        print(f"pipeinfer: error: {error}", file=sys.stderr)
+        raise SystemExit(UsageError.exit_code) from None
+    bad = [f for f in findings if f.level != "ok"]
+    for finding in bad:
+        level = "error" if finding.level == "fail" else "note"
+        print(f"pipeinfer: {level}: {finding.what}: {finding.detail}"
+              + (f"\n    -> {finding.remedy}" if finding.remedy else ""), file=sys.stderr)
+    if any(f.level == "fail" for f in bad):
+        raise SystemExit(UsageError.exit_code)
+    write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
+    entries = read_hostfile(hostfile)
+    Path(out).write_text(write(entries), encoding="utf-8")
+    beside = nodes_file_beside(hostfile)
+    print(beside.resolve() if beside else "")
+    print(common_network(entries))
+
+
+if __name__ == "__main__":
+    main()

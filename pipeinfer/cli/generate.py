@@ -1,0 +1,160 @@
+"""`pipeinfer generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer import host
+from pipeinfer.cli.options import config_options
+from pipeinfer.cli.terminal import (
+    INTERRUPTED,
+    Stopped,
+    leave,
+    progress_hook,
+    talk_past_the_launcher,
+    watch_signals,
+)
+from pipeinfer.config import Config, Resolved
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import ClusterError, RequestError, UsageError
+from pipeinfer.files import check_writable
+
+
+@click.command()
+@config_options("model", "runtime", "sampling", "request")
+def generate(resolved: Resolved) -> None:
+    """Continue a prompt and stream the text.
+
+    \b
+    pipeinfer generate -p "def fibonacci(n):"
+    mpirun -np 4 pipeinfer generate -m big.gguf -md small.gguf -f prompt.txt
+    """
+    from pipeinfer.cluster import generate as gen
+    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.strategies.decomposers.prompts import Decomposition
+    from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
+
+    config = resolved.config
+    out = gen.Generated()
+    interrupts = watch_signals()
+    text, params, seed = "", SamplingParams(), gen.draw_seed(config)
+    if host.launched_rank() == 0:  # what can be wrong is found before anything loads
+        check_decomposer(config)
+        text, params = _prompt_text(config), gen.sampling_params(config, seed)
+        params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
+        if config.trace:
+            check_writable(Path(config.trace))
+    with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
+        if session is None:
+            return
+        prompt: Any
+        if config.decomposer:
+            prompt = Decomposition.of(session, config).opening(
+                config.decomposer, [{"role": "user", "content": text}])
+        elif config.chat:
+            chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
+            prompt = session.tokenizer.encode(chat, special=True)
+        else:
+            prompt = session.tokenizer.encode(text)
+        bare = not (config.chat or config.decomposer)
+        if not config.json and not config.no_display_prompt and bare:
+            _write(text)
+        try:
+            gen.run_request(
+                session, prompt, params, config.n_predict,
+                stops=config.stop, ignore_eos=config.ignore_eos, seed=seed, into=out,
+                on_text=None if config.json else _write,
+                interrupted=lambda: bool(interrupts),
+            )
+        except Stopped:
+            out.reason = "interrupted"
+            talk_past_the_launcher()
+            _report(config, out, session, {})
+            leave(INTERRUPTED)
+    _report(config, out, session, session.reports)
+    if config.trace:
+        _write_trace(Path(config.trace), session)
+    if out.reason == "interrupted":
+        raise SystemExit(INTERRUPTED)
+    if out.reason == "poison":
+        click.echo("pipeinfer: error: several stages failed one after the other while they worked "
+                   "on this request: it was given up", err=True)
+        raise SystemExit(ClusterError.exit_code)
+    if out.reason == "context":
+        click.echo(
+            f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "
+            f"{len(out.tokens)} new tokens: raise it with -c", err=True)
+        raise SystemExit(RequestError.exit_code)
+
+
+def _prompt_text(config: Config) -> str:
+    if config.prompt and config.file:
+        raise UsageError("give either -p or -f, not both")
+    if not config.file:
+        if not config.prompt:
+            raise UsageError('there is no prompt: give one with -p "...", -f FILE or -f -')
+        return config.prompt
+    if config.file == "-" and "PMIX_RANK" in os.environ and host.launched_size() > 1:
+        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may not return after passing on "
+                   "standard input; launch/run and -f FILE do not have that trouble", err=True)
+    try:
+        data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"can not read {config.file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{config.file} is not UTF-8 text: {error}") from error
+    if not text:
+        raise UsageError(f"{config.file} is empty: there is no prompt")
+    return text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _report(config: Config, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]) -> None:
+    from pipeinfer.cli.summary import summary
+
+    figures = out.stats()
+    stages = {node: {**ready, **reports.get(node, {})} for node, ready in session.stages.items()}
+    span = out.times[-1] if out.times else 0.0
+    for stage in stages.values():
+        if "busy" in stage and span:
+            stage["busy_share"] = min(1.0, stage["busy"] / span)
+        stage.pop("events", None)
+    if config.json:
+        limits = session.limits
+        head = session.head.stats
+        figures |= {
+            "model": session.model_name, "draft": session.draft_name,
+            "policy": limits.policy.value, "ablations": sorted(limits.ablations),
+            "stages": stages, "exact_width": limits.exact_width, "notes": session.notes,
+            "load_seconds": session.load_seconds,
+            "head_seconds_per_token": head.busy / max(1, len(out.tokens)),
+            "draft_seconds": session.draft.busy_seconds if session.draft else 0.0,
+        }
+        click.echo(json.dumps({"text": out.text, "tokens": out.tokens, "stats": figures}))
+    else:
+        click.echo()
+        click.echo(f"\n{summary(figures, stages, session.notes)}", err=True)
+
+
+def _write_trace(path: Path, session: Any) -> None:
+    from pipeinfer.experiments.trace import chrome_trace
+    from pipeinfer.files import write_atomically
+
+    stats = session.head.stats
+    data = chrome_trace(stats.issues, stats.cancels, stats.results, session.reports,
+                        stats.fates())
+    write_atomically(path, json.dumps(data))
+    click.echo(f"trace written to {path}", err=True)

@@ -1,0 +1,96 @@
+"""The command line. Turns declarations of `config` into options and errors into exit codes.
+
+It knows what to print and nothing of how it is computed; heavy modules are imported by the
+command that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from typing import Any, ClassVar
+
+import click
+
+from pipeinfer import __version__, host
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
+from pipeinfer.cluster.shutdown import note_exit
+from pipeinfer.errors import PipeinferError
+from pipeinfer.transport.base import Dismissed
+
+_AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
+
+
+class _Main(click.Group):
+    """Prints pipeinfer's errors as one line and exits with their code; loads commands late."""
+
+    elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
+        "bench": ("pipeinfer.experiments.bench", "bench_command"),
+        "chaos": ("pipeinfer.experiments.chaos.command", "chaos_command"),
+        "chat": ("pipeinfer.cli.chat", "chat_command"),
+        "compare": ("pipeinfer.cli.compare", "compare_command"),
+        "doctor": ("pipeinfer.cli.doctor", "doctor_command"),
+        "generate": ("pipeinfer.cli.generate", "generate"),
+        "inflate": ("pipeinfer.experiments.inflate", "inflate_command"),
+        "plan": ("pipeinfer.cli.plan", "plan_command"),
+        "rebalance": ("pipeinfer.cli.client", "rebalance_command"),
+        "serve": ("pipeinfer.cli.serve", "serve_command"),
+        "shard": ("pipeinfer.cli.files", "shard"),
+        "trace": ("pipeinfer.cli.files", "trace"),
+        "train": ("pipeinfer.training.__main__", "main"),
+    }
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        if host.launched_rank() == 0:
+            try:
+                return super().main(*args, **kwargs)
+            except SystemExit as error:
+                note_exit(error.code if isinstance(error.code, int) else int(bool(error.code)))
+                raise
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            time.sleep(_AFTER_RANK_0)
+            raise SystemExit(error.exit_code) from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self.elsewhere})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.elsewhere:
+            module, name = self.elsewhere[cmd_name]
+            command: click.Command = getattr(importlib.import_module(module), name)
+            return command
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeinferError as error:
+            if host.launched_rank() > 0:
+                time.sleep(_AFTER_RANK_0)  # rank 0 most likely says the same and ends the job
+            fail(error)
+        except Stopped:
+            leave(INTERRUPTED)
+        except Dismissed:  # rank 0 has ended the job
+            leave(0)
+        except BrokenPipeError:  # the reader of our output has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            leave(1)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # a bug: its traceback is wanted, and no rank may stay behind
+            import traceback
+
+            click.echo(traceback.format_exc(), err=True, nl=False)
+            click.echo(f"pipeinfer: error: {type(error).__name__}: {error} (this is a bug)",
+                       err=True)
+            leave(1)
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"],
+                                          "max_content_width": 100})
+@click.version_option(__version__, prog_name="pipeinfer")
+def main() -> None:
+    """Run a large language model over a cluster, as fast as one user's text can come."""

@@ -1,0 +1,227 @@
+"""`pipeinfer plan`: who would hold which layers, and how fast that would be, before weights move.
+
+    pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
+    mpirun -np 5 --hostfile H pipeinfer plan model.gguf -md draft.gguf
+
+A dry run takes machines from profiles and asks no host; under mpirun every rank measures itself
+and its link. Layers come from `planner`, speeds from the real scheduler in virtual time. Loads no
+model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer import host
+from pipeinfer.config import Config
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
+from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
+from pipeinfer.nodes import NodeSettings
+from pipeinfer.planning.partition import size_text
+
+
+@click.command()
+@click.argument("model", default="")
+@click.option("--dry-run", is_flag=True, help="Take machines from profiles; ask no host.")
+@click.option("--hostfile", default="", help="Hosts, one rank per slot (with --dry-run).")
+@click.option("--nodes", "nodes_file", default="",
+              help="Settings per host [default: the TOML file beside the hostfile].")
+@click.option("--cluster", default="", help="A cluster profile instead of a hostfile.")
+@click.option("--link", default="", help="Link profile between neighbours.")
+@click.option("-md", "--draft", default="", help="Draft: a GGUF file or a model profile.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
+              help="Share of first guesses that the target accepts [default: the pair's].")
+@click.option("--layers", default="", help="Layers of each stage, like 10,12,12,6.")
+@click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
+@click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
+              help="Context in tokens [default: 4096, of a file its own up to 8192].")
+@click.option("--head-stage", is_flag=True, help="Rank 0 holds the first layers too.")
+@click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
+@click.option("--remeasure", is_flag=True, help="Measure the ranks anew (under mpirun).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
+    """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
+
+    \b
+    pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
+    mpirun -np 5 --hostfile H pipeinfer plan model.gguf
+    """
+    if given["acceptance"] is not None and math.isnan(given["acceptance"]):
+        raise UsageError("--acceptance is not a number")
+    profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
+    report: Report | None
+    if dry_run or (given["cluster"] and host.launched_size() == 1):
+        report = dry(model, profiles, **given)
+    else:
+        report = measured(model, profiles, **given)
+    if report is not None:
+        click.echo(json.dumps(as_data(report)) if as_json else as_text(report))
+
+
+# --- where machines come from -----------------------------------------------------------------
+
+
+def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
+    """A report from what the ranks of this job measure; None on ranks but 0."""
+    from pipeinfer.cluster import handshake, launch, placement
+    from pipeinfer.nodes import settle
+
+    if host.launched_size() == 1:
+        raise UsageError("one process has nothing to plan: start it with mpirun -np N, or use "
+                         "--dry-run with --hostfile or --cluster")
+    if model in profiles.models:
+        raise UsageError(f"{model} is a profile, and ranks measure themselves on a file: give a "
+                         "GGUF file, or use --dry-run")
+    config = Config(
+        model=model, draft_model=given["draft"], nodes=given["nodes_file"], ctx=given["ctx"],
+        layers=given["layers"], split=given["split"], head_stage=given["head_stage"],
+        remeasure=given["remeasure"])
+    place = launch.find_place(config)
+    from pipeinfer.transport import mpi_startup
+
+    if place.rank > 0:
+        mpi_startup.gather_json(place.comm, json.dumps(handshake.hello(config, place)))
+        placement.await_place(config, place)
+        own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+        mpi_startup.gather_json(place.comm, json.dumps(own))
+        return None
+    hosts = handshake.compare(config, place)
+    handshake.take_settings(config, hosts)
+    job = launch.prepare(settle(config, place, hosts[0]["settings"]), place, hosts)
+    own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+    texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
+    links = [Link(one["latency"], one["bandwidth"]) for text in texts for one in json.loads(text)]
+    found = job.survey
+    middling = statistics.median(f.per_byte for f in found.figures.values()) if (
+        found.figures) else 0.0
+    machines = []
+    for rank, facts in enumerate(hosts):
+        figures = found.figures.get(rank)
+        per_byte = figures.per_byte if figures is not None else middling
+        row_cost = figures.row_cost if figures is not None else 0.5
+
+        def seconds(view: View, cost: float, rows: int, per_byte: float = per_byte,
+                    row_cost: float = row_cost) -> float:
+            del view
+            return per_byte * cost * (1 + row_cost * (rows - 1))
+
+        kind = "measured" if figures is not None else "not measured"
+        machines.append(Machine(rank, facts["host"], kind, facts["memory_available"], seconds,
+                                NodeSettings(**facts["settings"])))
+    target = file_view(job.target, given["ctx"])
+    target = dataclasses.replace(target, load=found.load)
+    if not found.figures:
+        raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
+                        "predicted: leave out --layers and --split equal")
+    return report_of(target, machines, links, "links as measured", profiles, given,
+                   list(found.notes), job.plan, str(job.draft or ""))
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+# --- the report -------------------------------------------------------------------------------
+
+
+# --- print ------------------------------------------------------------------------------------
+
+
+def as_text(report: Report) -> str:
+    """The report for people."""
+    target, plan = report.target, report.plan
+    lines = [
+        f"{target.title}: {target.n_layers} layers, {size_text(target.weight_bytes)} of weights, "
+        f"context {target.cells}; {report.link}",
+        "",
+        *_table(["rank", "host", "profile", "memory needed / there", "layers", "stage"],
+                _rows(report)),
+        "",
+    ]
+    base = report.speeds[Policy.ITERATIVE.value]
+    for name, speed in report.speeds.items():
+        against = f"  x{speed / base:.2f}" if name != Policy.ITERATIVE.value else ""
+        lines.append(f"{name:12}{speed:8.2f} tokens/s{against}")
+    if report.drafts:
+        lines += ["", *_draft_lines(report)]
+    for rank, why in plan.left_out.items():
+        lines.append(f"left out: rank {rank} on {report.machines[rank].host}, {why}")
+    if plan.split.counts != plan.equal.counts:
+        lines.append(f"equal shares would make the slowest stage {1e3 * plan.equal.slowest:.1f} ms "
+                     f"instead of {1e3 * plan.split.slowest:.1f} ms")
+    return "\n".join(lines + [f"note: {note}" for note in report.notes])
+
+
+def _rows(report: Report) -> list[list[str]]:
+    """The table's rows."""
+    split, rows = report.plan.split, []
+    ranges = {report.plan.candidates[i]: (start, stop) for i, start, stop in split.ranges()}
+    for machine in report.machines:
+        need, layers, stage = 0.0, "", ""
+        if machine.rank == 0:
+            layers = "head" if report.draft is None else "head and draft"
+            if report.draft is not None:
+                need = report.draft.load.stage_bytes(0, report.draft.n_layers)
+        if machine.rank in ranges:
+            start, stop = ranges[machine.rank]
+            index = report.plan.candidates.index(machine.rank)
+            need += split.sizes[index]
+            share = f"{stop - start} ({start}-{stop - 1})"
+            layers = f"{layers}, {share}" if layers else share
+            stage = f"{1e3 * split.seconds[index]:.1f} ms"
+        elif machine.rank in report.plan.left_out:
+            layers = "left out"
+        memory = f"{size_text(need)} / {size_text(machine.memory)}"
+        rows.append([str(machine.rank), machine.host, machine.kind, memory, layers, stage])
+    return rows
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]]
+
+
+def _draft_lines(report: Report) -> list[str]:
+    lines = []
+    for facts in sorted(report.drafts, key=lambda f: -f["tokens_per_second"]):
+        share = facts["seconds"] / facts["slowest_stage"]
+        verdict = ("free: hidden behind the slowest stage" if share <= 1 else
+                   f"takes {share:.1f} times the slowest stage, so stages wait for it")
+        room = "" if facts["fits"] else "; does not fit the head's memory"
+        lines.append(
+            f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token at the head, "
+            f"acceptance {facts['acceptance']:.0%}, {facts['tokens_per_second']:.2f} tokens/s; "
+            f"{verdict}{room}")
+    if report.draft is not None:
+        free = report.draft.cost * report.plan.split.slowest / min(
+            facts["seconds"] for facts in report.drafts
+            if facts["title"] == report.draft.title)
+        first = "the first is the fastest; " if len(lines) > 1 else ""
+        lines.append(f"{first}up to about {size_text(free)} of weights a draft costs nothing")
+    return lines
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """The report as plain data."""
+    plan, split = report.plan, report.plan.split
+    return {
+        "model": report.target.title, "n_layers": report.target.n_layers,
+        "weight_bytes": report.target.weight_bytes, "context": report.target.cells,
+        "link": report.link, "acceptance": report.acceptance,
+        "ranks": [{"rank": m.rank, "host": m.host, "profile": m.kind, "memory": m.memory}
+                  for m in report.machines],
+        "stages": [{"rank": plan.candidates[i], "layers": [start, stop],
+                    "seconds": split.seconds[i], "bytes": split.sizes[i]}
+                   for i, start, stop in split.ranges()],
+        "left_out": {str(rank): why for rank, why in plan.left_out.items()},
+        "tokens_per_second": report.speeds, "drafts": report.drafts, "notes": report.notes,
+    }

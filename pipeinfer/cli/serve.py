@@ -1,0 +1,174 @@
+"""`pipeinfer serve`: the HTTP process, the cluster, and how both end.
+
+Knows the order of start and end; what is served is the business of `engine` (rank 0) and `app`
+(the HTTP process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from pipeinfer import host
+from pipeinfer.cli.options import config_options
+from pipeinfer.cli.terminal import Stopped, progress_hook
+from pipeinfer.cluster.generate import sampling_params
+from pipeinfer.cluster.launch import open_session
+from pipeinfer.config import Config, Resolved, options
+from pipeinfer.errors import PipeinferError, UsageError
+from pipeinfer.models.locate import model_paths, open_model
+from pipeinfer.server import http_process
+from pipeinfer.server.engine import Engine
+from pipeinfer.strategies.decomposers.prompts import methods_for
+
+PARALLEL = 16  #: requests decoded at the same time unless --parallel says otherwise
+_CHILD_SECONDS = 10.0
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@click.command("serve")
+@config_options("model", "runtime", "sampling", "serve")
+def serve_command(resolved: Resolved) -> None:
+    """Serve the model over HTTP, as the OpenAI API does.
+
+    \b
+    pipeinfer serve
+    mpirun -np 8 --hostfile hostfiles/xeon pipeinfer serve -m big.gguf -md small.gguf
+    """
+    config = resolved.config
+    if resolved.origin["parallel"] == "default":
+        config = dataclasses.replace(config, parallel=PARALLEL)
+    if host.launched_rank() > 0:
+        with open_session(_shared(config)):
+            return
+    serve(config)
+
+
+def serve(config: Config) -> None:
+    """Rank 0's part. Raises whatever ends the job; the HTTP process has been told by then."""
+    signals = _Signals()
+    if config.trace:
+        raise UsageError("--trace keeps every run in memory, which a server can not: use it with "
+                         "generate or bench")
+    settings = child_settings(config)
+    listener = http_process.listen(config.host, config.port, config.client_timeout)
+    child = http_process.start(settings, listener)
+    show = progress_hook(config)
+
+    def progress(states: Mapping[int, Any]) -> None:
+        child.link.send({"op": "loading", "stages": {
+            f"spare rank {s.spare}" if s.spare else str(node):
+                {"phase": s.phase, "done": s.done, "total": s.total}
+            for node, s in states.items()}})
+        if show is not None:
+            show(states)
+
+    with _telling(child), open_session(_shared(config), progress) as session:
+        assert session is not None
+        engine = Engine(session, child.link, config.drain_seconds)
+        signals.engine = engine
+        click.echo(f"pipeinfer: {settings['name']} on {child.url} with {session.n_stages} "
+                   f"stage{'s' * (session.n_stages != 1)}", err=True)
+        if not settings["api_keys"] and config.host not in _LOCAL:
+            click.echo("pipeinfer: note: whoever reaches this address can use the server; "
+                       "--api-key-file asks for keys", err=True)
+        with _telling(child):  # at once: ending the session takes longer than a launcher waits
+            engine.run()
+    child.end(_CHILD_SECONDS)
+
+
+@contextlib.contextmanager
+def _telling(child: http_process.Child) -> Iterator[None]:
+    """The HTTP process hears why the job ends."""
+    try:
+        yield
+    except Stopped:
+        child.fail("the job was ended: by its launcher because another rank died, or by somebody")
+        raise
+    except BaseException as error:
+        name = "" if isinstance(error, PipeinferError) else f"{type(error).__name__}: "
+        child.fail(f"{name}{error}")
+        raise
+
+
+class _Signals:
+    """The first asks to drain, the second leaves at once.
+
+    Under mpirun SIGTERM comes a quarter of a second before SIGKILL, because somebody ended the
+    job or another rank has died: too short for anything but a word to the HTTP process. There
+    SIGUSR1, which mpirun passes on, asks to drain; launch/run sends it.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._seen = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._seen += 1
+        at_once = number == signal.SIGTERM and host.launched_size() > 1
+        if self.engine is None or self._seen > 1 or at_once:
+            raise Stopped
+        self.engine.leave()
+
+
+def _shared(config: Config) -> Config:
+    """Without what only rank 0 has to know: ranks compare (and show) the rest."""
+    plain, mine = Config(), [n for n, option in options().items() if option.group == "serve"]
+    values: dict[str, Any] = {name: getattr(plain, name) for name in mine}
+    return dataclasses.replace(config, **values)
+
+
+def child_settings(config: Config) -> dict[str, Any]:
+    """What the HTTP process has to know. Raises UsageError, ModelError."""
+    target, _ = model_paths(config)
+    name = target.resolve().name if target.is_dir() else target.stem
+    open_model(target)  # what is wrong with the file is said before anything starts
+    params = sampling_params(config, 0)
+    return {
+        "model": str(target), "name": config.alias or (name if config.model else "embedded"),
+        "api_keys": api_keys(config), "parallel": config.parallel, "queue": config.queue,
+        "max_body": config.max_body, "request_timeout": config.request_timeout,
+        "client_timeout": config.client_timeout, "cors_origins": list(config.cors_origin),
+        "log_requests": config.log_requests, "seed": config.seed,
+        "decomposer": config.decomposer, "decomposers": methods_for(config),
+        "threads": config.decompose_threads, "positions": config.pasta_positions,
+        "defaults": {
+            "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p,
+            "min_p": params.min_p, "repeat_penalty": params.repeat_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repeat_last_n": params.repeat_last_n,
+            "logit_bias": [list(pair) for pair in params.logit_bias],
+        },
+    }
+
+
+def api_keys(config: Config) -> list[str]:
+    """Every key that opens the server. Raises UsageError for a file that can not be used."""
+    keys = list(config.api_key)
+    if config.api_key_file:
+        try:
+            lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"can not read --api-key-file {config.api_key_file}: {error}") from (
+                error)
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UsageError(f"--api-key-file {config.api_key_file} has no key in it")
+        keys += found
+    if not all(key.strip() for key in keys):
+        raise UsageError("an API key is empty: leave out --api-key to serve without keys")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise UsageError("an API key holds characters that no HTTP header can carry: use letters, "
+                         "digits and signs of ASCII")
+    return keys

@@ -1,0 +1,39 @@
+"""The summary that ends `pipeinfer generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
+            notes: list[str]) -> str:
+    """A few lines for people."""
+    ttft, itl = figures["time_to_first_token"], figures["inter_token_latency_mean"]
+    lines = [
+        f"{figures['n_output']} tokens at {figures['tokens_per_second']:.1f} tokens/s, first after "
+        f"{_ms(ttft)}, then every {_ms(itl)} (prompt {figures['n_prompt']} tokens, ended by "
+        f"{figures['reason']}, seed {figures['seed']})",
+    ]
+    if figures.get("issued_speculative"):
+        lines.append(
+            f"speculation: {figures['accepted_speculative']} of {figures['n_output']} tokens were "
+            f"in flight when accepted, acceptance {figures['acceptance']:.0%} "
+            f"({figures['issued_speculative']} issued)"
+        )
+    lines.append(
+        f"runs: {figures['runs']} issued, {figures['speculative_runs']} of them speculative, "
+        f"{figures['cancelled_runs']} cancelled ({figures['skipped_runs']} cut short)"
+    )
+    for node, stage in sorted(stages.items()):
+        if "busy_share" in stage:
+            lines.append(
+                f"stage {node}: layers {stage['layers'][0]}-{stage['layers'][1] - 1} on "
+                f"{stage['host']}, busy {stage['busy_share']:.0%}, sent "
+                f"{stage['sent_bytes'] / 1e6:.2f} MB, memory {stage['rss'] / 2**20:.0f} MiB"
+            )
+    return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,104 @@
+"""The terminal: progress, errors and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from pipeinfer import host
+from pipeinfer.cluster.shutdown import end_job
+from pipeinfer.config import Config
+from pipeinfer.errors import PipeinferError, WorkerFailed
+
+INTERRUPTED = 130
+
+
+class Stopped(BaseException):
+    """The user wants to leave at once."""
+
+
+def fail(error: PipeinferError) -> NoReturn:
+    """Say what is wrong and end every rank."""
+    if isinstance(error, WorkerFailed) and error.remote_traceback:
+        click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
+    click.echo(f"pipeinfer: error: {error}", err=True)
+    leave(error.exit_code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with `code`, and end the other ranks."""
+    end_job(code)
+    raise SystemExit(code)
+
+
+def watch_signals() -> list[int]:
+    """Count interrupts: the first asks to finish the token, the second leaves at once.
+
+    mpirun turns Ctrl-C into SIGTERM and kills 0.25 s later: then print what there is at once.
+    """
+    seen: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        seen.append(number)
+        if len(seen) > 1 or number == signal.SIGTERM:
+            raise Stopped
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    return seen
+
+
+def talk_past_the_launcher() -> None:
+    """After an interrupt mpirun drops what its ranks write: use the terminal if there is one."""
+    if host.launched_size() > 1 and (terminal := own_terminal()) is not None:
+        os.dup2(terminal, 2)
+
+
+def own_terminal() -> int | None:
+    """The user's terminal past mpirun's pipes: the controlling one, or the one that launch/run
+    names (its mpirun has a session of its own) when rank 0 is on the same host."""
+    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
+    for candidate in ("/dev/tty", path if where == socket.gethostname() else ""):
+        if candidate.startswith("/dev/"):
+            with contextlib.suppress(OSError):
+                return os.open(candidate, os.O_WRONLY | os.O_NOCTTY)
+    return None
+
+
+def progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
+    """One line on the terminal that shows how far each stage is; none without a terminal.
+
+    mpirun hands its ranks pipes, so there the terminal itself is opened.
+    """
+    out: TextIO = sys.stderr
+    if config.json or host.launched_rank() > 0:
+        return None
+    if not out.isatty():
+        if host.launched_size() == 1:
+            return None
+        terminal = own_terminal()
+        if terminal is None:
+            return None
+        out = os.fdopen(terminal, "w", encoding="utf-8")
+
+    def show(states: Mapping[int, Any]) -> None:
+        parts = []
+        for node, state in sorted(states.items()):
+            share = f" {state.done / state.total:.0%}" if state.total > 1 else ""
+            parts.append(f"{state.spare or node} {state.phase}{share}")
+        done = all(state.ready for state in states.values())
+        spares = any(state.spare for state in states.values())
+        line = ("spare ranks: " if spares else "stages: ") + " | ".join(parts)
+        out.write("\r\x1b[K" + ("" if done else line[:160]))
+        out.flush()
+
+    return show

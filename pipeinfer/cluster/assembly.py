@@ -1,0 +1,370 @@
+"""Who holds which layers, as rank 0 knows it: first set-up, and what follows when stages are lost.
+
+    assemble    every stage gets its Setup, loads, answers Ready
+    recover     a stage is lost: a new plan over those that live (`replan`), a new epoch, assemble
+                again; losses during that begin it anew
+    move        the same without a loss, to another plan
+
+Requests are replayed by whoever asked for the recovery. This module knows no runs and no
+scheduler; a rank that hangs is ended on its own host (`watchdog`), not from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeinfer.cluster.shard_transfer import Sender
+from pipeinfer.config import Config
+from pipeinfer.core.messages import Notice, ShardHave, Tag
+from pipeinfer.core.types import CURVE_ROWS
+from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
+from pipeinfer.models.shard import ShardSource
+from pipeinfer.planning.partition import Load, Member, Split
+from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.replan import Holding, rebalance, replan
+from pipeinfer.runtime.head import take_result
+from pipeinfer.transport.base import Layout, Port
+
+Loss = RankLost | WorkerFailed
+
+
+@dataclass(slots=True)
+class StageState:
+    """What the head knows about a stage while it starts. spare: the rank that only receives what
+    others hold, 0 for a stage."""
+
+    spare: int = 0
+    phase: str = "waiting"
+    done: int = 0
+    total: int = 0
+    ready: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A new arrangement while the job ran. when: seconds since the epoch; lost: ranks; seconds it
+    took; moved: layers that were loaded for it."""
+
+    when: float
+    epoch: int
+    lost: tuple[int, ...]
+    why: str
+    seconds: float
+    moved: int
+
+    def __str__(self) -> str:
+        layers = f"{self.moved} layer{'s' * (self.moved != 1)} moved"
+        return f"{self.why}: went on after {self.seconds:.2f} s, {layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What stages agree on: R, and what runs of several rows cost (see `exact.Widths`)."""
+
+    exact: int
+    row_cost: float
+    curve: tuple[tuple[int, float], ...]
+
+
+ProgressHook = Callable[[dict[int, StageState]], None]
+SetupOf = Callable[[Holding], dict[str, Any]]
+SourceOf = Callable[[int, int], ShardSource]
+
+
+class Assembly:
+    """See the module docstring.
+
+    members: by rank, what each could hold. setup_of: a stage's Setup but for n_stages. source_of:
+    the shard with layers `[start, stop)`. hosts: every rank's hello.
+    """
+
+    def __init__(
+        self, config: Config, port: Port, plan: Plan, load: Load, members: Mapping[int, Member],
+        hosts: Sequence[Mapping[str, Any]], setup_of: SetupOf, source_of: SourceOf,
+        progress: ProgressHook | None, *, survives: bool,
+    ) -> None:
+        self.held = tuple(Holding(rank, start, stop) for rank, (start, stop) in zip(
+            plan.ranks, plan.ranges, strict=True))
+        self.states: dict[int, StageState] = {}
+        self.changes: list[Change] = []
+        self.epoch = 0
+        self.lost = {rank for rank, hello in enumerate(hosts) if "dead" in hello}
+        self._terms: Terms | None = None
+        self._config, self._port, self._load, self._hosts = config, port, load, hosts
+        self._members = members
+        self._setup_of, self._source_of, self._progress = setup_of, source_of, progress
+        self._survives = survives and not plan.whole
+
+    @property
+    def ready(self) -> dict[int, dict[str, Any]]:
+        """What each stage said when it was ready, by node."""
+        return {node: state.ready for node, state in self.states.items()}
+
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Living ranks that could hold a stage and hold none."""
+        used = {0} | {holding.rank for holding in self.held}  # a stage of rank 0 needs its thread
+        return tuple(rank for rank in self._members
+                     if rank not in used | self.lost and self._role(rank) != "draft")
+
+    @property
+    def terms(self) -> Terms:
+        """Of all stages together. After a loss R never rises: requests keep what they began with.
+        """
+        said = self.ready.values()
+        exact = min(int(one["exact_width"]) for one in said)
+        curve = tuple((rows, max(float(one["curve"][k]) for one in said))
+                      for k, rows in enumerate(CURVE_ROWS))
+        if self._terms is not None:
+            exact = min(exact, self._terms.exact)
+        return Terms(exact, max(float(one["row_cost"]) for one in said), curve)
+
+    def start(self) -> None:
+        """The first arrangement. A stage that can not load for a reason of its own (a missing file,
+        a wrong version) ends the job: that wants to be seen. Raises whatever it reports."""
+        try:
+            self._assemble()
+        except (RankLost, WorkerFailed) as loss:
+            if isinstance(loss, WorkerFailed) and loss.exit_code != ClusterError.exit_code:
+                raise
+            self.recover(loss)
+        self._terms = self.terms
+        if self._config.distribute:
+            self._supply_spares()
+        else:
+            self._prepare_spares()
+
+    def recover(self, loss: Loss) -> bool:
+        """Go on without the ranks that are lost. Whether stages have changed: not when only ranks
+        without one were lost. Raises the loss where going on is not possible on this MPI,
+        ClusterError when those that live can not hold the model."""
+        began, causes = time.monotonic(), [self._words(loss)]
+        before = {holding.rank: holding for holding in self.held}
+        gone: set[int] = set()
+        while True:
+            gone |= self._cut_out(loss)
+            if self._whole:
+                self._note(began, gone, str(loss), before)
+                return False
+            held = self._plan_without(loss)
+            try:
+                self._enter(held)
+                break
+            except (RankLost, WorkerFailed) as further:
+                loss = further
+                causes.append(self._words(further))
+        self._note(began, gone, "; ".join(dict.fromkeys(causes)), before)
+        return True
+
+    def move(self, held: tuple[Holding, ...], why: str) -> None:
+        """Arrange the layers otherwise while nothing is lost."""
+        began, before = time.monotonic(), {holding.rank: holding for holding in self.held}
+        try:
+            self._enter(held)
+        except (RankLost, WorkerFailed) as loss:
+            self.recover(loss)
+            return
+        self._note(began, set(), why, before)
+
+    def better(self, seconds: Sequence[float], predict: Callable[[Split], float]
+               ) -> tuple[tuple[Holding, ...], float]:
+        """See `replan.rebalance`; seconds: what each stage takes for a run now."""
+        return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
+                         predict)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _cut_out(self, loss: Loss) -> set[int]:
+        """Note every rank that is lost by now; those that are new. Raises the loss where nothing
+        can be done about it."""
+        rank = loss.rank if isinstance(loss, RankLost) else self._rank_of(loss.rank)
+        if not self._survives or rank == 0:
+            raise loss
+        fresh = ({rank} | self._port.new_losses() | self._port.gone) - self.lost
+        self.lost |= fresh
+        return fresh
+
+    @property
+    def _whole(self) -> bool:
+        """Every stage is there and ready."""
+        return all(holding.rank not in self.lost for holding in self.held) and bool(
+            self.states) and all(state.ready for state in self.states.values())
+
+    def _rank_of(self, node: int) -> int:
+        return self.held[node - 1].rank if 0 < node <= len(self.held) else 0
+
+    def _words(self, loss: Loss) -> str:
+        """What happened, with the rank where a stage has told its node."""
+        if isinstance(loss, RankLost):
+            return str(loss)
+        return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
+
+    def _role(self, rank: int) -> str:
+        return str(self._hosts[rank]["settings"]["role"])
+
+    def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
+        words = self._words(loss)
+        alive = [holding for holding in self.held if holding.rank not in self.lost]
+        lost = [holding for holding in self.held if holding.rank in self.lost]
+        self.held = tuple(alive)
+        try:
+            return replan(self._load, self._rooms(alive), alive, self.spares, lost)
+        except PlanError as error:
+            if not alive and not self.spares:
+                raise loss from None
+            raise ClusterError(f"{words}; {error}") from loss
+
+    def _rooms(self, alive: Sequence[Holding]) -> dict[int, Member]:
+        """The memory of each living rank: what its stage takes now, and its part of what its host
+        has left."""
+        own = {holding.rank: self._load.stage_bytes(holding.start, holding.stop)
+               for holding in alive}
+        ranks = [*own, *self.spares]
+        rooms = {}
+        for rank in ranks:
+            here = [other for other in ranks
+                    if self._hosts[other]["host"] == self._hosts[rank]["host"]]
+            free = min(self._members[other].memory for other in here) \
+                - sum(own.get(other, 0.0) for other in here)
+            rooms[rank] = dataclasses.replace(
+                self._members[rank],
+                memory=own.get(rank, 0.0) + max(free, 0.0) / len(here))
+        return rooms
+
+    def _enter(self, held: tuple[Holding, ...]) -> None:
+        self._group(held)
+        self._assemble()
+        self._terms = self.terms
+        self._prepare_spares()
+
+    def _group(self, held: tuple[Holding, ...]) -> None:
+        """Begin an epoch with these stages."""
+        self.held = held
+        self.epoch += 1
+        self._port.regroup(Layout((0, *(holding.rank for holding in held)), self.epoch), self.lost)
+
+    def _note(self, began: float, lost: set[int], why: str, before: Mapping[int, Holding]) -> None:
+        moved = 0
+        for now in self.held:
+            old = before.get(now.rank, Holding(now.rank, 0, 0))
+            moved += now.stop - now.start - max(0, min(now.stop, old.stop)
+                                                - max(now.start, old.start))
+        self.changes.append(Change(time.time(), self.epoch, tuple(sorted(lost)), why,
+                                   time.monotonic() - began, moved))
+
+    def _prepare_spares(self) -> None:
+        """Let idle ranks bring into their page cache, and measure, what others hold."""
+        if not self._survives or self._config.distribute:
+            return
+        for rank in self.spares:
+            self._port.order(rank, {"kind": "prepare", "setups": [
+                self._setup(holding, rank) for holding in self.held]})
+
+    def _supply_spares(self) -> None:
+        """Send the spares that were asked for what others hold, before there are requests; those
+        of one host, which may share a cache, one after the other."""
+        last = list(self._members)[-self._config.spares:] if self._config.spares else []
+        done: set[int] = set()
+        while self._survives:
+            batch = {self._hosts[rank]["host"]: rank for rank in reversed(self.spares)
+                     if rank not in done
+                     and (rank in last or self._role(rank) == "spare")}
+            if not batch:
+                return
+            if self._supply(tuple(sorted(batch.values()))):
+                done.update(batch.values())
+            else:
+                done.clear()  # a rank was lost: stages may hold other layers now
+
+    def _supply(self, spares: tuple[int, ...]) -> bool:
+        """For an epoch these ranks are the nodes, and receive as stages do. Whether all went well;
+        if not, the job has gone on without whom it lost."""
+        held, loss = self.held, None
+        here = tuple(holding.rank for holding in held if holding.rank == 0)  # keeps its mailbox
+        setups = {rank: [self._setup(holding, rank) for holding in held] for rank in spares}
+        nodes = here + spares
+        self._group(tuple(Holding(rank, 0, 0) for rank in nodes))
+        try:
+            self._prepare({node: {"rehearse": setups.get(rank, [])}
+                           for node, rank in enumerate(nodes, 1)})
+        except RankLost as error:
+            loss = error
+        except WorkerFailed as error:
+            loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
+        except TransportTimeout as error:
+            loss = RankLost(self._rank_of(error.peer or 0), "has not received its layers in time")
+        self.held, self.states = held, {}
+        try:
+            if loss is not None:
+                raise loss
+            self._enter(held)
+        except (RankLost, WorkerFailed) as error:
+            self.recover(error)
+            return False
+        return True
+
+    def _setup(self, holding: Holding, rank: int) -> dict[str, Any]:
+        agreed = self._terms
+        return {
+            **self._setup_of(holding), "n_stages": len(self.held),
+            "settings": self._hosts[rank]["settings"],
+            "exact": agreed.exact if agreed else 0,
+            "curve": [cost for _, cost in agreed.curve] if agreed else None,
+        }
+
+    def _assemble(self) -> None:
+        """Tell every stage what it holds and wait until all are ready. Raises RankLost,
+        WorkerFailed, TransportTimeout."""
+        self._prepare({node: self._setup(holding, holding.rank)
+                       for node, holding in enumerate(self.held, 1)})
+
+    def _prepare(self, setups: Mapping[int, dict[str, Any]]) -> None:
+        """Give each node its setup and wait until all are ready."""
+        self.states = {
+            node: StageState(self.held[node - 1].rank if "rehearse" in setup else 0)
+            for node, setup in setups.items()}
+        for node, setup in setups.items():
+            self._port.send(node, Tag.TRANSACTION, Notice("setup", node, setup))
+        self._await_ready(Sender(self._port, self._source_of))
+
+    def _await_ready(self, sender: Sender) -> None:
+        """Hear what stages say until each is ready, and send them what they ask for."""
+        port, states, timeout = self._port, self.states, self._config.timeout
+        last_news = time.monotonic()
+        while not all(state.ready for state in states.values()):
+            envelope = take_result(port)
+            busy = sender.pump()
+            if envelope is None:
+                if busy:
+                    last_news = time.monotonic()
+                else:
+                    port.wait(0.2)
+                if time.monotonic() - last_news > timeout:
+                    late = next(n for n, state in states.items() if not state.ready)
+                    raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
+                                           seconds=timeout)
+                continue
+            last_news = time.monotonic()
+            message = envelope.message
+            if isinstance(message, ShardHave):
+                sender.hear(message)
+            elif isinstance(message, Notice) and message.node in states:
+                if message.kind == "want":
+                    sender.offer(message.node, int(message.data["start"]),
+                                 int(message.data["stop"]))
+                else:
+                    self._hear(message)
+
+    def _hear(self, message: Notice) -> None:
+        state = self.states[message.node]
+        if message.kind == "progress":
+            state.phase = str(message.data["phase"])
+            state.done, state.total = int(message.data["done"]), int(message.data["total"])
+        elif message.kind == "ready":
+            state.phase, state.ready = "ready", message.data
+        if self._progress is not None:
+            self._progress(self.states)

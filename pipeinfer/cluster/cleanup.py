@@ -1,0 +1,91 @@
+"""Ends what is left of a job on this host: every process with its number in the environment.
+
+    python -m pipeinfer.cluster.cleanup JOB        JOB is $PIPEINFER_JOB of the launch scripts
+
+The scripts call it on every host before they start a job that has failed again. A rank that is
+stopped, or whose daemon died before it, would otherwise keep its memory and its files' locks.
+
+Also deletes what launchers that were killed left in the temporary directory (`clear_sessions`),
+which every job does when it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+VARIABLE = "PIPEINFER_JOB"
+_SECONDS = 5.0
+_SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
+
+
+def processes_of(job: str) -> list[psutil.Process]:
+    """Living processes that were started with PIPEINFER_JOB=`job`, but this one and those above
+    it."""
+    mark, found = f"{VARIABLE}={job}".encode(), []
+    own = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) not in own:
+            with contextlib.suppress(OSError, psutil.Error):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(psutil.Process(int(entry.name)))
+    return found
+
+
+def end(job: str) -> list[int]:
+    """Kill them; numbers of those that were killed. Waits until they are gone."""
+    found = processes_of(job)
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(found, timeout=_SECONDS)
+    return [process.pid for process in found]
+
+
+def clear_sessions(folder: Path | None = None) -> list[Path]:
+    """Delete directories of this user's dead Open MPI launchers of this host; which they were.
+
+    A launcher that gets the process id of one that was killed finds that one's directory and gives
+    up: exit code 213, "The PMIx server's listener thread failed to start". folder: where they are
+    [the directory for temporary files].
+    """
+    gone = []
+    for path in (folder or Path(tempfile.gettempdir())).glob("*.*"):
+        found = _SESSION.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            if found and _is_ours(path) and not psutil.pid_exists(int(found[1])):
+                shutil.rmtree(path)
+                gone.append(path)
+    return gone
+
+
+def _is_ours(session: Path) -> bool:
+    """Whether a launcher of this user and host made it: containers may share the directory, and
+    process ids of one mean nothing in another."""
+    info = session.lstat()
+    names = {path.name.split(".")[1] for path in session.glob("pmix.*.tool")}
+    return (stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+            and socket.gethostname().split(".")[0] in names)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    if len(sys.argv) != 2 or not sys.argv[1]:
+        sys.exit("usage: python -m pipeinfer.cluster.cleanup JOB")
+    clear_sessions()
+    killed = end(sys.argv[1])
+    if killed:
+        sys.stderr.write(f"pipeinfer: killed {len(killed)} processes of the job before\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""A stage's backend and port that fail where `--fault` wants it, see `faults.py`.
+
+Each wrapper returns its argument untouched when no fault is for this rank. Knows the contracts of
+backends and ports, no MPI, request, plan or server.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.cluster.faults import (
+    SIGNALS,
+    Die,
+    Fault,
+    Kind,
+    begin,
+    faults_of,
+    happened_here,
+    signal_self,
+)
+from pipeinfer.core.messages import Message, Tag
+from pipeinfer.core.types import FloatArray, Rows
+from pipeinfer.errors import BackendError
+from pipeinfer.transport.base import Envelope, Port
+
+_MEMORY_STEP = 4 << 20
+_MEMORY_ROOM = 64 << 20  #: bytes that `memory` leaves before it hits the limit
+
+
+# --- the backend ------------------------------------------------------------------------------
+
+
+def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
+                   die: Die = signal_self) -> Backend:
+    """A stage's backend that fails when it is told to.
+
+    To be wrapped after its widths were measured, so that counts are those of requests' runs. die:
+    what a process does to itself, with the signal's number.
+    """
+    mine = faults_of(faults, rank, (*SIGNALS, Kind.ERROR, Kind.MEMORY), ("prefill", "decode"))
+    return _FaultyBackend(backend, mine, die) if mine else backend
+
+
+class _FaultyBackend:
+    """See `Backend`; a run of a prompt's chunk is one that does not want every row's output."""
+
+    def __init__(self, inner: Backend, faults: list[Fault], die: Die) -> None:
+        self.info, self.capabilities = inner.info, inner.capabilities
+        self.seq_rm, self.seq_cp, self.seq_keep = inner.seq_rm, inner.seq_cp, inner.seq_keep
+        self._inner, self._faults, self._die = inner, faults, die
+        self._seen = {"prefill": 0, "decode": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # joins, and what else a backend has
+
+    def decode(self, rows: Rows, hidden: FloatArray | None = None,
+               should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
+        """See `Backend.decode`."""
+        moment = "decode" if rows.outputs.all() else "prefill"
+        self._seen[moment] += 1
+        for fault in self._faults:
+            if fault in happened_here or fault.moment != moment or self._seen[moment] < fault.count:
+                continue
+            if fault.kind is Kind.ERROR and fault.layer > 0:
+                self._fail_inside(fault, rows, hidden, should_stop)
+                return None
+            begin(fault)
+            if fault.kind is Kind.ERROR:
+                raise _exception(fault)
+            if fault.kind is Kind.MEMORY:
+                exhaust_memory()
+            else:
+                self._die(SIGNALS[fault.kind])
+        return self._inner.decode(rows, hidden, should_stop)
+
+    def _fail_inside(self, fault: Fault, rows: Rows, hidden: FloatArray | None,
+                     should_stop: Callable[[], bool] | None) -> None:
+        """Raise after `fault.layer` layers, after the last one where there are not so many.
+
+        Returns where the run was stopped before that; the next one is tried then.
+        """
+        done = 0
+
+        def look() -> bool:
+            nonlocal done
+            done += 1
+            if done >= fault.layer:
+                begin(fault)
+                raise _exception(fault)
+            return should_stop is not None and should_stop()
+
+        if self._inner.decode(rows, hidden, look) is not None:
+            begin(fault)
+            raise _exception(fault)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._inner.close()
+
+
+def _exception(fault: Fault) -> Exception:
+    kinds: dict[str, type[Exception]] = {"runtime": RuntimeError, "backend": BackendError,
+                                         "memory": MemoryError}
+    return kinds[fault.type](f"injected: {fault}")
+
+
+def exhaust_memory() -> None:
+    """Allocate until the process's own limit answers; raises MemoryError, and gives all back.
+
+    The limit is lowered to a little more than what is used now, so that the host keeps its memory.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(psutil.Process().memory_info().vms) + _MEMORY_ROOM
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    held = []
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        while True:
+            held.append(bytearray(_MEMORY_STEP))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        held.clear()
+
+
+# --- the port ---------------------------------------------------------------------------------
+
+
+def faulty_port(port: Port, faults: Sequence[Fault], rank: int) -> Port:
+    """A rank's port that loses cancellations or gets its messages late."""
+    slow = faults_of(faults, rank, (Kind.SLOW_LINK,), ("",))
+    lossy = faults_of(faults, rank, (Kind.LOSE_CANCEL,), ("",))
+    if not slow and not lossy:
+        return port
+    for fault in (*slow, *lossy):
+        sys.stderr.write(f"pipeinfer: fault: {fault}\n")
+    return _FaultyPort(port, sum(f.ms for f in slow) / 1e3, lossy[0].every if lossy else 0)
+
+
+class _FaultyPort:
+    """See `Port`. received: messages by tag, as they arrived; lost: cancellations among them.
+
+    Rank 0 gets no cancellations, it sends them: there it is every n-th that is not sent.
+    """
+
+    def __init__(self, inner: Port, seconds: float, every: int) -> None:
+        self.node, self.traffic = inner.node, inner.traffic
+        self.received: dict[Tag, int] = dict.fromkeys(Tag, 0)
+        self.lost = 0
+        self._inner, self._seconds, self._every = inner, seconds, every
+        self._cancels = 0
+        self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, dest: int, tag: Tag, message: Message) -> None:
+        """See `Port.send`."""
+        if self.node == 0 and tag is Tag.CANCEL and self._loses():
+            return
+        self._inner.send(dest, tag, message)
+
+    def take(self, tag: Tag) -> Envelope | None:
+        """See `Port.take`."""
+        self._collect(tag)
+        held = self._held[tag]
+        if held and held[0][0] <= time.monotonic():
+            return held.popleft()[1]
+        return None
+
+    def adopt(self) -> None:
+        """See `Port.adopt`; what was held back belongs to an earlier epoch."""
+        for held in self._held.values():
+            held.clear()
+        self._inner.adopt()
+        self.node = self._inner.node
+
+    def wait(self, timeout: float, *, live: bool = True) -> None:
+        """See `Port.wait`."""
+        for tag in Tag:
+            self._collect(tag)
+        due = min((held[0][0] for held in self._held.values() if held), default=None)
+        left = timeout if due is None else min(timeout, due - time.monotonic())
+        if left > 0:
+            self._inner.wait(left, live=live)
+
+    def wake(self) -> None:
+        """See `Port.wake`."""
+        self._inner.wake()
+
+    def close(self, timeout: float) -> None:
+        """See `Port.close`."""
+        self._inner.close(timeout)
+
+    def _collect(self, tag: Tag) -> None:
+        while (envelope := self._inner.take(tag)) is not None:
+            self.received[tag] += 1
+            if tag is Tag.CANCEL and self._loses():
+                continue
+            self._held[tag].append((time.monotonic() + self._seconds, envelope))
+
+    def _loses(self) -> bool:
+        if not self._every:
+            return False
+        self._cancels += 1
+        lost = self._cancels % self._every == 0
+        self.lost += lost
+        return lost

@@ -1,0 +1,207 @@
+"""One request from prompt to text: streaming, stop strings, timing.
+
+Used by the command line, benchmarks and tests. It knows the session and the tokenizer, no click
+and no MPI.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.session import Session
+from pipeinfer.config import Config
+from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.types import Request, SamplingParams
+from pipeinfer.errors import UsageError
+from pipeinfer.models.locate import model_paths, open_tokenizer
+from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.text_stream import StopText
+from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
+from pipeinfer.strategies.decomposers.prompts import Opening
+
+_request_ids = itertools.count()
+
+
+@dataclass(slots=True)
+class Generated:
+    """What a request brought. Times in seconds since its submission.
+
+    reason: stop (end of text or stop string), length, context, interrupted. speculated: per
+    token, whether it was in flight before it was accepted. threads: of a response in threads,
+    which one brought each token (tokens are in reading order). visible: tokens of which the reader
+    sees something.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    n_prompt: int = 0
+    times: list[float] = field(default_factory=list)
+    speculated: list[bool] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    lane: LaneStats = field(default_factory=LaneStats)
+    seed: int = 0
+    threads: list[int] = field(default_factory=list)
+    visible: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed after the first token (the prompt's time is not in it, as in the paper)."""
+        span = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
+        return (len(self.times) - 1) / span if span > 0 else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the accepted positions with a guess in flight at which it was right."""
+        tested = self.lane.guesses_tested
+        return self.lane.accepted_speculative / tested if tested else 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Figures for `--json` and the summary."""
+        gaps = [b - a for a, b in itertools.pairwise(self.times)]
+        return {
+            "n_prompt": self.n_prompt, "n_output": len(self.tokens), "reason": self.reason,
+            "seed": self.seed,
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token": self.times[0] if self.times else None,
+            "inter_token_latency_mean": statistics.fmean(gaps) if gaps else None,
+            "inter_token_latency_median": statistics.median(gaps) if gaps else None,
+            "acceptance": self.acceptance, **dataclasses.asdict(self.lane),
+        }
+
+
+def sampling_params(config: Config, seed: int) -> SamplingParams:
+    """The sampling side of a config. Raises UsageError for a malformed logit bias."""
+    return SamplingParams(
+        temperature=config.temp, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
+        repeat_penalty=config.repeat_penalty, presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty, repeat_last_n=config.repeat_last_n,
+        logit_bias=tuple(map(_bias, config.logit_bias)), key=noise_key(seed),
+    )
+
+
+def grammar_text(config: Config) -> tuple[str, str]:
+    """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
+
+    Raises UsageError for options that exclude each other or a file that can not be read.
+    """
+    given = [kind for kind in ("grammar", "grammar_file", "json_schema") if getattr(config, kind)]
+    if not given:
+        return "", ""
+    if len(given) > 1:
+        flags = " and ".join(f"--{kind.replace('_', '-')}" for kind in given)
+        raise UsageError(f"give one of {flags}, not both")
+    kind, text = "gbnf", config.grammar
+    if config.json_schema:
+        kind, text = "json_schema", config.json_schema
+    elif config.grammar_file:
+        try:
+            text = Path(config.grammar_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"can not read {config.grammar_file}: {error}") from error
+    return kind, text
+
+
+def compiled_grammar(config: Config) -> str:
+    """The grammar of a config, compiled for its model; empty without one.
+
+    Raises UsageError as `grammar_text` does, and RequestError for one that can not be used.
+    """
+    kind, text = grammar_text(config)
+    if not kind:
+        return ""
+    tokenizer = open_tokenizer(model_paths(config)[0])
+    vocabulary = Vocabulary.of(tokenizer)
+    try:
+        return compile_grammar(kind, text, vocabulary)
+    finally:
+        vocabulary.compiler.close()
+        tokenizer.close()
+
+
+def draw_seed(config: Config) -> int:
+    """The seed to use: the one given, or a fresh one."""
+    return config.seed if config.seed >= 0 else secrets.randbits(31)
+
+
+def run_request(
+    session: Session, prompt: Sequence[int] | Opening, params: SamplingParams, max_tokens: int, *,
+    stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+    interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
+) -> Generated:
+    """Generate; returns when the request's terminal event has come. Raises ContextOverflow.
+
+    `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
+    """
+    out = Generated() if into is None else into
+    decompose = prompt.decompose if isinstance(prompt, Opening) else None
+    prompt = prompt.prompt if isinstance(prompt, Opening) else prompt
+    out.n_prompt, out.seed = len(prompt), seed
+    if not prompt:
+        raise UsageError("the prompt is empty: give at least one token")
+    if params.grammar:
+        params = dataclasses.replace(params, grammar_start=len(prompt))
+    tokenizer, head = session.tokenizer, session.head
+    request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
+                      frozenset(tokenizer.eog_ids), ignore_eos)
+    pieces, stopper = tokenizer.stream(), StopText(stops)
+    start = time.monotonic()
+
+    def show(text: str) -> None:
+        if text:
+            out.text += text
+            if on_text is not None:
+                on_text(text)
+
+    head.submit(request, decompose)
+    asked_to_end = stopped = False
+    while True:
+        if interrupted() and not asked_to_end:
+            asked_to_end = True
+            head.abort(request.request_id, "interrupted")
+        match head.next_news(0.1):
+            case Emit(_, choice, speculated, thread, seen) if not stopped:
+                out.tokens.append(choice.token)
+                out.threads.append(thread)
+                out.visible += seen != b""
+                out.times.append(time.monotonic() - start)
+                out.speculated.append(speculated)
+                out.logprobs.append(choice.logprob)
+                text, stopped = stopper.push(
+                    pieces.push(choice.token) if seen is None else pieces.push_bytes(seen))
+                show(text)
+                if stopped:
+                    head.abort(request.request_id, "stop")
+            case Finish(_, reason, lane):
+                out.reason, out.lane = "stop" if stopped else reason, lane
+                if not stopped:
+                    text, _ = stopper.push(pieces.finish())
+                    show(text + stopper.rest())
+                return out
+            case Refuse(_, error):
+                raise error
+            case _:
+                pass
+
+
+def _bias(text: str) -> tuple[int, float]:
+    for sign in "+-":
+        token, found, value = text.partition(sign)
+        if found and token.isdigit() and int(token) < 2**31:
+            try:
+                bias = float(sign + value)
+            except ValueError:
+                break
+            if math.isfinite(bias):
+                return int(token), bias
+    raise UsageError(f"--logit-bias {text!r} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS")

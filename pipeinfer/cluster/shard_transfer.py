@@ -1,0 +1,317 @@
+"""Shards for hosts without the model file: rank 0 reads its own and sends each rank its layers.
+
+    stage   Notice("want", layers)                        what it lacks; spares ask for every range
+    head    Notice("shard", name, bytes)
+    stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
+    head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
+    stage   ShardHave(offset) ...                         after every chunk
+    head    ShardEnd(digest of the whole)                 the stage renames only when it agrees
+
+Bytes arrive in order, so what is there of a `.part` file is the record of what has arrived; its
+digest tells the head whether it can go on from there. The head never waits for one stage while
+another wants bytes. Knows the shard cache and ports, no MPI and no policies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipeinfer.config import Config
+from pipeinfer.core.messages import Message, Notice, ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.locate import open_model
+from pipeinfer.models.shard import ShardSource, extract_shard
+from pipeinfer.models.shard_cache import (
+    DIGEST_BYTES,
+    cache_directory,
+    is_sound,
+    new_hash,
+    open_private,
+    seal,
+)
+from pipeinfer.transport.base import Port
+
+CHUNK = 1 << 20  #: bytes of one message
+WINDOW = 8 * CHUNK  #: bytes on the way to one stage
+_FORGET_SECONDS = 7 * 24 * 3600
+
+Report = Callable[[str, int, int], None]
+
+
+# --- the head ---------------------------------------------------------------------------------
+
+
+class _Pieces:
+    """Takes any number of bytes at a time off blocks of any size."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._held = blocks, memoryview(b"")
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, fewer at the end."""
+        parts = []
+        while size:
+            if not self._held:
+                self._held = memoryview(next(self._blocks, b""))
+                if not self._held:
+                    break
+            parts.append(self._held[:size])
+            self._held = self._held[size:]
+            size -= len(parts[-1])
+        return b"".join(parts)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One stage's shard on its way. Bytes up to `have` are only hashed, the rest is sent."""
+
+    source: ShardSource
+    have: int
+    digest: bytes
+    pieces: _Pieces
+    hasher: hashlib.blake2b
+    offset: int = 0
+    answered: int = 0
+    ended: bool = False
+
+
+class Sender:
+    """The head's side. `hear` what stages say, `pump` until it returns False, then wait.
+
+    source_of: the shard with layers `[start, stop)`.
+    """
+
+    def __init__(self, port: Port, source_of: Callable[[int, int], ShardSource]) -> None:
+        self._port, self._source_of = port, source_of
+        self._offered: dict[int, ShardSource] = {}
+        self._outgoing: dict[int, _Outgoing] = {}
+        self.sent_bytes = 0
+
+    def offer(self, node: int, start: int, stop: int) -> None:
+        """A stage lacks these layers: say what their shard is called and how large it is. Raises
+        PlanError where the model has no such layers."""
+        source = self._source_of(start, stop)
+        self._offered[node] = source
+        self._outgoing.pop(node, None)
+        self._port.send(node, Tag.TRANSACTION,
+                        Notice("shard", node, {"name": source.name, "bytes": source.total}))
+
+    def hear(self, message: ShardHave) -> None:
+        """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
+        if message.node not in self._offered or len(message.digest) not in (0, DIGEST_BYTES):
+            raise ProtocolError(f"node {message.node} asks for a shard that is not for it")
+        if message.digest:
+            source = self._offered[message.node]
+            out = _Outgoing(source, message.offset, message.digest, _Pieces(source.blocks()),
+                            new_hash(), answered=message.offset)
+            if not 0 <= message.offset <= source.total:
+                out.have = out.answered = 0
+            self._outgoing[message.node] = out
+        else:
+            current = self._outgoing.get(message.node)
+            if current is None or not 0 <= message.offset <= current.offset:
+                raise ProtocolError(f"node {message.node} has {message.offset} bytes of a shard "
+                                    "that were not sent")
+            current.answered = message.offset
+
+    def pump(self) -> bool:
+        """Move every stage's shard on by a chunk. Whether there is more to do at once."""
+        more = [self._step(node, out) for node, out in self._outgoing.items() if not out.ended]
+        return any(more)
+
+    def _step(self, node: int, out: _Outgoing) -> bool:
+        if out.offset < out.have:
+            piece = self._next(out, min(CHUNK, out.have - out.offset))
+            if out.offset == out.have and out.hasher.digest() != out.digest:
+                out.pieces, out.hasher = _Pieces(out.source.blocks()), new_hash()
+                out.offset = out.have = out.answered = 0
+            return True
+        if out.offset == out.source.total:
+            self._port.send(node, Tag.TRANSACTION, ShardEnd(out.hasher.digest()))
+            out.ended = True
+            return False
+        if out.offset + CHUNK - out.answered > WINDOW:
+            return False
+        start = out.offset
+        piece = self._next(out, CHUNK)
+        self._port.send(node, Tag.TRANSACTION, ShardChunk(start, piece))
+        self.sent_bytes += len(piece)
+        return True
+
+    @staticmethod
+    def _next(out: _Outgoing, size: int) -> bytes:
+        piece = out.pieces.take(size)
+        if not piece:
+            raise ModelError("the model file became shorter while it was sent")
+        out.hasher.update(piece)
+        out.offset += len(piece)
+        return piece
+
+
+# --- a stage ----------------------------------------------------------------------------------
+
+
+def own_model(setup: Mapping[str, Any]) -> Path:
+    """The model's path where this host has the one that rank 0 has.
+
+    Raises ModelError when it is not here, MismatchError for another model.
+    """
+    path = Path(setup["model"])
+    if not path.exists():
+        raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
+                         "the same path, or share its directory")
+    if open_model(path).fingerprint != setup["fingerprint"]:
+        raise MismatchError(f"{path} on {socket.gethostname()} is not what rank 0 has: copy the "
+                            "same model to every host")
+    return path
+
+
+def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Report
+                ) -> tuple[Path, int]:
+    """This stage's shard, and how many bytes of it came from rank 0 just now.
+
+    Cut out of the model where that is a file here; else taken from the cache or received. Raises
+    ModelError when there is no file and nothing may be sent, MismatchError for another model.
+    """
+    path = Path(setup["model"])
+    if path.exists():
+        model = open_model(path)
+        if model.fingerprint != setup["fingerprint"]:
+            raise MismatchError(
+                f"{path} on {socket.gethostname()} is not the file that rank 0 has: copy the same "
+                "model to every host"
+            )
+        return extract_shard(GapModel(model) if setup["gaps"] else model, setup["start"],
+                             setup["stop"],
+                             progress=lambda d, t: report("extracting", d, t)), 0
+    if not config.distribute:
+        raise ModelError(
+            f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
+            "share its directory, or let rank 0 send the layers with --distribute"
+        )
+    name, total = _ask(port, setup["start"], setup["stop"], config.timeout)
+    return receive(port, cache_directory(), name, total, config.timeout, report)
+
+
+def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
+    """Name and size of the shard with these layers, from the head."""
+    port.send(0, Tag.RESULT, Notice("want", port.node, {"start": start, "stop": stop}))
+    match _answer(port, timeout, "Notice"):
+        case Notice("shard", _, {"name": str(name), "bytes": int(total)}) \
+                if Path(name).name == name and total >= 0:
+            return name, total
+        case other:
+            raise ProtocolError(f"{type(other).__name__} in answer to a wish for layers")
+
+
+def _answer(port: Port, timeout: float, awaited: str) -> Message:
+    """The head's next message. Raises TransportTimeout, which names what was awaited."""
+    deadline = time.monotonic() + timeout
+    while (envelope := port.take(Tag.TRANSACTION)) is None:
+        if time.monotonic() > deadline:
+            raise TransportTimeout(rank=port.node, peer=0, tag=awaited, run_id=None,
+                                   seconds=timeout)
+        port.wait(0.2)
+    return envelope.message
+
+
+def receive(port: Port, directory: Path, name: str, total: int, timeout: float, report: Report
+            ) -> tuple[Path, int]:
+    """The file `name` of `total` bytes in `directory`, and how many bytes arrived for it.
+
+    Goes on where an earlier job stopped. A crash leaves a `.part` file and never a wrong `name`.
+    Raises ModelError when the disk is full, another job receives it or the bytes are damaged.
+    """
+    target = directory / name
+    with contextlib.suppress(OSError):
+        if target.stat().st_size == total and is_sound(target):
+            return target, 0
+    part = directory / f"{name}.part"
+    _forget_old(directory, part)
+    try:
+        with os.fdopen(open_private(part), "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ModelError(
+                    f"{part}: another job on {socket.gethostname()} receives this shard; wait for "
+                    "it, or give this job its own PIPEINFER_CACHE") from None
+            arrived, digest = _fill(port, part, file, total, timeout, report)
+            os.replace(part, target)
+            seal(target, digest)
+    except OSError as error:
+        raise ModelError(
+            f"{part} on {socket.gethostname()}: can not store a shard of {total / 1e6:.0f} MB "
+            f"({error.strerror or error}); make room, or set PIPEINFER_CACHE to another directory"
+        ) from None
+    return target, arrived
+
+
+def _forget_old(directory: Path, but: Path) -> None:
+    """Delete beginnings of other shards that no job has gone on with for a week."""
+    for path in directory.glob("*.gguf.part"):
+        with contextlib.suppress(OSError):
+            if path != but and path.stat().st_mtime < time.time() - _FORGET_SECONDS:
+                path.unlink()
+
+
+def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, report: Report
+          ) -> tuple[int, bytes]:
+    """Complete `file`; bytes that arrived, and the digest of all. On damage it is emptied and
+    ModelError raised."""
+    have, hasher = _hash_file(file, total)
+    free = shutil.disk_usage(part.parent).free
+    if free < total - have:
+        raise ModelError(
+            f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
+            f"disk has {free / 1e6:.0f} MB: make room, or set PIPEINFER_CACHE to another directory")
+    port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
+    arrived = 0
+    while True:
+        match _answer(port, timeout, "ShardChunk"):
+            case ShardChunk(offset, data):
+                if offset == 0:  # the head did not know what was here
+                    have, hasher = 0, new_hash()
+                    file.truncate(0)
+                if offset != have or have + len(data) > total:
+                    raise ProtocolError(f"a chunk from {offset} on, where {have} bytes are there")
+                file.write(data)
+                hasher.update(data)
+                have += len(data)
+                arrived += len(data)
+                port.send(0, Tag.RESULT, ShardHave(port.node, have))
+                report("receiving", have, total)
+            case ShardEnd(digest):
+                if have != total or digest != hasher.digest():
+                    file.truncate(0)
+                    raise ModelError(f"{part} on {socket.gethostname()} arrived damaged: "
+                                     "start the job again")
+                file.flush()
+                os.fsync(file.fileno())
+                return arrived, digest
+            case other:
+                raise ProtocolError(f"{type(other).__name__} in the middle of a shard")
+
+
+def _hash_file(file: BinaryIO, total: int) -> tuple[int, hashlib.blake2b]:
+    """How many bytes of the shard `file` has, and their digest so far."""
+    hasher = new_hash()
+    if os.fstat(file.fileno()).st_size > total:
+        file.truncate(0)
+    file.seek(0)
+    have = 0
+    while piece := file.read(CHUNK):
+        hasher.update(piece)
+        have += len(piece)
+    return have, hasher

@@ -1,0 +1,269 @@
+"""From a config to the scheduler's limits: what the user set, what the machine suggests.
+
+What a user sets is pinned; the controller leaves it alone. Measures nothing, and loads nothing but
+a BiTA adapter's few vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.config import Config
+from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.errors import UsageError
+from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.scheduler.controller import (
+    Controller,
+    Curve,
+    Timing,
+    alternatives_for,
+    cutoff,
+    groups,
+)
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.speculation_trial import Probe
+from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.bita import Bita
+from pipeinfer.strategies.proposers.lookahead import Lookahead
+
+JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
+_MOST_IDS = 60  #: sequence ids, which cost a backend memory
+_MOST_KEPT = 32  #: remembered prompts, each with an id
+_ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
+
+
+def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+    """What proposes from rows of its own in the target's runs, if anything does.
+
+    n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
+    for an adapter that can not be read.
+    """
+    return _make(row_method(config), config, n_vocab, prompt_id)
+
+
+def _make(method: str, config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+    if method == "bita":
+        learned = load_bita(config.bita)
+        return Bita(n_vocab, learned.n_masks, config.bita_top,
+                    prompt_id if learned.n_prompts else None)
+    if method == "lookahead":
+        return Lookahead(config.lookahead_window, config.lookahead_ngram,
+                         config.lookahead_candidates)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """Room for whatever of a config proposes from rows: see `RowProposer`, each the most of any."""
+
+    candidates: int = 0
+    rows: int = 0
+    paths: int = 0
+
+
+def row_sizes(config: Config) -> RowSizes:
+    """What proposers of rows that are named may need, in use or not."""
+    found = [_make(method, config) for method in {row_method(config), *config.proposer}]
+    return RowSizes(*(max((getattr(rows, name) for rows in found if rows is not None), default=0)
+                      for name in ("candidates", "rows", "paths")))
+
+
+def partitions_for(config: Config, credit: int) -> int:
+    """Sequence ids beside a lane's first."""
+    if config.partitions >= 0:
+        return config.partitions
+    return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
+
+
+def lanes_of(config: Config) -> int:
+    """Causal threads at a time."""
+    return config.parallel * (1 + threads_of(config))
+
+
+def threads_of(config: Config) -> int:
+    """Threads of a response beside its main one."""
+    return config.decompose_threads if config.decomposer else 0
+
+
+def kept_for(config: Config) -> int:
+    """Prompts of ended requests that are remembered."""
+    return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
+
+
+def ids_for(config: Config, credit: int) -> int:
+    """Sequence ids in all. Raises UsageError beyond what llama.cpp can tell apart."""
+    count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
+    if count > _ALL_IDS:
+        raise UsageError(
+            f"--parallel {config.parallel} (with --decompose-threads {config.decompose_threads}, "
+            f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
+            f"{count} sequence ids, and a cache has {_ALL_IDS}: lower one of them")
+    return count
+
+
+def cells_for(config: Config, n_ctx: int) -> int:
+    """Tokens that requests and remembered prompts hold together. Raises UsageError."""
+    if config.cache_tokens and config.cache_tokens < n_ctx:
+        raise UsageError(f"--cache-tokens {config.cache_tokens} is less than one request's context "
+                         f"of {n_ctx}: raise it, or lower -c")
+    one = config.parallel == 1 and not config.decomposer
+    return config.cache_tokens or (n_ctx if one else 2 * n_ctx)
+
+
+def spare_cells(width: int, credit: int) -> int:
+    """Cells of a stage's cache for guesses, in runs of `width` rows, beyond `cells_for`."""
+    return width * (2 * credit + 4)
+
+
+def probe_cells(config: Config) -> int:
+    """Cells for the probes of all lanes, and for learned prompts."""
+    learned = load_bita(config.bita).n_prompts if config.bita else 0
+    return learned + row_sizes(config).rows * lanes_of(config)
+
+
+def widths_for(config: Config, exact: int) -> tuple[int, int]:
+    """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
+    run of probes."""
+    sizes = row_sizes(config)
+    if config.exact == "on":
+        return exact, sizes.rows
+    guesses = max(config.tree_max, sizes.candidates + sizes.rows)
+    return max(exact, guesses + 1, config.draft_max), sizes.rows
+
+
+def limits_for(
+    config: Config, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
+    n_stages: int, curve: Curve, spare: int,
+) -> tuple[Limits, frozenset[str]]:
+    """The limits to start with, and the names of those that the user set.
+
+    curve: what runs of several rows cost. spare: cells beyond those of `cells_for`, for guesses.
+    """
+    pinned: dict[str, Any] = {}
+    if config.credit:
+        pinned["credit"] = config.credit
+    if config.draft_max:
+        pinned["draft_max"] = config.draft_max
+    if config.tip != "auto":
+        pinned["join_tip"] = config.tip == "joined"
+    if config.alternatives >= 0:
+        pinned["alternatives"] = config.alternatives
+    if config.path_min >= 0:
+        pinned["path_min"] = config.path_min
+    ablations = frozenset(Ablation(a) for a in config.ablate)
+    synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
+    credit = config.credit or n_stages + 1
+    values: dict[str, Any] = {
+        "credit": credit, "draft_max": sizes.draft_max,
+        "join_tip": sizes.join and n_stages <= JOIN_UP_TO,
+        "alternatives": alternatives_for(credit), "path_min": cutoff(credit), **pinned,
+    }
+    limits = Limits(
+        n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,
+        partitions=partitions_for(config, credit), tree_max=config.tree_max or sizes.tree_max,
+        branches=config.branches,
+        p_min=_given(config.draft_p_min, 0.4 if synchronous else 0.0),
+        p_split=_given(config.p_split, 0.2 if synchronous else 0.02),
+        p_recovery=config.p_recovery, p_decay=config.p_decay,
+        parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
+        alone=config.speculation == "on", guess_rows=spare // 2,
+        share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
+        threads=threads_of(config), **values,
+    )
+    return limits, frozenset(pinned)
+
+
+def controller_for(config: Config, limits: Limits, pinned: frozenset[str], curve: Curve,
+                   cells: int, *, contended: bool = False) -> Controller | None:
+    """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
+
+    cells: beyond the context, half of which live guesses may take. contended: the draft takes
+    processors from stages.
+    """
+    probe = contended and limits.speculates and config.speculation == "auto" \
+        and "path_min" not in pinned
+    controller = Controller(limits, pinned, curve, cells // 2, Probe() if probe else None)
+    return controller if config.adapt and controller.active else None
+
+
+def _given(value: float, otherwise: float) -> float:
+    return value if value >= 0 else otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Defaults that depend on what a further row of a run costs."""
+
+    draft_max: int
+    tree_max: int
+    join: bool
+
+
+def sizes_for(row_cost: float) -> Sizes:
+    """Where a further row costs nearly a whole run, small runs; see docs/options.md."""
+    if row_cost > 0.6:
+        return Sizes(1, 2, join=False)
+    if row_cost > 0.3:
+        return Sizes(2, 4, join=False)
+    return Sizes(3, 7, join=True)
+
+
+def choose_policy(config: Config, draft: Path | None) -> Policy:
+    """The policy of a config. Raises UsageError where its options contradict one another."""
+    if config.layout == "replicate":
+        _check_replicas(config)
+        return Policy.SPECULATIVE
+    if config.speculation == "off":
+        if config.policy not in ("", Policy.ITERATIVE):
+            raise UsageError(f"--speculation off and --policy {config.policy}: leave out one")
+        return Policy.ITERATIVE
+    if "draft" in config.proposer and draft is None:
+        raise UsageError("--proposer draft needs a draft model: give one with -md")
+    if "bita" in config.proposer and not config.bita:
+        raise UsageError("--proposer bita needs an adapter: give one with --bita")
+    guesses = draft is not None or bool(config.proposer or config.bita)
+    masks = row_method(config) == "bita"
+    if config.policy:
+        policy = Policy(config.policy)
+        if policy is not Policy.ITERATIVE and not guesses:
+            raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
+    elif masks:
+        policy = Policy.SPECULATIVE
+    else:
+        policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
+    if masks and policy is Policy.PIPEINFER:
+        return Policy.SPECULATIVE  # masks have nothing to name before the last token is accepted
+    return policy
+
+
+def row_method(config: Config) -> str:
+    """Which proposer of rows a config uses: lookahead, bita, or none (empty)."""
+    if config.layout == "replicate":
+        return "lookahead"
+    named = [name for name in config.proposer if name in ("lookahead", "bita")]
+    return named[0] if named else "bita" if config.bita and not config.proposer else ""
+
+
+def _check_replicas(config: Config) -> None:
+    """Raise UsageError for options that have no meaning with --layout replicate."""
+    wrong = {
+        "--policy": config.policy not in ("", Policy.SPECULATIVE),
+        "--proposer": not set(config.proposer) <= {"lookahead"},
+        "-md": config.draft_model, "-mds": config.draft_small, "--bita": config.bita,
+        "--decomposer": config.decomposer, "--parallel": config.parallel > 1,
+        "--layers": config.layers, "--speculation": config.speculation == "off",
+        "--ablate": config.ablate}
+    if found := [name for name, given in wrong.items() if given]:
+        raise UsageError("--layout replicate deals out the rows of lookahead decoding, one request "
+                         f"at a time; it does not go with {', '.join(found)}")
+
+
+def draft_models(config: Config, draft: Path | None, policy: Policy) -> list[Path]:
+    """The draft models to load, the one to ask first first. Raises UsageError."""
+    wanted = "draft" in config.proposer or not (config.proposer or config.bita)
+    if policy is Policy.ITERATIVE or draft is None or not wanted or config.layout == "replicate":
+        return []
+    small = [Path(config.draft_small)] if config.draft_small else []
+    return [*small, draft]

@@ -1,0 +1,298 @@
+"""The life of a rank that holds a stage, or waits to: set-up, loading, serving, the next epoch.
+
+    place    the head says who holds which node (an order of the transport)
+    Setup    ... and which layers this one has; what is loaded already and still fits stays
+    Ready    then runs are served until a Shutdown, a failure, or another epoch
+
+A rank without a node keeps the shards that others hold in its page cache and waits; one that has
+no model file is given a node for as long as it receives them (`_rehearse`). This module
+knows backends and the shard cache, no requests and no policies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeinfer import host
+from pipeinfer.backends.base import Backend
+from pipeinfer.backends.chain import ChainBackend
+from pipeinfer.backends.exact_width import Widths, known_widths
+from pipeinfer.backends.factory import (
+    EXACT_LIMIT,
+    backend_for,
+    learn,
+    llama_options,
+    load_torch,
+    paced,
+)
+from pipeinfer.backends.pytorch.options import torch_version
+from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
+from pipeinfer.cluster.faults import (
+    Fault,
+    faulty_cache,
+    faulty_progress,
+    faulty_recovery,
+    parse_faults,
+)
+from pipeinfer.cluster.shard_transfer import own_model, stage_shard
+from pipeinfer.config import Config
+from pipeinfer.core.messages import Notice, Tag, WorkerFailed
+from pipeinfer.core.policy import CancelPath
+from pipeinfer.core.types import ALL_SEQS, END
+from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
+from pipeinfer.host import Place, threads_of
+from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.llama import llama_version
+from pipeinfer.models.shard import shard_name
+from pipeinfer.models.shard_cache import cache_directory
+from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.nodes import settle
+from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.runtime.stage import Stage
+from pipeinfer.transport.base import Dismissed, Port, Regrouped
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A loaded shard. received: bytes of it that came from rank 0."""
+
+    layers: tuple[int, int]
+    backend: Backend
+    widths: Widths
+    received: int
+
+
+class StageLife:
+    """Serves epoch after epoch on one port; see the module docstring."""
+
+    def __init__(self, config: Config, place: Place, port: Port, pulse: Pulse | None = None
+                 ) -> None:
+        self._config, self._place = config, place
+        self._faults: tuple[Fault, ...] = parse_faults(config.fault)
+        self._port = faulty_port(port, self._faults, place.rank)
+        self._pulse = pulse or Pulse()
+        self._recovering = faulty_recovery(self._faults, place.rank)
+        self._parts: list[Part] = []
+        self._options: object = None  #: what else the parts depend on
+        self._stage: Stage | None = None
+
+    def run(self) -> bool:
+        """Until a Shutdown (True) or a failure, of which the head is told (False).
+
+        Raises Dismissed when the job goes on, or ends, without this rank.
+        """
+        while True:
+            try:
+                self._epoch()
+                self._close(self._parts)
+                return True
+            except Regrouped:
+                self._recovering()
+                self._port.adopt()
+            except Dismissed:
+                raise
+            except Exception as error:  # everything is reported, nothing may vanish in a thread
+                self._tell(error)
+                return False
+
+    def _epoch(self) -> None:
+        self._stage = None
+        if self._port.node < 0:
+            self._wait()
+        setup = self._await_setup()
+        if "rehearse" in setup:
+            self._rehearse(setup["rehearse"])
+            self._port.send(0, Tag.RESULT, Notice("ready", self._port.node,
+                                                  {"rank": self._place.rank}))
+            self._wait()
+        stage = self._prepare(setup)
+        self._stage = stage
+        self._pulse.settle()
+        stage.serve()
+
+    def _wait(self) -> NoReturn:
+        """A rank that holds nothing. Ends by an exception only."""
+        while True:
+            self._port.take(Tag.TRANSACTION)
+            self._pulse.beat("waits")
+            if (wanted := self._port.take_wanted()) is not None:
+                self._rehearse(wanted["setups"])
+            self._port.wait(1.0, live=False)
+
+    def _rehearse(self, setups: list[dict[str, Any]]) -> None:
+        """Load what others hold, once: then it lies in the page cache, and is measured."""
+        report = functools.partial(self._report, ", ahead of time")
+        for setup in setups:
+            config = settle(self._config, self._place, setup["settings"])
+            threads = threads_of(config.threads, self._place)
+            kind = backend_for(config.backend, Path(setup["model"]))
+            try:
+                part = self._load(config, setup, (setup["start"], setup["stop"]), kind, threads,
+                                  report)
+            except PipeinferError as error:  # it will be seen when it matters
+                if 0 in self._port.gone:
+                    raise
+                sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} can not prepare: "
+                                 f"{error}\n")
+                return
+            part.backend.close()
+        self._pulse.settle()
+
+    def _report(self, when: str, phase: str, done: int, total: int) -> None:
+        """Where this rank is, for its watchdog and, where it has a node, for the head."""
+        self._pulse.beat(f"is {phase}{when}")
+        self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
+        if self._port.node > 0:
+            self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
+                "phase": phase, "done": done, "total": total}))
+
+    def _tell(self, error: Exception) -> None:
+        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
+        summary, trace = " ".join(str(error).split()) or type(error).__name__, ""
+        if not isinstance(error, PipeinferError):
+            summary, trace = f"{type(error).__name__}: {summary}", traceback.format_exc()
+        with contextlib.suppress(Exception):
+            self._port.send(0, Tag.ERROR, WorkerFailed(
+                self._port.node, socket.gethostname(),
+                -1 if self._stage is None else self._stage.current_run, summary, trace, code))
+
+    def _await_setup(self) -> dict[str, Any]:
+        seconds = self._config.timeout
+        deadline = time.monotonic() + seconds
+        while True:
+            envelope = self._port.take(Tag.TRANSACTION)
+            if envelope is not None and isinstance(envelope.message, Notice):
+                return envelope.message.data
+            if time.monotonic() > deadline:
+                raise TransportTimeout(rank=self._port.node, peer=0, tag="Setup", run_id=None,
+                                       seconds=seconds)
+            self._pulse.beat("waits for its setup")
+            self._port.wait(0.5)
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def _prepare(self, setup: dict[str, Any]) -> Stage:
+        """Load what is missing, say Ready, and make the stage."""
+        config = settle(self._config, self._place, setup["settings"])
+        port, node = self._port, self._port.node
+
+        report = faulty_progress(functools.partial(self._report, ""), self._faults,
+                                 self._place.rank)
+        threads = threads_of(config.threads, self._place)
+        kind = backend_for(config.backend, Path(setup["model"]))
+        layers = (setup["start"], setup["stop"])
+        self._make_room(layers, (setup, config, threads, kind))
+        for gap in gaps_of(layers, [part.layers for part in self._parts]):
+            self._parts.append(self._load(config, setup, gap, kind, threads, report))
+            self._parts.sort(key=lambda part: part.layers)
+        backend, widths = joined(self._parts)
+        backend.seq_rm(ALL_SEQS, 0, END)
+        if config.pace_ms:
+            backend, widths = paced(backend, widths, config.pace_ms / 1e3, config.pace_row_ms / 1e3)
+        if config.bita:
+            learn(backend, load_bita(config.bita), setup["prompt_id"])
+        report("loading", 1, 1)
+        port.send(0, Tag.RESULT, Notice("ready", node, {
+            "layers": list(layers), "host": socket.gethostname(), "rank": self._place.rank,
+            "backend": kind, "exact_width": widths.exact, "row_cost": widths.row_cost,
+            "curve": widths.curve, "weight_bytes": backend.info.weight_bytes,
+            "cache_bytes": backend.info.cache_bytes, "threads": threads,
+            "received_bytes": sum(part.received for part in self._parts),
+            "parts": [list(part.layers) for part in self._parts],
+        }))
+        last = node if layers[1] == setup["n_layers"] else setup["n_stages"]
+        return Stage(port, last, faulty_backend(backend, self._faults, self._place.rank),
+                     cancel_path=CancelPath(config.cancel_path),
+                     trace=bool(config.trace), timeout=config.timeout, pulse=self._pulse,
+                     vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
+                     extra_report=lambda: {"host": socket.gethostname(), "rank": self._place.rank,
+                                           "exact_width": widths.exact, **host.memory_parts()})
+
+    def _make_room(self, layers: tuple[int, int], options: tuple[Any, ...]) -> None:
+        """Let go of what is not wanted any more."""
+        setup, config, threads, kind = options
+        same = (kind, threads, *(setup[key] for key in (
+            "model", "n_ctx", "n_seq_max", "n_batch", "gaps")))
+        usable = same == self._options and not config.bita  # learned prompts live in the cache
+        start, stop = layers
+        kept = [part for part in self._parts
+                if usable and start <= part.layers[0] and part.layers[1] <= stop]
+        self._close([part for part in self._parts if part not in kept])
+        self._parts, self._options = kept, same
+
+    def _spoil_cache(self, fingerprint: str, start: int, stop: int) -> None:
+        if self._faults:
+            faulty_cache(cache_directory() / shard_name(fingerprint, start, stop), self._faults,
+                         self._place.rank)
+
+    @staticmethod
+    def _close(parts: list[Part]) -> None:
+        for part in parts:
+            part.backend.close()
+
+    def _load(self, config: Config, setup: dict[str, Any], layers: tuple[int, int], kind: str,
+              threads: int, report: Report) -> Part:
+        (start, stop), received = layers, 0
+        backend: Backend
+        if kind == "torch":
+            path = own_model(setup)
+            report("loading", 0, 1)
+            backend = load_torch(config, path, layers, setup, threads)
+            version = torch_version()
+        else:
+            from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+
+            self._spoil_cache(setup["fingerprint"], start, stop)
+            shard, received = stage_shard(config, self._port, setup | {
+                "start": start, "stop": stop}, report)
+            report("loading", 0, 1)
+            whole, version = start == 0 and stop == setup["n_layers"], llama_version()
+            backend = LlamaCppBackend.load(
+                shard, layers=layers, n_layers_total=setup["n_layers"], first=start == 0,
+                last=stop == setup["n_layers"], n_ctx=setup["n_ctx"],
+                n_seq_max=setup["n_seq_max"], n_batch=setup["n_batch"], n_threads=threads,
+                options=llama_options(config, callbacks=not whole or config.policy != "iterative",
+                                      gaps=setup["gaps"]))
+        try:
+            widths = known_widths(
+                backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
+                limit=setup["exact"] or EXACT_LIMIT, known_curve=setup["curve"],
+                progress=lambda done, total: report("measuring", done, total))
+        except BaseException:
+            backend.close()
+            raise
+        return Part(layers, backend, widths, received)
+
+
+def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges of `layers` that `held` (ranges inside, in order, apart) do not cover."""
+    found, at = [], layers[0]
+    for start, stop in sorted(held):
+        if at < start:
+            found.append((at, start))
+        at = stop
+    if at < layers[1]:
+        found.append((at, layers[1]))
+    return found
+
+
+def joined(parts: list[Part]) -> tuple[Backend, Widths]:
+    """One backend of all parts, and what its rows are like at worst."""
+    if len(parts) == 1:
+        return parts[0].backend, parts[0].widths
+    curves = zip(*(part.widths.curve for part in parts), strict=True)
+    widths = dataclasses.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
+                                 curve=tuple(map(max, curves)))
+    return ChainBackend([part.backend for part in parts]), widths

@@ -1,0 +1,447 @@
+"""Messages between nodes, and their bytes.
+
+One transaction is one message: a fixed header, then columns, then (for a run that has passed a
+stage) the activations, all little-endian and readable in place. There is no pickle and no begin
+marker. This module knows no transport, rank, clock or model; it checks every count and length
+of a frame before it uses it and raises ProtocolError otherwise.
+
+    header  magic "PIPE", version, op, flags, run id, parent run id,
+            rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
+    DECODE  spans f64[s,2] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
+            ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
+            hidden f32[n,d]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.core.messages import (
+    NO_RUN,
+    NO_SPANS,
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Message,
+    Notice,
+    Op,
+    RunCancelled,
+    RunFinished,
+    ShardChunk,
+    ShardEnd,
+    ShardHave,
+    Shutdown,
+    Spans,
+    WorkerFailed,
+)
+from pipeinfer.core.types import (
+    ALL_SEQS,
+    Choice,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqJoin,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
+from pipeinfer.errors import ProtocolError
+
+MAGIC = b"PIPE"
+VERSION = 5
+
+_HEADER = struct.Struct("<4sBBHqqIIIIII")
+HEADER_BYTES = _HEADER.size
+_CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
+_TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
+_PARAMS = struct.Struct("<didddddiqQiiii")
+_BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
+# Header flags of a DECODE frame (plain integers: an enum costs a microsecond each time)
+_SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
+_SPECULATIVE = 2  # look for a cancellation at layer boundaries
+_HIDDEN = 4  # activations follow the columns
+_VIEWS = 8  # rows look through other ids than they are stored under
+_FLAGS = 15  # all of them
+_MAX_SECONDS = 1e11  # since the epoch
+_MAX_COUNT = 1 << 24
+_MAX_PAYLOAD = 1 << 30
+
+NO_SPANS.setflags(write=False)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of `message`."""
+    match message:
+        case Decode():
+            return _encode_decode(message)
+        case CacheOps(ops):
+            return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case LaneOpen(lane, params):
+            return _frame(Op.LANE_OPEN, _encode_params(params), run_id=lane)
+        case LaneClose(lane):
+            return _frame(Op.LANE_CLOSE, run_id=lane)
+        case Shutdown():
+            return _frame(Op.SHUTDOWN)
+        case RunFinished(run_id, choices, spans):
+            return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
+                          run_id=run_id, n_rows=len(choices), n_spans=len(spans))
+        case RunCancelled(run_id, spans):
+            return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
+                          n_spans=len(spans))
+        case Cancel(run_ids):
+            body = np.asarray(run_ids, "<i8").tobytes()
+            return _frame(Op.CANCEL, body, n_rows=len(run_ids))
+        case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
+            data = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
+            return _frame(Op.WORKER_FAILED, json.dumps(data).encode(), run_id=run_id,
+                          parent_id=node)
+        case Notice(kind, node, data):
+            body = json.dumps({"kind": kind, "data": data}).encode()
+            return _frame(Op.NOTICE, body, parent_id=node)
+        case ShardHave(node, offset, digest):
+            return _frame(Op.SHARD_HAVE, digest, run_id=offset, parent_id=node)
+        case ShardChunk(offset, chunk):
+            return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
+        case ShardEnd(digest):
+            return _frame(Op.SHARD_END, digest)
+        case _:
+            raise ProtocolError(f"can not encode {type(message).__name__}")
+
+
+def decode(frame: bytes | bytearray | memoryview) -> Message:
+    """The message in `frame`; arrays are views into it. Raises ProtocolError."""
+    view = memoryview(frame)
+    if len(view) < HEADER_BYTES:
+        raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
+    (magic, version, op, flags, run_id, parent_id, n_rows, n_ids, n_ops, d, size, n_spans
+     ) = _HEADER.unpack_from(view)
+    if magic != MAGIC or flags > _FLAGS:
+        raise ProtocolError("a frame that does not start with pipeinfer's header")
+    if version != VERSION:
+        raise ProtocolError(
+            f"protocol version {version} met {VERSION}: install the same pipeinfer on every host"
+        )
+    body = view[HEADER_BYTES:]
+    if len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
+        raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
+    reader = _Reader(body)
+    spans = _read_spans(reader, run_id, n_spans) if n_spans else NO_SPANS
+    message: Message
+    match op:
+        case Op.DECODE:
+            message = _decode_decode(
+                reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
+            )
+        case Op.CACHE_OPS:
+            message = CacheOps(_read_ops(reader, n_ops))
+        case Op.LANE_OPEN:
+            message = LaneOpen(run_id, _decode_params(reader))
+        case Op.LANE_CLOSE:
+            message = LaneClose(run_id)
+        case Op.SHUTDOWN:
+            message = Shutdown()
+        case Op.RUN_FINISHED:
+            message = RunFinished(run_id, _decode_choices(reader, n_rows), spans)
+        case Op.RUN_CANCELLED:
+            message = RunCancelled(run_id, spans)
+        case Op.CANCEL:
+            message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
+        case Op.WORKER_FAILED:
+            message = _decode_failure(reader, run_id, parent_id)
+        case Op.NOTICE:
+            message = _decode_notice(reader, parent_id)
+        case Op.SHARD_HAVE:
+            message = ShardHave(parent_id, run_id, bytes(reader.rest()))
+        case Op.SHARD_CHUNK:
+            message = ShardChunk(run_id, reader.rest())
+        case Op.SHARD_END:
+            message = ShardEnd(bytes(reader.rest()))
+        case _:
+            raise ProtocolError(f"unknown operation {op}")
+    reader.finish()
+    return message
+
+
+def check_decode(
+    run: Decode, n_seq: int, n_positions: int, n_tokens: int | None = None,
+    width: int | None = None, lanes: Collection[int] | None = None,
+) -> None:
+    """Raise ProtocolError for a run that names what this stage does not have.
+
+    Sequence ids are below `n_seq`, positions below `n_positions`, tokens below `n_tokens` (the
+    vocabulary and learned masks), activations are `width` wide and there unless the run is
+    skipped, lanes are among `lanes`; None: not looked at. Costs a few microseconds for a few rows.
+    """
+    rows, n = run.rows, len(run.rows)
+    for ids in (rows.seq_ids, rows.views or ()):
+        flat = list(itertools.chain.from_iterable(ids))
+        if flat and (min(flat) < 0 or max(flat) >= n_seq):
+            raise ProtocolError(f"run {run.run_id} has rows of a sequence outside of {n_seq}")
+    if n:
+        positions = rows.positions.tolist()
+        if min(positions) < 0 or max(positions) >= n_positions:
+            raise ProtocolError(f"run {run.run_id} has a row outside of {n_positions} positions")
+        if n_tokens is not None:
+            tokens = rows.tokens.tolist()
+            if min(tokens) < 0 or max(tokens) >= n_tokens:
+                raise ProtocolError(f"run {run.run_id} has a token outside of {n_tokens}")
+        if lanes is not None and not all(lane in lanes for lane in set(run.lanes.tolist())):
+            raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
+    if width is not None and not run.skipped and (
+            run.hidden is None or run.hidden.shape[1] != width):
+        raise ProtocolError(f"run {run.run_id} came without activations of {width} elements")
+    if run.ops:
+        check_ops(run.ops, n_seq)
+
+
+def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
+    """Raise ProtocolError for an operation on a sequence that is not one of `n_seq`."""
+    for op in ops:
+        match op:
+            case SeqRemove(seq_id, p0, _):
+                good = ALL_SEQS <= seq_id < n_seq and p0 >= 0
+            case SeqCopy(src, dst, p0, _):
+                good = 0 <= src < n_seq and 0 <= dst < n_seq and p0 >= 0
+            case SeqKeep(seq_id):
+                good = 0 <= seq_id < n_seq
+            case SeqJoin(src, dst):
+                good = 0 <= src < n_seq and 0 <= dst < n_seq
+        if not good:
+            raise ProtocolError(f"an operation outside of {n_seq} sequences: {op}")
+
+
+def _encode_spans(spans: Spans) -> bytes:
+    if spans.ndim != 2 or spans.shape[1] != 2:
+        raise ProtocolError(f"spans of shape {spans.shape}")
+    return np.asarray(spans, "<f8").tobytes()
+
+
+def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
+    spans: Spans = reader.array("<f8", 2 * count).reshape(count, 2)
+    for value in spans.ravel().tolist():
+        if not 0.0 <= value < _MAX_SECONDS:
+            raise ProtocolError(f"run {run_id} claims to have taken {value} seconds")
+    return spans
+
+
+class _Reader:
+    """Takes columns off a body one after the other, never past its end."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body, self._at = body, 0
+
+    def take(self, count: int) -> memoryview:
+        if count < 0 or self._at + count > len(self._body):
+            raise ProtocolError("a frame whose columns reach past its end")
+        part = self._body[self._at : self._at + count]
+        self._at += count
+        return part
+
+    def rest(self) -> memoryview:
+        return self.take(len(self._body) - self._at)
+
+    def array(self, dtype: Any, count: int) -> Any:
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
+
+    def json(self) -> dict[str, Any]:
+        try:
+            data = json.loads(bytes(self._body[self._at :]))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a frame with a damaged JSON body: {error}") from error
+        if not isinstance(data, dict):
+            raise ProtocolError("a frame whose JSON body is no object")
+        self._at = len(self._body)
+        return data
+
+    def finish(self) -> None:
+        if self._at != len(self._body):
+            raise ProtocolError(f"a frame with {len(self._body) - self._at} bytes left over")
+
+
+def _frame(
+    op: Op, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
+    parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
+    n_spans: int = 0,
+) -> bytes:
+    size = sum(len(part) for part in body)
+    if size > _MAX_PAYLOAD:
+        raise ProtocolError(f"a message of {size} bytes is over the limit of {_MAX_PAYLOAD}")
+    header = _HEADER.pack(MAGIC, VERSION, op, flags, run_id, parent_id, n_rows, n_ids,
+                          n_ops, d, size, n_spans)
+    return b"".join((header, *body))
+
+
+def _encode_decode(m: Decode) -> bytes:
+    rows, n = m.rows, len(m.rows)
+    ids = [i for group in rows.seq_ids for i in group]
+    offsets = [0, *itertools.accumulate(map(len, rows.seq_ids))]
+    flags = (_SKIPPED if m.skipped else 0) | (_SPECULATIVE if m.speculative else 0)
+    parts: list[bytes | memoryview] = [
+        _encode_spans(m.spans) if len(m.spans) else b"",
+        np.asarray(rows.tokens, "<i4").tobytes(), np.asarray(rows.positions, "<i4").tobytes(),
+        np.asarray(m.lanes, "<i4").tobytes(), np.array(offsets + ids, "<i4").tobytes(),
+        _ops_array(m.ops).tobytes() if m.ops else b"",
+        rows.outputs.tobytes() + bytes(-n % 4),
+    ]
+    if rows.views is not None:
+        flags |= _VIEWS
+        seen = [i for group in rows.views for i in group]
+        parts.append(np.array([0, *itertools.accumulate(map(len, rows.views)), *seen],
+                              "<i4").tobytes())
+    d = 0
+    if m.hidden is not None:
+        if m.hidden.shape[0] != n:
+            raise ProtocolError(f"{m.hidden.shape[0]} activations for {n} rows")
+        flags |= _HIDDEN
+        d = m.hidden.shape[1]
+        hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
+        parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
+    return _frame(Op.DECODE, *parts, flags=flags, run_id=m.run_id,
+                  parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
+                  n_spans=len(m.spans))
+
+
+def _decode_decode(
+    reader: _Reader, flags: int, run_id: int, parent_id: int,
+    counts: tuple[int, int, int, int], spans: Spans,
+) -> Decode:
+    n, n_ids, n_ops, d = counts
+    tokens, positions, lanes = reader.array("<i4", 3 * n).reshape(3, n)
+    numbers = reader.array("<i4", n + 1 + n_ids).tolist()
+    offsets, ids = numbers[: n + 1], numbers[n + 1 :]
+    if offsets[0] != 0 or offsets[-1] != n_ids or any(
+        b <= a for a, b in itertools.pairwise(offsets)
+    ):
+        raise ProtocolError(f"run {run_id} has rows without sequence ids")
+    ops = _read_ops(reader, n_ops) if n_ops else ()
+    outputs = reader.array("u1", n + -n % 4)[:n].astype(np.bool_)
+    views = _read_views(reader, run_id, n) if flags & _VIEWS else None
+    hidden = None
+    if flags & _HIDDEN:
+        hidden = reader.array("<f4", n * d).reshape(n, d)
+    seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
+    return Decode(
+        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views), lanes, ops,
+        speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
+        hidden=hidden, spans=spans,
+    )
+
+
+def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], ...]:
+    offsets = reader.array("<i4", n + 1).tolist()
+    if offsets[0] != 0 or any(b <= a for a, b in itertools.pairwise(offsets)):
+        raise ProtocolError(f"run {run_id} has rows that look through no sequence id")
+    ids = reader.array("<i4", offsets[-1]).tolist()
+    return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
+
+
+def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
+    data = reader.json()
+    try:
+        host, summary, trace, code = (data[k] for k in ("host", "summary", "traceback", "code"))
+    except KeyError as error:
+        raise ProtocolError(f"a failure report with a bad body: it has no {error}") from error
+    if not all(isinstance(text, str) for text in (host, summary, trace)) or not (
+            isinstance(code, int) and abs(code) < 2**31):
+        raise ProtocolError("a failure report with a bad body")
+    return WorkerFailed(node, host, run_id, summary, trace, int(code))
+
+
+def _decode_notice(reader: _Reader, node: int) -> Notice:
+    data = reader.json()
+    kind, inner = data.get("kind"), data.get("data")
+    if not isinstance(kind, str) or not isinstance(inner, dict):
+        raise ProtocolError("a notice without a kind or data")
+    return Notice(kind, node, inner)
+
+
+def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
+    table = np.zeros((len(ops), 5), "<i4")
+    for row, op in zip(table, ops, strict=True):
+        match op:
+            case SeqRemove(seq_id, p0, p1):
+                row[:] = 0, seq_id, 0, p0, p1
+            case SeqCopy(src, dst, p0, p1):
+                row[:] = 1, src, dst, p0, p1
+            case SeqKeep(seq_id):
+                row[:] = 2, seq_id, 0, 0, 0
+            case SeqJoin(src, dst):
+                row[:] = 3, src, dst, 0, 0
+    return table
+
+
+def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
+    ops: list[SeqOp] = []
+    for kind, a, b, p0, p1 in reader.array("<i4", 5 * count).reshape(count, 5).tolist():
+        match kind:
+            case 0:
+                ops.append(SeqRemove(a, p0, p1))
+            case 1:
+                ops.append(SeqCopy(a, b, p0, p1))
+            case 2:
+                ops.append(SeqKeep(a))
+            case 3:
+                ops.append(SeqJoin(a, b))
+            case _:
+                raise ProtocolError(f"unknown sequence operation {kind}")
+    return tuple(ops)
+
+
+def _encode_params(p: SamplingParams) -> bytes:
+    grammar = p.grammar.encode()
+    head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
+                        p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
+                        p.key, len(p.logit_bias), p.grammar_start, len(grammar), len(p.bans))
+    bans = np.array(p.bans, "<i4").tobytes()
+    return head + np.array(list(p.logit_bias), _BIAS).tobytes() + bans + grammar
+
+
+def _decode_params(reader: _Reader) -> SamplingParams:
+    (t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias, start,
+     n_grammar, n_bans) = _PARAMS.unpack(reader.take(_PARAMS.size))
+    if min(n_bias, start, n_grammar, n_bans) < 0:
+        raise ProtocolError("a negative number of logit biases or bans, or a negative grammar")
+    if not all(map(math.isfinite, (t, top_p, min_p, repeat, presence, frequency))):
+        raise ProtocolError("sampling parameters that are no numbers")
+    bias = reader.array(_BIAS, n_bias)
+    if not np.isfinite(bias["bias"]).all():
+        raise ProtocolError("a logit bias that is no number")
+    bans = reader.array("<i4", 3 * n_bans).reshape(n_bans, 3)
+    try:
+        grammar = str(reader.take(n_grammar), "utf-8")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a grammar that is no text: {error}") from error
+    return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
+                          tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs,
+                          grammar, start, tuple((a, at, t) for a, at, t in bans.tolist()))
+
+
+def _encode_choices(choices: tuple[Choice, ...]) -> bytes:
+    head = np.array([
+            (c.token, len(c.top), math.nan if c.logprob is None else c.logprob)
+            for c in choices
+        ], _CHOICE)
+    top = np.array([(i, 0, p) for c in choices for i, p in c.top], _TOP)
+    return head.tobytes() + top.tobytes()
+
+
+def _decode_choices(reader: _Reader, count: int) -> tuple[Choice, ...]:
+    choices = []
+    for token, n_top, logprob in reader.array(_CHOICE, count).tolist():
+        if not 0 <= n_top <= _MAX_COUNT:
+            raise ProtocolError(f"a choice with {n_top} alternatives")
+        choices.append((token, n_top, logprob))
+    return tuple(
+        Choice(token, None if math.isnan(logprob) else logprob,
+               tuple((i, p) for i, _, p in reader.array(_TOP, n_top).tolist()))
+        for token, n_top, logprob in choices
+    )

@@ -1,0 +1,203 @@
+"""The messages between ranks, one class each. What their bytes look like is the codec's affair."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.types import Choice, FloatArray, IntArray, Rows, SamplingParams, SeqOp
+
+NO_RUN = -1
+Spans: TypeAlias = npt.NDArray[np.float64]
+NO_SPANS: Spans = np.zeros((0, 2))
+
+
+class Tag(enum.IntEnum):
+    """Routing only: what shares a tag stays in order, CANCEL has its own so it can overtake."""
+
+    TRANSACTION = 1
+    CANCEL = 2
+    RESULT = 3
+    ERROR = 4
+
+
+class Op(enum.IntEnum):
+    """Which message a frame holds."""
+
+    DECODE = 1
+    CACHE_OPS = 2
+    LANE_OPEN = 3
+    LANE_CLOSE = 4
+    SHUTDOWN = 5
+    RUN_FINISHED = 6
+    RUN_CANCELLED = 7
+    CANCEL = 8
+    WORKER_FAILED = 9
+    NOTICE = 10
+    SHARD_HAVE = 11
+    SHARD_CHUNK = 12
+    SHARD_END = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
+
+    lanes: int32[n], the lane whose sampling parameters a row uses. parent_id: the run whose
+    cells this one continues (NO_RUN: none); a stage that skipped the parent skips this one too.
+    hidden: float32[n, d] or None (to the first stage, or when skipped). spans: float64[s, 2], for
+    each stage passed when it began with the run (seconds since the epoch, its own clock) and how
+    many seconds it worked on it (0: skipped there).
+    """
+
+    run_id: int
+    parent_id: int
+    rows: Rows
+    lanes: IntArray
+    ops: tuple[SeqOp, ...] = ()
+    speculative: bool = False
+    skipped: bool = False
+    hidden: FloatArray | None = None
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Decode):
+            return NotImplemented
+        mine, theirs = self.hidden, other.hidden
+        return (
+            (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
+            == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
+                other.skipped)
+            and self.spans.tolist() == other.spans.tolist()
+            and np.array_equal(self.lanes, other.lanes)
+            and (mine is None) == (theirs is None)
+            and (mine is None or theirs is None or np.array_equal(mine, theirs))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOps:
+    """Apply sequence operations outside any run (lane end, idle times)."""
+
+    ops: tuple[SeqOp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOpen:
+    """Announce a lane and the parameters its tokens are chosen with."""
+
+    lane: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LaneClose:
+    """Forget a lane; every run that uses it has passed."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Pass it on, report, and leave."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFinished:
+    """The choices after the output rows of a run, in row order; spans as in `Decode`."""
+
+    run_id: int
+    choices: tuple[Choice, ...]
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
+
+    @property
+    def slowest(self) -> float:
+        """The longest time that a stage took for it, in seconds."""
+        return max(self.spans[:, 1].tolist(), default=0.0)
+
+    @property
+    def computed(self) -> float:
+        """The time that all stages together took for it, in seconds."""
+        return float(sum(self.spans[:, 1].tolist()))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RunFinished):
+            return NotImplemented
+        return (self.run_id, self.choices, self.spans.tolist()) == (
+            other.run_id, other.choices, other.spans.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunCancelled:
+    """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
+
+    run_id: int
+    spans: Spans = field(default_factory=lambda: NO_SPANS)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RunCancelled):
+            return NotImplemented
+        return (self.run_id, self.spans.tolist()) == (
+            other.run_id, other.spans.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Runs whose rows are all dead. Advisory, idempotent, travels against the flow."""
+
+    run_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A node's last words: where it failed, in which run, and its traceback."""
+
+    node: int
+    host: str
+    run_id: int
+    summary: str
+    traceback: str
+    exit_code: int = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Start-up and shut-down talk (hello, setup, progress, ready, report) as one JSON object."""
+
+    kind: str
+    node: int
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHave:
+    """A stage has the first `offset` bytes of its shard; the first time also their BLAKE2b."""
+
+    node: int
+    offset: int
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChunk:
+    """Bytes of a shard from `offset` on. Decoded, `data` is a view into the frame."""
+
+    offset: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEnd:
+    """All of a shard was sent; its BLAKE2b."""
+
+    digest: bytes
+Message: TypeAlias = (
+    Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
+    | WorkerFailed | Notice | ShardHave | ShardChunk | ShardEnd
+)

@@ -1,0 +1,195 @@
+"""Plain data that every layer of pipeinfer shares: rows, sequence operations, requests.
+
+This module knows no model, no transport, no clock and no policy. All position ranges are
+half-open, `[p0, p1)`, and `END` stands for "to the end of the sequence".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
+ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
+ANY = -1  #: in `SamplingParams.bans`: every token, every position
+NO_TOKEN = -1  #: `Choice.token` where the sampling rule admits no token at all
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows of one run, column by column.
+
+    tokens: int32[n], vocabulary ids. positions: int32[n]. seq_ids: n non-empty tuples; a row's
+    cell is stored under all of them. outputs: bool[n], rows whose choice (or logits) is wanted.
+    views: n non-empty tuples, the ids that a row looks through; None: what it is stored under
+    (llama.cpp looks through the first of these; with the leaf-id encoding used here both readings
+    see the same cells). Only backends with `separate_views` take anything but None.
+    """
+
+    tokens: IntArray
+    positions: IntArray
+    seq_ids: tuple[tuple[int, ...], ...]
+    outputs: BoolArray
+    views: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if not (len(self.positions) == len(self.seq_ids) == len(self.outputs) == n):
+            raise ValueError("columns of Rows differ in length")
+        if self.views is not None and len(self.views) != n:
+            raise ValueError("columns of Rows differ in length")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rows):
+            return NotImplemented
+        return (
+            np.array_equal(self.tokens, other.tokens)
+            and np.array_equal(self.positions, other.positions)
+            and self.seq_ids == other.seq_ids
+            and np.array_equal(self.outputs, other.outputs)
+            and self.views == other.views
+        )
+
+    def first_positions(self) -> dict[int, int]:
+        """Each sequence id of the rows with the lowest position written under it."""
+        first: dict[int, int] = {}
+        for pos, ids in zip(self.positions.tolist(), self.seq_ids, strict=True):
+            for seq_id in ids:
+                first[seq_id] = min(pos, first.get(seq_id, pos))
+        return first
+
+
+def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]]) -> Rows:
+    """Rows from `(token, position, sequence ids, output)` tuples."""
+    return Rows(
+        np.array([r[0] for r in rows], np.int32),
+        np.array([r[1] for r in rows], np.int32),
+        tuple(r[2] for r in rows),
+        np.array([r[3] for r in rows], np.bool_),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SeqRemove:
+    """Take `seq_id` off the cells with positions in `[p0, p1)`; a cell with no id is free."""
+
+    seq_id: int
+    p0: int
+    p1: int = END
+
+
+@dataclass(frozen=True, slots=True)
+class SeqCopy:
+    """Add id `dst` to the cells that carry `src` at positions in `[p0, p1)`.
+
+    Copying never removes: whoever issues it has removed that range of `dst` before, or one
+    sequence would hold two cells at one position and every reader would count both.
+    """
+
+    src: int
+    dst: int
+    p0: int
+    p1: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeqKeep:
+    """Drop every other id from every cell, and every cell that does not carry `seq_id`."""
+
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeqJoin:
+    """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
+    every row that looks through one of their ids, whatever the positions, and belong to the start
+    of the sequence: copies and removals have them when their range begins at 0. Only backends with
+    `separate_views` can."""
+
+    src: int
+    dst: int
+
+
+SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target chooses a token; see `sampling.choose` for the order of the steps.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1 and zero presence and
+    frequency penalties switch a step off. repeat_last_n: penalty window in tokens, 0 off, -1 the
+    whole history. logit_bias: (token id, added logit) pairs. key: 64-bit key of the noise.
+    n_logprobs: how many top log-probabilities to report per token (-1: none at all).
+    grammar: a compiled grammar that the output must follow (`grammar.compile_grammar`), empty for
+    none; its first token is the one at position grammar_start. bans: (after, at, token) triples:
+    `token` may not follow the token `after` (ANY: whatever it is) standing at position `at` (ANY:
+    wherever).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    key: int = 0
+    n_logprobs: int = -1
+    grammar: str = ""
+    grammar_start: int = 0
+    bans: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the choice depends on earlier tokens of the path."""
+        return self.repeat_last_n != 0 and (
+            self.repeat_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The target's choice after one row: the token, and its raw log-probability if asked for.
+
+    The token is NO_TOKEN when a grammar allows none, or when the row's path is not in it.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue. `eos_ids` end the output (they are not part of it)."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end this request's output."""
+        return frozenset() if self.ignore_eos else self.eos_ids
+
+
+CURVE_ROWS = (2, 4, 8, 16)  #: widths whose time is measured

@@ -1,0 +1,377 @@
+"""`pipeinfer bench`: one configuration of an emulated cluster, every policy beside the others.
+
+    pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
+    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4
+
+Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
+cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
+best of a small grid of trees and cutoffs, so that it can not lose by a bad setting; "published" is
+the setting of the paper. Knows nothing of figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer import host
+from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.errors import UsageError
+from pipeinfer.experiments.emulation import scenarios
+from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles, lookup
+from pipeinfer.experiments.emulation.scenarios import Built, Experiment
+from pipeinfer.experiments.emulation.virtual import (
+    HEADER_BYTES,
+    ROW_BYTES,
+    Result,
+    prompt_of,
+    simulate,
+)
+from pipeinfer.planning.partition import size_text
+from pipeinfer.scheduler.settings import Limits
+
+TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree in the grid
+CUTOFFS = (0.0, 0.4)
+PUBLISHED = (("tree_max", 4), ("p_min", 0.1))  #: the paper: trees of four tokens, cutoff 0.1
+LABELS = {"iterative": "iterative", "published": "synchronous, tree of 4, cutoff 0.1",
+          "speculative": "synchronous, best", "pipeinfer": "pipeinfer"}
+_FIXED = ("policy", "ablations", "n_ctx")  #: limits that other options set
+
+
+def synchronous_grid(experiment: Experiment) -> list[Experiment]:
+    """The experiment as synchronous speculation, with every tree and cutoff that it leaves open."""
+    chosen = dict(experiment.limits)
+    trees = [chosen["tree_max"]] if "tree_max" in chosen else TREES
+    cutoffs = [chosen["p_min"]] if "p_min" in chosen else CUTOFFS
+    return [
+        dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value, limits=tuple(
+            {**chosen, "tree_max": tree, "p_min": cutoff}.items()))
+        for tree, cutoff in itertools.product(trees, cutoffs)
+    ]
+
+
+def as_policy(experiment: Experiment, policy: str) -> Experiment:
+    """The experiment under a policy of the table but "speculative", which needs the grid."""
+    if policy == "published":
+        chosen = dict(experiment.limits) | dict(PUBLISHED)
+        return dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value,
+                                   limits=tuple(chosen.items()))
+    return dataclasses.replace(experiment, policy=policy)
+
+
+def measure(profiles: Profiles, experiment: Experiment) -> dict[str, Any]:
+    """Run an experiment in virtual time; its figures as plain data, times in seconds."""
+    built, result = scenarios.run(profiles, experiment)
+    return figures(built, result)
+
+
+def figures(built: Built, result: Result) -> dict[str, Any]:
+    """What a run showed. tokens_equal: whether they are those of plain decoding."""
+    itl = result.itl
+    stats = dataclasses.asdict(result.stats)
+    scenario = built.scenario
+    plain = scenario.pair.plain(prompt_of(scenario), scenario.tokens)
+    return {
+        "tokens_per_second": result.tokens_per_second, "ttft": result.ttft,
+        "itl_mean": result.itl_mean, "itl_sd": statistics.pstdev(itl) if itl else 0.0,
+        "itl_p95": sorted(itl)[int(0.95 * len(itl))] if itl else 0.0,
+        "itl_max": max(itl, default=0.0),
+        "seconds": result.seconds, "prompt_seconds": result.prompt_seconds,
+        "tokens": len(result.tokens), "tokens_equal": result.tokens == plain,
+        "memory": list(built.memory), "layers": list(built.split.counts),
+        "stage_seconds": [stage.seconds(1) for stage in scenario.stages],
+        "row_cost": built.row_cost, "draft_seconds": scenario.draft(1),
+        "busy": result.busy, "wasted": result.wasted, "head_busy": result.head_busy,
+        "draft_busy": result.draft_busy, "sent_bytes": result.sent_bytes,
+        "bytes_per_token": result.bytes_per_token, **stats,
+    }
+
+
+def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
+         ) -> tuple[Experiment, Mapping[str, Any]]:
+    """The fastest."""
+    return max(found, key=lambda entry: entry[1]["tokens_per_second"])
+
+
+def setting_text(experiment: Experiment) -> str:
+    """The tree and cutoff of a synchronous experiment."""
+    chosen = dict(experiment.limits)
+    return f"tree of {chosen['tree_max']}, cutoff {chosen['p_min']:g}"
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--cluster", default="c", help="Cluster profile. [default: c]")
+@click.option("--pair", default="dolphin-tinyllama", help="Target and draft. "
+              "[default: dolphin-tinyllama]")
+@click.option("--nodes", type=click.IntRange(0), default=0,
+              help="How many nodes, as the paper counts them [default: the cluster's].")
+@click.option("--policy", "policies", multiple=True,
+              help=f"{', '.join(LABELS)} or all; may be repeated [default: all; under mpirun "
+              "pipeinfer].")
+@click.option("--link", default="", help="Link profile [default: the cluster's].")
+@click.option("--delay", type=click.FloatRange(0), default=0.0,
+              help="Milliseconds added to every link.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
+              help="Share of first guesses that are right [default: the pair's].")
+@click.option("--slow", default="", metavar="NODE:FACTOR", help="Make a node slower, like 4:2.5.")
+@click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
+@click.option("--ablate", multiple=True, help="Switch a component of pipeinfer off.")
+@click.option("--tokens", type=click.IntRange(2), default=512)
+@click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=128)
+@click.option("--seeds", type=click.IntRange(1), default=1, help="Texts to average over.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
+              help="Set a limit, like draft_max=2; the controller leaves it alone.")
+@click.option("--no-adapt", is_flag=True, help="Nothing tunes pipeinfer while it runs.")
+@click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
+              help="Stretch emulated time (under mpirun). [default: 1]")
+@click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_file: str,
+                  as_json: bool, **given: Any) -> None:
+    """Emulate one configuration: speed, latency and memory under each policy.
+
+    \b
+    pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
+    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4    # the real runtime, paced
+    """
+    profiles = load_profiles(Path(profiles_file) if profiles_file else None)
+    experiment = read_experiment(given)
+    ranks = host.launched_size()
+    names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
+    if ranks == 1:
+        if scale != 1.0:
+            raise UsageError("--scale stretches wall-clock time, and one process runs in virtual "
+                             "time: start it with mpirun -np N")
+        data = virtual(profiles, experiment, names, seeds)
+        click.echo(json.dumps(data) if as_json else as_text(data))
+        return
+    if len(names) > 1 or seeds > 1:
+        raise UsageError("one run at the wall clock is one policy and one seed: leave out "
+                         "--seeds, and give a single --policy")
+    found = at_wall_clock(profiles, experiment, names[0], scale, ranks)
+    if found is not None:
+        click.echo(json.dumps(found) if as_json else wall_text(found))
+
+
+def read_policies(names: Sequence[str], *, default: str) -> list[str]:
+    """Policies in the table's order. Raises UsageError."""
+    chosen = set(names or [default])
+    for name in chosen:
+        lookup({**LABELS, "all": ""}, name, "policy")
+    return [name for name in LABELS if name in chosen or "all" in chosen]
+
+
+def read_experiment(given: Mapping[str, Any]) -> Experiment:
+    """The experiment that the options describe, as pipeinfer. Raises UsageError."""
+    for name in given["ablate"]:
+        lookup({one.value: 1 for one in Ablation}, name, "component")
+    slow = None
+    if given["slow"]:
+        node, _, factor = given["slow"].partition(":")
+        try:
+            slow = int(node), float(factor)
+        except ValueError:
+            slow = (-1, 0.0)
+        if slow[0] < 0 or not 0 < slow[1] < float("inf"):
+            raise UsageError(f"--slow {given['slow']} is not NODE:FACTOR, like 4:2.5")
+        if given["nodes"] and slow[0] >= given["nodes"]:
+            raise UsageError(f"--slow {given['slow']}: there are nodes 0 to {given['nodes'] - 1}")
+    limits = tuple(read_limit(text) for text in given["settings"])
+    return Experiment(
+        cluster=given["cluster"], pair=given["pair"], nodes=given["nodes"], link=given["link"],
+        delay=given["delay"] * 1e-3, acceptance=given["acceptance"], slow=slow,
+        split=given["split"], ablate=tuple(given["ablate"]), limits=limits,
+        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"])
+
+
+def read_limit(text: str) -> tuple[str, float | int | bool]:
+    """NAME=VALUE of a field of `Limits`. Raises UsageError."""
+    name, _, value = text.partition("=")
+    start = Limits(n_ctx=1)
+    defaults: dict[str, int | float | bool] = {
+        f.name: getattr(start, f.name) for f in dataclasses.fields(Limits) if f.name not in _FIXED}
+    default = lookup(defaults, name, "limit")
+    words = {"true": True, "false": False, "1": True, "0": False}
+    try:
+        return name, (words[value] if isinstance(default, bool) else type(default)(value))
+    except (KeyError, ValueError):
+        kind = "true or false" if isinstance(default, bool) else (
+            "a whole number" if isinstance(default, int) else "a number")
+        raise UsageError(f"--set {text}: {name} is {kind}") from None
+
+
+# --- virtual time -----------------------------------------------------------------------------
+
+
+def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str], seeds: int
+            ) -> dict[str, Any]:
+    """Every policy over every seed, as plain data; times in seconds."""
+    rows = []
+    for policy in policies:
+        candidates = (synchronous_grid(experiment) if policy == Policy.SPECULATIVE
+                      else [as_policy(experiment, policy)])
+        if policy != Policy.PIPEINFER:
+            candidates = [dataclasses.replace(one, ablate=()) for one in candidates]
+        chosen, runs = max(
+            ((one, [measure(profiles, dataclasses.replace(one, prompt_seed=seed))
+                    for seed in range(seeds)]) for one in candidates),
+            key=lambda entry: statistics.fmean(r["tokens_per_second"] for r in entry[1]))
+        speeds = [run["tokens_per_second"] for run in runs]
+        rows.append({
+            "policy": policy, "tokens_per_second": statistics.fmean(speeds),
+            "spread": statistics.stdev(speeds) if seeds > 1 else 0.0,
+            "ttft": statistics.fmean(run["ttft"] for run in runs),
+            "itl_mean": statistics.fmean(run["itl_mean"] for run in runs),
+            "memory_mean": statistics.fmean(runs[0]["memory"]),
+            "tokens_equal": all(run["tokens_equal"] for run in runs),
+            "setting": setting_text(chosen) if chosen.policy == Policy.SPECULATIVE else "",
+            "runs": runs,
+        })
+    return {"experiment": dataclasses.asdict(experiment), "seeds": seeds, "policies": rows}
+
+
+def as_text(data: Mapping[str, Any]) -> str:
+    """The table for people."""
+    experiment = data["experiment"]
+    speed = {row["policy"]: row["tokens_per_second"] for row in data["policies"]}
+    head = ["policy", "tokens/s", "x iterative", "x synchronous", "TTFT", "ITL", "memory/node",
+            "tokens"]
+    table = [head]
+    for row in data["policies"]:
+        spread = f" +-{row['spread']:.2f}" if data["seeds"] > 1 else ""
+        ratios = [f"{row['tokens_per_second'] / speed[name]:.2f}" if name in speed else "-"
+                  for name in ("iterative", "speculative")]
+        table.append([
+            LABELS[row["policy"]], f"{row['tokens_per_second']:.2f}{spread}", *ratios,
+            f"{1e3 * row['ttft']:.0f} ms", f"{1e3 * row['itl_mean']:.0f} ms",
+            size_text(row["memory_mean"]), "equal" if row["tokens_equal"] else "DIFFER"])
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    lines = [
+        f"cluster {experiment['cluster']}, {experiment['pair']}, {data['seeds']} x "
+        f"{experiment['tokens']} tokens after {experiment['prompt']}, virtual time", "",
+        *("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+          for row in table)]
+    for row in data["policies"]:
+        first = row["runs"][0]
+        if row["policy"] == Policy.PIPEINFER:
+            lines += ["", f"{len(first['stage_seconds'])} stages, slowest "
+                      f"{1e3 * max(first['stage_seconds']):.1f} ms, a further row "
+                      f"+{first['row_cost']:.0%}; draft {1e3 * first['draft_seconds']:.1f} ms per "
+                      f"token; {first['runs']} runs, {first['cancelled_runs']} cancelled"]
+        if row["setting"] and row["policy"] == Policy.SPECULATIVE:
+            lines.append(f"{LABELS[row['policy']]}: {row['setting']}")
+    return "\n".join(lines)
+
+
+# --- wall clock -------------------------------------------------------------------------------
+
+
+def at_wall_clock(profiles: Profiles, experiment: Experiment, policy: str, scale: float,
+                  ranks: int) -> dict[str, Any] | None:
+    """The same configuration in virtual time and on the ranks of this job; None on ranks but 0.
+
+    Raises UsageError when the number of ranks does not fit.
+    """
+    from pipeinfer.experiments.emulation.wall import emulate
+
+    if policy == Policy.SPECULATIVE:
+        chosen, _ = best([(one, measure(profiles, one)) for one in synchronous_grid(experiment)])
+    else:
+        chosen = as_policy(experiment, policy)
+    built = scenarios.build(profiles, chosen)
+    n_stages = len(built.scenario.stages)
+    if ranks != n_stages + 1:
+        raise UsageError(
+            f"{chosen.policy} on {len(built.memory)} nodes has {n_stages} stages, and one rank is "
+            f"the head: start mpirun with -np {n_stages + 1}, not {ranks}")
+    wall = emulate(built.scenario, scale, scenarios.controller_of(built, chosen))
+    if wall is None:
+        return None
+    result = simulate(built.scenario, scenarios.controller_of(built, chosen))
+    paced = pacing(built, wall.reports, scale)
+    stages = wall.processor_seconds[1:]
+    return {
+        "experiment": dataclasses.asdict(chosen), "policy": policy, "scale": scale,
+        "ranks": ranks, "virtual": figures(built, result),
+        "wall": {
+            "tokens_per_second": wall.tokens_per_second, "ttft": wall.ttft,
+            "wall_seconds": wall.wall_seconds, "head_busy": wall.head_busy,
+            "processor_seconds": wall.processor_seconds,
+            "processor_seconds_per_hop": sum(stages) / max(paced["hops"], 1),
+            "tokens_equal": wall.tokens == result.tokens, **paced,
+        },
+        "ratio": wall.tokens_per_second / result.tokens_per_second,
+    }
+
+
+def pacing(built: Built, reports: Mapping[int, Mapping[str, Any]], scale: float
+           ) -> dict[str, Any]:
+    """How the stages' and links' times at the wall clock compare with the profile's.
+
+    stage_ratio: median over computed runs of measured over wanted. link_ratio: the same of the way
+    between two stages, of which the second was waiting; link_extra: their median difference in
+    real seconds. link_seconds: wanted, of the emulated cluster, for one row.
+    """
+    scenario = built.scenario
+    ends: dict[tuple[int, int], tuple[float, int]] = {}
+    stage_ratios: list[float] = []
+    links: list[tuple[float, float]] = []
+    hops = 0
+    for node, report in sorted(reports.items()):
+        free = float("inf")
+        per_rows: dict[int, float] = defaultdict(float)
+        wire = scenario.links[node - 1]
+        for run, start, end, fate, rows in report["events"]:
+            hops += 1
+            if fate == "computed":
+                if rows not in per_rows:
+                    per_rows[rows] = scale * scenario.stages[node - 1].seconds(rows)
+                stage_ratios.append((end - start) / per_rows[rows])
+                sent = ends.get((node - 1, run))
+                size = HEADER_BYTES + rows * (ROW_BYTES + scenario.row_bytes)
+                wanted = scale * (wire.latency + size / wire.bandwidth)
+                if sent is not None and sent[0] > free:
+                    links.append((start - sent[0], wanted))
+                ends[node, run] = end, rows
+            free = end
+    return {
+        "hops": hops,
+        "stage_ratio": statistics.median(stage_ratios) if stage_ratios else None,
+        "link_ratio": statistics.median(a / b for a, b in links) if links else None,
+        "link_extra": statistics.median(a - b for a, b in links) if links else None,
+        "link_seconds": wire.latency + (HEADER_BYTES + ROW_BYTES + scenario.row_bytes)
+        / wire.bandwidth if reports else None,
+    }
+
+
+def wall_text(data: Mapping[str, Any]) -> str:
+    """The comparison for people."""
+    wall, experiment = data["wall"], data["experiment"]
+    processor = wall["processor_seconds"]
+    extra = wall["link_extra"]
+    ways = "no way was measured" if extra is None else (
+        f"links {1e6 * wall['link_seconds']:.0f} us wanted, {1e6 * extra:+.0f} us of real time")
+    return "\n".join([
+        f"cluster {experiment['cluster']}, {experiment['pair']}, {LABELS[data['policy']]}, "
+        f"{data['ranks']} ranks, scale {data['scale']:g}",
+        f"virtual     {data['virtual']['tokens_per_second']:8.3f} tokens/s, TTFT "
+        f"{1e3 * data['virtual']['ttft']:.0f} ms",
+        f"wall clock  {wall['tokens_per_second']:8.3f} tokens/s, TTFT {1e3 * wall['ttft']:.0f} ms; "
+        f"ratio {data['ratio']:.3f}",
+        f"tokens {'equal' if wall['tokens_equal'] else 'DIFFER'}; stages take "
+        f"{wall['stage_ratio']:.3f} of the profile's time; {ways}",
+        f"processor: head {processor[0]:.2f} s, stages {statistics.fmean(processor[1:]):.2f} s "
+        f"each of {wall['wall_seconds']:.1f} s, {1e6 * wall['processor_seconds_per_hop']:.0f} us "
+        "per run and stage",
+    ])

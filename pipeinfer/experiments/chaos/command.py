@@ -1,0 +1,144 @@
+"""`pipeinfer chaos`: options, progress, the table and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.errors import UsageError
+from pipeinfer.experiments.chaos.job import Trouble
+from pipeinfer.experiments.chaos.report import Outcome, summary, table
+from pipeinfer.experiments.chaos.trial import (
+    FAULTS,
+    MOMENTS,
+    SIGNALS,
+    Setup,
+    bodies,
+    remove_leftovers,
+    trial,
+    undisturbed,
+)
+
+
+@click.command("chaos")
+@click.option("--ranks", default=5, show_default=True, type=click.IntRange(2, 1024),
+              help="Ranks of the job, the head and spares included.")
+@click.option("--spares", default=0, show_default=True, type=click.IntRange(0),
+              help="Ranks that are kept idle for when one dies.")
+@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
+              default=("kill",), show_default=True,
+              help="What goes wrong, one per run in turn (repeatable).")
+@click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
+              default=("random",), show_default=True,
+              help="When, for faults that have a choice; recovery: a second stage soon after the "
+                   "first.")
+@click.option("--runs", default=10, show_default=True, type=click.IntRange(1))
+@click.option("--requests", default=4, show_default=True, type=click.IntRange(1, 64),
+              help="Requests at the same time.")
+@click.option("--tokens", default=80, show_default=True, type=click.IntRange(4),
+              help="Most tokens of a request.")
+@click.option("--seed", default=0, show_default=True, help="Everything random follows from it.")
+@click.option("-m", "--model", default="", help="Target model [default: the embedded one].")
+@click.option("-md", "--model-draft", "draft", default="", help="Draft model.")
+@click.option("-c", "--ctx-size", "ctx", default=1024, show_default=True)
+@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1.0),
+              help="In which the requests of a run have to end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), default=None,
+              help="Directory for the servers' logs.")
+@click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
+def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
+    """Kill, stop and disturb real jobs on this machine, and see whether a token is lost.
+
+    Each run starts `mpirun pipeinfer serve`, sends requests, lets one thing go wrong and compares
+    every answer with an undisturbed run. Options of `serve` may follow after --.
+
+    \b
+    pipeinfer chaos --runs 20
+    pipeinfer chaos --fault stop --moment decode --spares 1 --ranks 6 -- --pace-ms 5
+    """
+    ranks, spares, requests, tokens, seed = (
+        given[name] for name in ("ranks", "spares", "requests", "tokens", "seed"))
+    if ranks - spares < 2:
+        raise UsageError(f"{ranks} ranks with {spares} spares leave no stage: raise --ranks")
+    arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--split", "equal",
+                 "--parallel", str(max(4, requests))]
+    for flag, value in (("-m", given["model"]), ("-md", given["draft"])):
+        arguments += [flag, value] if value else []
+    folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
+    setup = Setup(ranks, spares, (*arguments, *serve_arguments), bodies(requests, tokens, seed),
+                  folder, given["keep_logs"], given["seconds"])
+    folder.mkdir()
+    try:
+        outcomes = asyncio.run(_campaign(
+            setup, plan(given["faults"], given["moments"], given["runs"], seed), seed,
+            quiet=given["as_json"]))
+    finally:
+        remove_leftovers(folder)
+    found = summary(outcomes)
+    if given["as_json"]:
+        click.echo(json.dumps({"ranks": ranks, "spares": spares, "requests": requests,
+                               "tokens": tokens, "seed": seed, **found,
+                               "outcomes": [outcome.to_json() for outcome in outcomes]}))
+    else:
+        click.echo(f"\n{table(found)}")
+    if found["clean"] < found["runs"]:
+        raise SystemExit(1)
+
+
+def plan(faults: tuple[str, ...], moments: tuple[str, ...], runs: int, seed: int
+         ) -> list[Outcome]:
+    """Which fault comes in which run, and when; empty outcomes to be filled."""
+    rng = random.Random(f"plan {seed}")
+    kinds = FAULTS if "all" in faults else faults
+    planned = []
+    for number in range(runs):
+        fault = kinds[number % len(kinds)]
+        moment = moments[number // len(kinds) % len(moments)]
+        planned.append(Outcome(number, fault, _moment(fault, moment, rng)))
+    return planned
+
+
+def _moment(fault: str, moment: str, rng: random.Random) -> str:
+    """A moment that the fault can have; the asked one where it can."""
+    possible: tuple[str, ...]
+    if fault in SIGNALS:
+        possible = MOMENTS
+    elif fault in ("error", "memory"):
+        possible = ("prefill", "decode")
+    else:
+        return "load" if fault in ("disk-full", "corrupt-cache") else "always"
+    return moment if moment in possible else rng.choice(possible)
+
+
+async def _campaign(setup: Setup, planned: list[Outcome], seed: int, *, quiet: bool
+                    ) -> list[Outcome]:
+    _progress("two undisturbed runs first", quiet)  # the first one fills the cache
+    wanted = await undisturbed(setup)
+    again = await undisturbed(setup)
+    if again.tokens != wanted.tokens:
+        raise Trouble("two undisturbed runs gave different tokens: nothing can be compared")
+    wanted = again
+    for outcome in planned:
+        _progress(f"run {outcome.number + 1} of {len(planned)}: {outcome.fault}, "
+                  f"{outcome.moment}", quiet)
+        await trial(setup, wanted, outcome, random.Random(f"run {seed} {outcome.number}"))
+        if not quiet:
+            _progress("", quiet)
+            click.echo(outcome.line())
+    _progress("", quiet)
+    return planned
+
+
+def _progress(text: str, quiet: bool) -> None:
+    """A line on a terminal that the next one overwrites."""
+    if not quiet and sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

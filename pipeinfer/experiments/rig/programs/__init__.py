@@ -1,0 +1,1 @@
+"""Programs that jobs run on every rank."""

@@ -1,0 +1,63 @@
+"""Rank program: many prompts under many settings of the scheduler in one launch.
+
+Usage: matrix.py TASK.json OUT.json; the task has `config` (fields of Config), `cases` (each with
+`limits` to replace, `params`, `prompt` as token ids, `count`). Rank 0 writes tokens and figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from pipeinfer.cluster.generate import run_request
+from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.shutdown import end_job
+from pipeinfer.config import Config
+from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.scheduler.controller import Controller
+
+
+def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
+    config = Config(**{k: tuple(v) if isinstance(v, list) else v
+                       for k, v in task["config"].items()})
+    results = []
+    try:
+        with open_session(config) as session:
+            if session is None:
+                return
+            base = session.limits
+            for case in task["cases"]:
+                change = dict(case["limits"])
+                adapt = change.pop("adapt", False)
+                if "policy" in change:
+                    change["policy"] = Policy(change["policy"])
+                if "ablations" in change:
+                    change["ablations"] = frozenset(map(Ablation, change["ablations"]))
+                session.head.drain(60)
+                limits = dataclasses.replace(base, **change)
+                session.head.reconfigure(limits, Controller(limits, max_rows=64) if adapt else None)
+                prompt = case["prompt"]
+                if isinstance(prompt, str):
+                    prompt = session.tokenizer.encode(prompt)
+                params = {**case["params"]}
+                params["logit_bias"] = tuple(map(tuple, params.get("logit_bias", ())))
+                out = run_request(session, prompt, SamplingParams(**params), case["count"],
+                                  ignore_eos=case.get("ignore_eos", True))
+                results.append({"tokens": out.tokens, "prompt": list(prompt), **out.stats()})
+        Path(sys.argv[2]).write_text(json.dumps({
+            "results": results, "exact_width": base.exact_width,
+            "reports": {k: {**v, "events": v.get("events")} for k, v in session.reports.items()},
+            "head_busy": session.head.stats.busy, "died": session.head.stats.died,
+        }))
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        end_job(1)
+
+
+main()

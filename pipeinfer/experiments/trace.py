@@ -1,0 +1,121 @@
+"""What a job did: the summary, and traces that Perfetto opens.
+
+Works on plain reports; knows no MPI, scheduler or model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UsageError
+
+COLOURS = {
+    "prompt": "#6b7280", "non-speculative": "#2563eb", "accepted": "#16a34a",
+    "partly accepted": "#86b817", "rejected": "#f59e0b", "stopped": "#dc2626",
+    "skipped": "#fca5a5",
+}
+
+
+def chrome_trace(
+    issues: list[tuple[int, float, bool, int]], cancels: list[tuple[float, tuple[int, ...]]],
+    results: list[tuple[int, float]], reports: Mapping[int, Mapping[str, Any]],
+    fates: Mapping[int, str],
+) -> dict[str, Any]:
+    """Chrome-trace JSON: one track per stage, one slice per run, marks for the head's doings.
+
+    fates: run id to what became of its tokens, by the head's knowledge at the end. Times of
+    different hosts are each host's own clock.
+    """
+    events: list[dict[str, Any]] = [_name(0, "head")]
+    starts = [t for _, t, _, _ in issues] or [0.0]
+    zero = min(starts)
+    for run_id, at, _, rows in issues:
+        events.append(_mark(f"issue {run_id}", at - zero, {"run": run_id, "rows": rows}))
+    for at, ids in cancels:
+        events.append(_mark(f"cancel {','.join(map(str, ids))}", at - zero, {"runs": list(ids)}))
+    for run_id, at in results:
+        events.append(_mark(f"result {run_id}", at - zero, {"run": run_id}))
+    for node, report in sorted(reports.items()):
+        events.append(_name(node, f"stage {node} ({report.get('host', '')})"))
+        for run_id, start, end, fate, rows in report.get("events", ()):
+            kind = fates.get(run_id, "prompt") if fate == "computed" else fate
+            events.append({
+                "name": f"run {run_id}", "cat": kind, "ph": "X", "pid": 1, "tid": node,
+                "ts": (start - zero) * 1e6, "dur": (end - start) * 1e6,
+                "args": {"run": run_id, "fate": kind, "rows": rows},
+            })
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(node: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": 1, "tid": node, "args": {"name": name}}
+
+
+def _mark(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": 0, "ts": at * 1e6, "args": args}
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot for pictures in files. Raises UsageError where it is not installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise UsageError("drawing needs matplotlib: pip install 'pipeinfer[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The runs of a trace that --trace wrote. Raises UsageError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
+        good = all(
+            isinstance(e["ts"], int | float) and isinstance(e["dur"], int | float)
+            and isinstance(e["tid"], int) and isinstance(e["cat"], str)
+            and isinstance(e["args"]["run"], int) and abs(e["ts"]) < 1e18 and abs(e["dur"]) < 1e18
+            for e in events)
+    except OSError as error:
+        raise UsageError(f"can not read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise UsageError(f"{path} is no trace written by --trace")
+    if not events:
+        raise UsageError(f"{path} holds no runs")
+    return events
+
+
+def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: float) -> None:
+    """Draw stages against time, runs coloured by fate. Raises UsageError."""
+    events = read_trace(trace_file)
+    plt = pyplot()
+    from matplotlib.patches import Patch
+
+    first = min(e["ts"] for e in events) / 1e3 + start_ms
+    shown = [e for e in events if first <= e["ts"] / 1e3 <= first + span_ms]
+    nodes = sorted({e["tid"] for e in events})
+    figure, axis = plt.subplots(figsize=(14, 1.4 + 0.7 * len(nodes)), layout="constrained")
+    for event in shown:
+        left, width = event["ts"] / 1e3 - first, max(event["dur"] / 1e3, span_ms / 4000)
+        axis.barh(event["tid"], width, left=left, height=0.72, align="center",
+                  color=COLOURS.get(event["cat"], "#000"), edgecolor="white", linewidth=0.6)
+        if width > span_ms / 60:
+            axis.text(left + width / 2, event["tid"], str(event["args"]["run"]), ha="center",
+                      va="center", color="white", fontsize=8)
+    axis.set_yticks(nodes, [f"stage {n}" for n in nodes])
+    axis.invert_yaxis()
+    axis.set_xlim(0, span_ms)
+    axis.set_xlabel("milliseconds")
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    kinds = [k for k in COLOURS if any(e["cat"] == k for e in shown)]
+    axis.legend(handles=[Patch(color=COLOURS[k], label=k) for k in kinds], ncols=len(kinds),
+                loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)

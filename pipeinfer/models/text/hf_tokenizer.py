@@ -1,0 +1,234 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, read by the `tokenizers` package.
+
+Same interface as the one of a GGUF file. Byte-level BPE and SentencePiece-like vocabularies (with
+byte fallback) are understood; no weights are loaded, and transformers is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import ModelError, RequestError, UsageError
+from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.text.tokenizer import Tokenizer
+
+#: special tokens that end a generation wherever they occur, as llama.cpp has them
+_END_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "<|return|>", "<|call|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})
+_BYTE = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+_SPACE = "\u2581"  #: SentencePiece's stand-in for a space
+
+
+class FolderTokenizer(Tokenizer):
+    """The vocabulary of one model folder. See `Tokenizer`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read the folder's tokenizer; ModelError when there is none that can be used."""
+        self.path = os.fspath(path)
+        folder = Path(path)
+        model = ModelDir(folder)
+        self._model = None
+        self._settings = _optional(folder / "tokenizer_config.json")
+        self._generation = _optional(folder / "generation_config.json")
+        self._config = model.config
+        self.n_vocab = model.n_vocab
+        self._plain, self._special = (_load(folder, special) for special in (False, True))
+        data = _optional(folder / "tokenizer.json")
+        self._byte_level = _mentions(data.get("decoder"), "ByteLevel")
+        if not self._byte_level and not _mentions(data.get("decoder"), "ByteFallback", "Metaspace"):
+            raise ModelError(f"{self.path}: a tokenizer that is neither byte-level nor like "
+                             "SentencePiece; convert the model to GGUF instead")
+        self._added: dict[int, dict[str, Any]] = {
+            entry["id"]: entry for entry in data.get("added_tokens") or ()
+            if isinstance(entry, dict) and type(entry.get("id")) is int}
+        self._texts: dict[int, str] = {
+            i: text for text, i in self._special.get_vocab(True).items()}
+        if max(self._texts, default=-1) >= self.n_vocab:
+            raise ModelError(f"{self.path}: its tokenizer has token {max(self._texts)} and the "
+                             f"model {self.n_vocab} in all; a file is of another model")
+        template = folder / "chat_template.jinja"
+        self._template = (_text(template) if template.is_file()
+                          else _template(self._settings.get("chat_template")))
+        self._bytes = {text: i for i, text in enumerate(byte_tokens())}
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    @cached_property
+    def _bos(self) -> int | None:
+        return self._named("bos_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the vocabulary has one."""
+        return self._bos
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, if the vocabulary has one."""
+        return self._named("eos_token")
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        asked = self._settings.get("add_bos_token")
+        if isinstance(asked, bool):
+            return asked and self._bos is not None
+        ids = self._special.encode("a", add_special_tokens=True).ids
+        return self._bos is not None and ids[:1] == [self._bos]
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model wants its prompt to begin with `bos_id`."""
+        return self._adds_bos
+
+    @cached_property
+    def eog_ids(self) -> frozenset[int]:
+        """Every token that ends a generation: end of text, of turn, and the like."""
+        found = {self.eos_id}
+        for source in (self._config, self._generation):
+            ids = source.get("eos_token_id")
+            found |= {i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int}
+        found |= {i for i, entry in self._added.items()
+                  if entry.get("special") and entry.get("content") in _END_TEXTS}
+        return frozenset(i for i in found if isinstance(i, int) and 0 <= i < self.n_vocab)
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token is a control token, which is no text."""
+        return bool(self._added.get(token, {}).get("special"))
+
+    def is_markup(self, token: int) -> bool:
+        """Whether the token is a control token, one that was added like `<tool>`, or unused."""
+        if self.is_control(token) or token not in self._texts:
+            return True
+        text = self._texts[token]
+        return token in self._added and text.startswith("<") and text.endswith(">")
+
+    def split(self, text: str, special: bool) -> list[int]:
+        """The tokens of the text alone; see `Tokenizer.encode`."""
+        text = text.encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
+        reader = self._special if special else self._plain
+        try:
+            ids = list(reader.encode(text, add_special_tokens=False).ids)
+        except BaseException as error:  # a damaged vocabulary shows only here, as a panic
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(f"a text of {len(text)} characters can not be tokenised: {reason}"
+                               ) from None
+        if max(ids, default=0) >= self.n_vocab:
+            raise RequestError(f"the tokenizer gives token {max(ids)} and the model has "
+                               f"{self.n_vocab}")
+        return ids
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes of one token; control tokens are empty unless `special`."""
+        if not 0 <= token < self.n_vocab:
+            raise UsageError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+        text = self._texts.get(token)
+        if text is None or (self.is_control(token) and not special):
+            return b""
+        if token in self._added:
+            return text.encode()
+        if self._byte_level:
+            known = [self._bytes.get(char) for char in text]
+            return text.encode() if None in known else bytes(b for b in known if b is not None)
+        byte = _BYTE.match(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template (Jinja), if the folder has one."""
+        return self._template
+
+    def token_text(self, token: int) -> bytes:
+        """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
+        return self._texts.get(token, f"[PAD{token}]").encode()
+
+    def _kind(self, token: int) -> int:
+        return 2 * self.is_control(token) + self.is_markup(token)
+
+    def _named(self, name: str) -> int | None:
+        """The id of tokenizer_config.json's bos_token or eos_token, else config.json's."""
+        given = self._settings.get(name)
+        text = given.get("content") if isinstance(given, dict) else given
+        if isinstance(text, str):
+            found = self._special.token_to_id(text)
+            return None if found is None else int(found)
+        if name in self._settings:  # null: the model has none
+            return None
+        ids = self._config.get(f"{name}_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        return first if isinstance(first, int) and 0 <= first < self.n_vocab else None
+
+
+def _load(folder: Path, special: bool) -> Any:
+    """The folder's tokenizer. special: control tokens written out in a text become those."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{folder}: has no tokenizer.json; save the model's fast tokenizer there")
+    try:
+        from tokenizers import Tokenizer as Reader
+    except ImportError:
+        raise UsageError("the tokenizer of a Hugging Face folder needs the tokenizers package: "
+                         "pip install 'pipeinfer[torch]'") from None
+    try:
+        reader = Reader.from_file(str(file))
+    except BaseException as error:  # the package raises plain Exception, and panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{file}: can not be read: {reason}") from None
+    reader.no_truncation()
+    reader.no_padding()
+    reader.encode_special_tokens = not special
+    return reader
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: can not be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: is no JSON object; fetch it again")
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: can not be read: {error}") from None
+
+
+def _mentions(part: Any, *kinds: str) -> bool:
+    """Whether a component of tokenizer.json is of one of the kinds, or has one inside."""
+    if isinstance(part, dict):
+        return part.get("type") in kinds or any(_mentions(p, *kinds) for p in part.values())
+    return isinstance(part, list) and any(_mentions(p, *kinds) for p in part)
+
+
+def _template(given: Any) -> str | None:
+    """tokenizer_config.json's chat template: a text, or several by name."""
+    if isinstance(given, list):
+        named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) and given else None
+
+
+def byte_tokens() -> list[str]:
+    """The 256 printable stand-ins for bytes that byte-level BPE uses, in byte order."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = iter(range(256, 512))
+    return [chr(b) if b in plain else chr(next(spare)) for b in range(256)]

@@ -1,0 +1,250 @@
+"""Text to token ids and back, with llama.cpp's own tokenizer on a GGUF file.
+
+Only the vocabulary is loaded, no weights. Knows nothing about requests or sampling; stop strings
+and partial matches are the head's business, incomplete UTF-8 is handled here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import llama_cpp
+
+from pipeinfer.errors import ModelError, RequestError, UsageError
+from pipeinfer.models.llama import clear_log, ensure_llama, last_log
+from pipeinfer.models.llama_rules import check_file
+
+_NULL = -1  #: llama.cpp's "no such token"
+
+
+PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
+
+
+class Tokenizer:
+    """The vocabulary of one model. Thread-safe: everything after loading only reads.
+
+    Of a GGUF file, read by llama.cpp; `open_tokenizer` takes Hugging Face folders, too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Load the vocabulary of the GGUF at `path`; ModelError when there is none."""
+        ensure_llama()
+        clear_log()
+        if not os.path.exists(path):
+            raise ModelError(f"{os.fspath(path)}: no such file")
+        check_file(path)
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = True
+        self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise ModelError(f"{os.fspath(path)}: llama.cpp can not load its vocabulary: "
+                             f"{last_log()}")
+        self._vocab: Any = llama_cpp.llama_model_get_vocab(self._model)
+        self.path = os.fspath(path)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        if llama_cpp.llama_vocab_type(self._vocab) == 0:
+            self.close()
+            raise ModelError(f"{self.path}: has no tokenizer; name the model it was cut from")
+
+    def close(self) -> None:
+        """Release the vocabulary. May be called twice."""
+        model, self._model = self._model, None
+        if model:
+            llama_cpp.llama_model_free(model)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the vocabulary has one."""
+        return _or_none(llama_cpp.llama_vocab_bos(self._vocab))
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, if the vocabulary has one."""
+        return _or_none(llama_cpp.llama_vocab_eos(self._vocab))
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model wants its prompt to begin with `bos_id`."""
+        return bool(llama_cpp.llama_vocab_get_add_bos(self._vocab))
+
+    @cached_property
+    def eog_ids(self) -> frozenset[int]:
+        """Every token that ends a generation: end of text, of turn, and the like."""
+        is_eog = llama_cpp.llama_vocab_is_eog
+        return frozenset(i for i in range(self.n_vocab) if is_eog(self._vocab, i))
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token is a control token, which is no text."""
+        return bool(llama_cpp.llama_vocab_is_control(self._vocab, token))
+
+    def is_markup(self, token: int) -> bool:
+        """Whether the token is a control token, or one that was added like `<tool>`."""
+        if self.is_control(token):
+            return True
+        attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+        if not attributes & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            return False
+        text = self.piece(token, special=True)
+        return text.startswith(b"<") and text.endswith(b">")
+
+    def encode(self, text: str, add_bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        add_bos: whether a leading `bos_id` is put there (never a second one); None does what the
+        model's file says. special: whether control tokens written out in the text, such as
+        `<|im_end|>`, become those tokens; leave it False for text that a user typed.
+        """
+        tokens = self.split(text, special)
+        bos = self.bos_id
+        if (self.adds_bos if add_bos is None else add_bos) and bos is not None:
+            if tokens[:1] != [bos]:
+                tokens.insert(0, bos)
+        return tokens
+
+    def split(self, text: str, special: bool) -> list[int]:
+        """The tokens of the text alone, with nothing put before it; see `encode`."""
+        raw = text.encode("utf-8", "replace")
+        size = len(raw) + 8
+        buffer = (ctypes.c_int32 * size)()
+        count = llama_cpp.llama_tokenize(
+            self._vocab, raw, len(raw), buffer, size, False, special
+        )
+        if count < 0:
+            size = -count
+            buffer = (ctypes.c_int32 * size)()
+            count = llama_cpp.llama_tokenize(
+                self._vocab, raw, len(raw), buffer, size, False, special
+            )
+        if count < 0:
+            raise RequestError(f"a text of {len(raw)} bytes can not be tokenised: {last_log()}")
+        return list(buffer[:count])
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes of one token; control tokens are empty unless `special`."""
+        if not 0 <= token < self.n_vocab:
+            raise UsageError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+        for size in (64, 4096, 1 << 20):
+            buffer = ctypes.create_string_buffer(size)
+            length = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if length >= 0:
+                return buffer.raw[:length]
+        raise ModelError(f"{self.path}: token {token} is longer than a megabyte")
+
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
+
+    def stream(self, special: bool = False) -> Detokenizer:
+        """A new streaming decoder."""
+        return Detokenizer(self, special)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template (Jinja), if its file has one."""
+        text = llama_cpp.llama_model_chat_template(self._model, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation of {"role", "content"} messages.
+
+        Rendered by the model's own template in a sandbox, as "chatml" without one. Encode the
+        result with `special=True`. tools: functions that the template may describe. variables:
+        whatever else this template knows, such as enable_thinking. Raises RequestError when the
+        template refuses the messages.
+        """
+        template = self.chat_template
+        if template is None:
+            parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+            return "".join(parts) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        from pipeinfer.models.text.chat_template import render
+
+        return render(template, {
+            **(variables or {}),
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self._text(self.bos_id),
+            "eos_token": self._text(self.eos_id),
+        })
+
+    def token_text(self, token: int) -> bytes:
+        """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
+        text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
+        return text
+
+    def vocab_fingerprint(self) -> str:
+        """64 hex digits over every token's text and kind, and the end-of-generation tokens."""
+        digest = hashlib.sha256()
+        for token in range(self.n_vocab):
+            text = self.token_text(token)
+            digest.update(b"%d %d %d " % (token, len(text), self._kind(token)))
+            digest.update(text)
+        digest.update(repr(sorted(self.eog_ids)).encode())
+        return digest.hexdigest()
+
+    def _kind(self, token: int) -> int:
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.token_text(token).decode("utf-8", "replace")
+
+
+class Detokenizer:
+    """Turns tokens into text one at a time; holds back the start of an incomplete character."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that became complete with `token`; often empty inside a character."""
+        return self.push_bytes(self._tokenizer.piece(token, self._special))
+
+    def push_bytes(self, data: bytes) -> str:
+        """The text that became complete with these bytes."""
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became complete."""
+        return self._decoder.decode(b"", True)
+
+
+def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
+    """Raise ModelError unless both models give every token id the same meaning.
+
+    Families pad their vocabularies differently: sizes may differ by up to PADDING ids at the end
+    (the draft's proposals beyond the target's vocabulary are dropped).
+    """
+    if abs(draft.n_vocab - target.n_vocab) > PADDING:
+        raise ModelError(
+            f"{draft.path}: {draft.n_vocab} tokens, the target has {target.n_vocab}; "
+            "use a draft model of the target's family"
+        )
+    differing = (
+        i
+        for i in range(min(target.n_vocab, draft.n_vocab))
+        if target.token_text(i) != draft.token_text(i)
+    )
+    first = [token for token, _ in zip(differing, range(3), strict=False)]
+    if first:
+        shown = ", ".join(
+            f"{i}: {draft.token_text(i)!r} for {target.token_text(i)!r}" for i in first
+        )
+        raise ModelError(
+            f"{draft.path}: its vocabulary differs from the target's ({shown}); "
+            "use a draft model of the target's family"
+        )
+
+
+def _or_none(token: int) -> int | None:
+    return None if token == _NULL else int(token)

@@ -1,0 +1,249 @@
+"""What this rank's machine gets through, measured once per host and remembered.
+
+Two figures: bytes per second of a plain copy by all the rank's threads, and the time of runs of 1,
+2 and 4 rows through one layer of the target on the rank's own backend. Windows are long enough for
+a processor quota of the control group to show (its period is a tenth of a second). Nothing here
+can change a token: the planner alone reads the figures. Knows no ranks but this one.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from pipeinfer import host
+from pipeinfer.backends.base import Backend
+from pipeinfer.config import Config
+from pipeinfer.core.types import ALL_SEQS, END, make_rows
+from pipeinfer.errors import PipeinferError
+from pipeinfer.models.shard import ShardSource
+from pipeinfer.models.shard_cache import cache_directory, recall, remember
+
+FORMAT = 1  #: part of a remembered figure's name; raise it when what is measured changes
+ROWS = (1, 2, 4)
+_WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
+_COPY_BYTES = 128 << 20
+_COPY_SHARE = 0.02  #: of free memory, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer of
+    `layer_bytes` bytes."""
+
+    bandwidth: float
+    layer_bytes: int
+    seconds: Mapping[int, float]
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds per byte of weights in a run of one row."""
+        return self.seconds[1] / self.layer_bytes
+
+    @property
+    def row_cost(self) -> float:
+        """A further row's time relative to the first one's."""
+        return max(0.0, (self.seconds[4] / self.seconds[1] - 1) / 3)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire and the disk."""
+        return dataclasses.asdict(self)
+
+
+def from_json(data: Any) -> Figures:
+    """The inverse of `to_json`. Raises ValueError when it is not one."""
+    try:
+        seconds = {int(k): float(v) for k, v in data["seconds"].items()}
+        found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no figures: {error}") from error
+    values = (found.bandwidth, found.layer_bytes, *seconds.values())
+    if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
+        raise ValueError("no figures: rows missing, or values that can not be")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hollow:
+    """A model that this host has no file of, as far as measuring needs it.
+
+    header, total: of the shard with the middle layer alone. Its weights are taken as zeros: the
+    time of a product does not depend on them.
+    """
+
+    fingerprint: str
+    n_layers: int
+    layer_bytes: Mapping[int, int]
+    header: bytes
+    total: int
+
+    @classmethod
+    def of(cls, model: Any) -> Hollow:
+        """What has to be told about `model`, a ModelFile."""
+        middle = model.n_layers // 2
+        source = ShardSource(model, middle, middle + 1)
+        return cls(model.fingerprint, model.n_layers, {middle: model.layer_bytes[middle]},
+                   source.header, source.total)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire."""
+        return {**dataclasses.asdict(self), "header": base64.b64encode(self.header).decode()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hollow:
+        """The inverse of `to_json`."""
+        return cls(data["fingerprint"], data["n_layers"],
+                   {int(k): v for k, v in data["layer_bytes"].items()},
+                   base64.b64decode(data["header"]), data["total"])
+
+    def write(self, folder: str) -> Path:
+        """The middle layer's shard, full of zeros that take no room on the disk."""
+        path = Path(folder) / "layer.gguf"
+        path.write_bytes(self.header)
+        os.truncate(path, self.total)
+        return path
+
+
+def figures_here(config: Config, model: Any, threads: int, *, again: bool = False) -> Figures:
+    """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
+
+    config: with the host's own settings in it. again: measure even if remembered. Raises
+    ModelError or BackendError when the layer can not be cut out or loaded.
+    """
+    path = cache_directory() / _name(config, model, threads)
+    if not again:
+        with contextlib.suppress(ValueError):
+            return from_json(recall(path))
+    found = _measure(config, model, threads)
+    remember(path, found.to_json())
+    return found
+
+
+def _name(config: Config, model: Any, threads: int) -> str:
+    """The file of everything that the figures depend on."""
+    from pipeinfer.backends.factory import llama_options
+    from pipeinfer.backends.pytorch.options import torch_version
+    from pipeinfer.models.llama import llama_version
+
+    own = (config.device, config.dtype, torch_version()) if _on_torch(config, model) else ()
+    identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_version(), threads,
+                os.cpu_count(), host.quota(), host.cpu_features(), llama_options(config),
+                os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
+    return f"speed-{digest}.json"
+
+
+def _on_torch(config: Config, model: Any) -> bool:
+    from pipeinfer.backends.factory import backend_for
+
+    return not isinstance(model, Hollow) and backend_for(config.backend, model.path) == "torch"
+
+
+def _measure(config: Config, model: Any, threads: int) -> Figures:
+    from pipeinfer.backends.factory import llama_options, load_torch
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.models.shard import extract_shard
+
+    middle = model.n_layers // 2
+    first, last = middle == 0, middle == model.n_layers - 1
+    if _on_torch(config, model):
+        sizes = {"n_ctx": 256, "n_seq_max": 1, "n_batch": max(ROWS)}
+        alone = load_torch(config, model.path, (middle, middle + 1), sizes, threads)
+        try:
+            seconds = layer_seconds(alone)
+        finally:
+            alone.close()
+        return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
+    with tempfile.TemporaryDirectory(dir=cache_directory(), prefix="layer-",
+                                     ignore_cleanup_errors=True) as folder:
+        shard = model.write(folder) if isinstance(model, Hollow) else extract_shard(
+            model, middle, middle + 1, cache_dir=folder)
+        backend = LlamaCppBackend.load(
+            shard, layers=(middle, middle + 1), n_layers_total=model.n_layers, first=first,
+            last=last, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
+            options=llama_options(config, callbacks=not last),
+        )
+        try:
+            seconds = layer_seconds(backend)
+        finally:
+            backend.close()
+    return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
+
+
+def layer_seconds(backend: Backend, window: float | None = None) -> dict[int, float]:
+    """Rows -> seconds of a decode: the better of two windows' means, for one row; one for others.
+
+    The cache must be empty, and is empty afterwards.
+    """
+    window = _WINDOW if window is None else window
+    info = backend.info
+    hidden = None if info.first else np.ones((max(ROWS), info.n_embd), np.float32)
+    found = {}
+    for rows in ROWS:
+        batch = make_rows([(1, i, (0,), True) for i in range(rows)])
+        states = None if hidden is None else hidden[:rows]
+
+        def mean(batch: Any = batch, states: Any = states) -> float:
+            start, count = time.perf_counter(), 0
+            while count < 2 or time.perf_counter() - start < window:
+                backend.decode(batch, states)
+                backend.seq_rm(ALL_SEQS, 0, END)
+                count += 1
+            return (time.perf_counter() - start) / count
+
+        backend.decode(batch, states)  # pages in the weights, builds the graph
+        backend.seq_rm(ALL_SEQS, 0, END)
+        found[rows] = min(mean() for _ in range(2 if rows == 1 else 1))
+    return found
+
+
+def copy_bandwidth(threads: int, rounds: int = 4) -> float:
+    """Bytes/s read and written together by `threads` copies at once; the best round."""
+    room = psutil.virtual_memory().available * _COPY_SHARE / 2
+    count = max(1024, int(min(_COPY_BYTES, room) / 8 / threads))
+    pairs = [(np.ones(count), np.empty(count)) for _ in range(threads)]
+    best = 0.0
+    for _ in range(rounds):
+        workers = [threading.Thread(target=np.copyto, args=(target, source))
+                   for source, target in pairs]
+        start = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, 2 * 8 * count * threads / (time.perf_counter() - start))
+    return best
+
+
+def try_figures(
+    config: Config, path: Path, fingerprint: str, threads: int,
+    hollow: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a rank answers the head: its figures, or why there are none.
+
+    hollow: stands in for a model that is to be distributed and has no file here.
+    """
+    from pipeinfer.models.locate import open_model
+
+    try:
+        model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
+        if model.fingerprint != fingerprint:
+            return {"error": f"{path} is another file than rank 0 has"}
+        return {"figures": figures_here(config, model, threads, again=config.remeasure).to_json()}
+    except (PipeinferError, OSError, ValueError) as error:
+        return {"error": " ".join(str(error).split())}

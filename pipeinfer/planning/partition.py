@@ -1,0 +1,281 @@
+"""Contiguous layers on ranks in a fixed order, so that the slowest stage is as fast as possible.
+
+Exact: dynamic programming over (ranks, layers), each step one operation on a matrix of all
+ranges. Among splits with the same slowest stage the one with the fewest stages wins, then the
+least total time, then the most even one, then the one with more layers on earlier ranks. Pure:
+costs and sizes come from whoever calls; units of cost are theirs (bytes of weights, usually).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.errors import PlanError
+
+Matrix = npt.NDArray[np.float64]
+_GIB = 2**30
+_SAME = 1e-9  #: totals that differ by less, relatively, are equal
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank that can hold a stage: `overhead + cost * per_cost` seconds, `memory` bytes.
+
+    layers: a count that is set from outside (0 leaves the rank out). optional: it may be left out.
+    """
+
+    name: str
+    per_cost: float
+    overhead: float = 0.0
+    memory: float = float("inf")
+    layers: int | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be placed: per layer its cost and its bytes (weights and cache).
+
+    first_*: what the stage with layer 0 has besides; last_*: likewise the last layer's. scratch:
+    bytes of any stage.
+    """
+
+    costs: tuple[float, ...]
+    sizes: tuple[float, ...]
+    first_cost: float = 0.0
+    first_bytes: float = 0.0
+    last_cost: float = 0.0
+    last_bytes: float = 0.0
+    scratch: float = 0.0
+
+    def stage_cost(self, start: int, stop: int) -> float:
+        """Cost of a stage with layers start to stop - 1."""
+        return (sum(self.costs[start:stop]) + self.first_cost * (start == 0)
+                + self.last_cost * (stop == len(self.costs)))
+
+    def stage_bytes(self, start: int, stop: int) -> float:
+        """Memory of a stage with layers start to stop - 1."""
+        return (sum(self.sizes[start:stop]) + self.first_bytes * (start == 0) + self.scratch
+                + self.last_bytes * (stop == len(self.sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Layers per rank in order, 0 for a rank that is left out; its seconds and bytes likewise."""
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sizes: tuple[float, ...]
+
+    @property
+    def slowest(self) -> float:
+        """Time of the slowest stage."""
+        return max(self.seconds)
+
+    @property
+    def total(self) -> float:
+        """Time through all stages, links left out."""
+        return sum(self.seconds)
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(rank, first layer, last layer + 1) of every stage."""
+        found, start = [], 0
+        for rank, count in enumerate(self.counts):
+            if count:
+                found.append((rank, start, start + count))
+            start += count
+        return found
+
+
+def partition(load: Load, members: Sequence[Member]) -> Split:
+    """The best split. Raises PlanError: too few layers, or which rank lacks how much memory."""
+    n = len(load.costs)
+    _check_counts(n, members)
+    times = [stage_times(load, member, bounded=True) for member in members]
+    bound = _slowest(times)
+    if not np.isfinite(bound):
+        raise _too_big(load, members)
+    times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
+    return measure(load, members, _best_under(times))
+
+
+def measure(load: Load, members: Sequence[Member], counts: Sequence[int]) -> Split:
+    """The times and sizes of a given split."""
+    seconds, sizes, start = [], [], 0
+    for member, count in zip(members, counts, strict=True):
+        stop = start + count
+        seconds.append(member.overhead + member.per_cost * load.stage_cost(start, stop)
+                       if count else 0.0)
+        sizes.append(load.stage_bytes(start, stop) if count else 0.0)
+        start = stop
+    return Split(tuple(counts), tuple(seconds), tuple(sizes))
+
+
+def check_fits(split: Split, members: Sequence[Member]) -> None:
+    """Raises PlanError naming the rank that lacks the most memory."""
+    lacks = [size - member.memory for size, member in zip(split.sizes, members, strict=True)]
+    worst = int(np.argmax(lacks))
+    if lacks[worst] > 0:
+        member = members[worst]
+        raise PlanError(
+            f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} "
+            f"layers (weights, cache, scratch) and has {size_text(member.memory)}: it lacks "
+            f"{size_text(lacks[worst])}")
+
+
+def size_text(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.0f} MiB"
+
+
+def _check_counts(n: int, members: Sequence[Member]) -> None:
+    forced = sum(member.layers or 0 for member in members)
+    free = [member for member in members if member.layers is None]
+    needed = sum(not member.optional for member in free)
+    if forced > n or (not free and forced != n):
+        raise PlanError(f"the counts of layers that are set add up to {forced}; the model has {n}")
+    if forced + needed > n:
+        raise PlanError(
+            f"{len(members)} ranks for {n} layers"
+            + (f", of which {forced} are set" if forced else "")
+            + ": every rank needs at least one; start fewer ranks")
+
+
+def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
+    """[start, stop] -> seconds, inf where the rank can not hold that; [i, i] leaves it out."""
+    n = len(load.costs)
+    cost = _ranges(load.costs, load.first_cost, load.last_cost)
+    count = np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None]
+    allowed = count > 0
+    if bounded:
+        size = _ranges(load.sizes, load.first_bytes, load.last_bytes) + load.scratch
+        allowed &= size <= member.memory
+    matrix = np.where(allowed, member.overhead + member.per_cost * cost, np.inf)
+    if member.optional or member.layers == 0:
+        matrix[count == 0] = 0.0
+    if member.layers is not None:
+        matrix[count != member.layers] = np.inf
+    return matrix
+
+
+def _ranges(values: Sequence[float], first: float, last: float) -> Matrix:
+    """[start, stop] -> the sum of a range, with what the ends add."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    matrix: Matrix = sums[None, :] - sums[:, None]
+    matrix[0, :] += first
+    matrix[:, -1] += last
+    return matrix
+
+
+def _slowest(times: Sequence[Matrix]) -> float:
+    """The least possible time of the slowest stage, inf if nothing fits."""
+    best = np.full(times[0].shape[0], np.inf)
+    best[0] = 0.0
+    for matrix in times:
+        best = np.min(np.maximum(best[:, None], matrix), axis=0)
+    return float(best[-1])
+
+
+def _best_under(times: Sequence[Matrix]) -> list[int]:
+    """Counts: fewest stages, then least total, then least sum of squares, then earlier ranks."""
+    n = times[0].shape[0] - 1
+    stages, total, square = (np.full(n + 1, np.inf) for _ in range(3))
+    stages[0] = total[0] = square[0] = 0.0
+    starts = []
+    for matrix in times:
+        used = ~np.eye(n + 1, dtype=bool)
+        candidates = [stages[:, None] + np.where(np.isfinite(matrix), used, np.inf),
+                      total[:, None] + matrix, square[:, None] + matrix**2]
+        chosen = np.isfinite(candidates[0])
+        for values in candidates:
+            least = np.min(np.where(chosen, values, np.inf), axis=0)
+            chosen &= values <= least * (1 + _SAME)
+        start = n - np.argmax(chosen[::-1], axis=0)
+        starts.append(start)
+        columns = np.arange(n + 1)
+        found = chosen.any(axis=0)
+        stages, total, square = (
+            np.where(found, values[start, columns], np.inf) for values in candidates)
+    counts, stop = [], n
+    for start in reversed(starts):
+        counts.append(stop - int(start[stop]))
+        stop = int(start[stop])
+    return counts[::-1]
+
+
+def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
+    """Why no split fits, told by the fastest split that asks nobody's memory."""
+    n = len(load.costs)
+    times = [stage_times(load, member, bounded=False) for member in members]
+    bound = _slowest(times)
+    times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
+    split = measure(load, members, _best_under(times))
+    room = sum(member.memory for member in members if member.layers != 0)
+    need = load.stage_bytes(0, n)
+    together = ("no contiguous split fits" if need <= room else
+                f"the model needs {size_text(need)} and all ranks together have "
+                f"{size_text(room)}")
+    advice = "use more hosts, a smaller quantisation or a smaller context (-c)"
+    try:
+        check_fits(split, members)
+    except PlanError as error:
+        return PlanError(f"{error}; {together}: {advice}")
+    return PlanError(f"{together}: {advice}")
+
+
+SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
+LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be left out
+
+
+def level(speeds: Mapping[int, float]) -> dict[int, float]:
+    """Seconds per byte by rank, with those within SAME_SPEED of each other made equal.
+
+    Noise between equal machines must not make an unequal plan.
+    """
+    result: dict[int, float] = {}
+    group: list[int] = []
+    for rank in sorted(speeds, key=lambda r: speeds[r]):
+        if group and speeds[rank] > speeds[group[0]] * SAME_SPEED:
+            group = []
+        group.append(rank)
+        middle = statistics.median(speeds[r] for r in group)
+        result.update(dict.fromkeys(group, middle))
+    return result
+
+
+def choose(
+    load: Load, members: Sequence[Member], predict: Callable[[Split], float]
+) -> tuple[Split, dict[int, str]]:
+    """The best split, and which members are left out and why.
+
+    predict: tokens per second of a split. Members of equal speed are never left out; slower ones
+    when that is faster by LEAVE or more. Raises PlanError when all together can not hold the model.
+    """
+    out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
+    trial = list(members)
+    spare = [i for i, m in enumerate(members) if m.layers is None]
+    best = partition(load, trial)
+    speed = predict(best)
+    left_out = dict(out)
+    fastest = min((members[i].per_cost for i in spare), default=0.0)
+    for index in sorted(spare, key=lambda i: -members[i].per_cost):
+        if members[index].per_cost <= fastest * SAME_SPEED:
+            break
+        trial[index] = dataclasses.replace(members[index], layers=0)
+        out[index] = (
+            f"takes {members[index].per_cost / fastest:.1f} times as long as the fastest rank; "
+            "faster without it")
+        try:
+            split = partition(load, trial)
+        except PlanError:
+            break
+        faster = predict(split)
+        if faster > speed * LEAVE:
+            best, speed, left_out = split, faster, dict(out)
+    return best, left_out

@@ -1,0 +1,314 @@
+"""What goes where: model files, layers and memory per rank, and sizes that depend on the machine.
+
+A plan splits the layers so that the slowest stage is as fast as possible (`partition`), then sees
+whether leaving out the slowest ranks, one after another, makes the whole faster: with stage times
+whose sum with the links is L and whose largest is t, a pass that always has guesses behind it
+yields 1 + g tokens in L + g * t, where g = a / (1 - a) is how many guesses in a row are accepted on
+average. Looks at headers and at what hosts told about themselves; loads nothing, sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.backends.factory import backends_of
+from pipeinfer.config import Config
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.planning.partition import (
+    Load,
+    Member,
+    Split,
+    check_fits,
+    choose,
+    measure,
+    size_text,
+)
+
+ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
+WORTH = 1.1  #: how much faster the slowest stage must become for a plan to differ from equal shares
+_SCRATCH = 32 << 20
+_DEFAULT_LINK = 100e-6
+
+
+def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -> int:
+    """A shard's cache; two bytes per element on llama.cpp (quantised caches need less)."""
+    heads = int(model.arch_get("attention.head_count", 1) or 1)
+    kv_heads = int(model.arch_get("attention.head_count_kv", heads) or heads)
+    size = model.n_embd // heads
+    widths = sum(int(model.arch_get(f"attention.{kind}_length", size) or size)
+                 for kind in ("key", "value"))
+    return n_layers * n_cells * kv_heads * widths * item_bytes
+
+
+# --- plans ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
+
+    equal: what equal shares for every rank that may hold a stage would have been. Seconds are
+    relative where nothing was measured (`timed` False). left_out: rank -> why. whole: how many
+    layers the model has, where every candidate holds them all.
+    """
+
+    candidates: tuple[int, ...]
+    split: Split
+    equal: Split
+    left_out: Mapping[int, str]
+    timed: bool
+    whole: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that hold a stage."""
+        if self.whole:
+            return self.candidates
+        return tuple(self.candidates[i] for i, _, _ in self.split.ranges())
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of each stage."""
+        if self.whole:
+            return [(0, self.whole)] * len(self.candidates)
+        return [(start, stop) for _, start, stop in self.split.ranges()]
+
+    def line(self) -> str:
+        """One line for people; empty when the plan is the equal split over all ranks."""
+        if self.whole:
+            return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
+        if self.split.counts == self.equal.counts and not self.left_out:
+            return ""
+        counts = ", ".join(str(stop - start) for start, stop in self.ranges)
+        parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
+        if self.timed and self.split.counts != self.equal.counts:
+            parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "
+                         f"{1e3 * self.equal.slowest:.1f} ms with equal shares")
+        parts += [f"rank {rank} left out ({why})" for rank, why in self.left_out.items()]
+        return "plan: " + "; ".join(parts)
+
+
+def torch_item_bytes(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of a weight where a rank runs torch, 0 where none does."""
+    from pipeinfer.backends.pytorch.options import itemsize
+
+    if "torch" not in backends_of(config, model, hosts):
+        return 0
+    devices = {str(rank["settings"].get("device", "")) for rank in hosts}
+    return max(itemsize(config.dtype, device or config.device) for device in devices)
+
+
+def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load:
+    """What a model's stages cost (bytes of weights that a row reads) and hold.
+
+    item_bytes: of a weight in torch's memory, where a rank runs torch (0: none does). Costs count
+    the file's bytes all the same: speeds of different backends are measured per such byte.
+    """
+    from pipeinfer.models.hf_folder import torch_parts
+    from pipeinfer.models.shard import shard_bytes
+
+    if item_bytes or model.path.is_dir():
+        layers, embedding, head = torch_parts(model, item_bytes)
+        cache = _cache_bytes(model, 1, n_cells, item_bytes or 4)
+        _, _, head_cost = torch_parts(model, 0)
+        ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
+        return Load(
+            tuple(map(float, model.layer_bytes)), tuple(float(size + cache) for size in layers),
+            first_bytes=float(embedding), last_cost=float(head_cost), last_bytes=float(head),
+            scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + ff)))
+    n = model.n_layers
+    layers = [shard_bytes(model, i, i + 1) for i in range(n)]
+    plain = list(model.layer_bytes)
+    cache = _cache_bytes(model, 1, n_cells)
+    ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
+    head = layers[-1] - plain[-1] if n > 1 else 0
+    return Load(
+        tuple(map(float, plain)), tuple(float(size + cache) for size in plain),
+        first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
+        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + ff)))
+
+
+def asked_counts(config: Config, model: Any, candidates: Sequence[int],
+                 hosts: Sequence[Mapping[str, Any]], whole: Sequence[int] | None
+                 ) -> list[int | None]:
+    """Layers per candidate where something sets them: --layers, the nodes file, roles.
+
+    whole: the nodes file's list for the whole job. Raises UsageError and PlanError.
+    """
+    counts: list[int | None] = []
+    for rank in candidates:
+        settings = hosts[rank].get("settings", {})
+        spare = settings.get("role") in ("spare", "draft")
+        counts.append(0 if spare else settings.get("layers"))
+    origin = "--layers" if config.layers else "layers in the nodes file"
+    if config.layers:
+        words = [word.strip() for word in config.layers.split(",")]
+        if not all(word.isascii() and word.isdigit() for word in words):
+            raise UsageError(f"--layers {config.layers}: give counts like 10,12,12,6")
+        whole = [int(word) for word in words]
+    if whole is None:
+        return counts
+    free = [i for i, count in enumerate(counts) if count != 0]
+    slots = range(len(counts)) if len(whole) == len(counts) else free
+    if len(whole) != len(slots):
+        raise PlanError(f"{origin} has {len(whole)} counts for {len(counts)} ranks that can hold "
+                        "a stage: give one each, 0 to leave a rank out")
+    if sum(whole) != model.n_layers:
+        raise PlanError(f"{origin} adds up to {sum(whole)}; the model has {model.n_layers} layers")
+    result: list[int | None] = [0] * len(counts)
+    for slot, count in zip(slots, whole, strict=True):
+        result[slot] = count
+    return result
+
+
+def gain(acceptance: float) -> float:
+    """Guesses accepted in a row, on average (acceptance 0 to 1)."""
+    kept = min(max(acceptance, 0.0), 0.99)
+    return kept / (1 - kept)
+
+
+def estimate(split: Split, policy: Policy, link: float = _DEFAULT_LINK,
+             acceptance: float = ACCEPTANCE) -> float:
+    """Tokens per second of a split, by the formula in the module docstring."""
+    whole = split.total + link * (len(split.ranges()) + 1)
+    guesses = 0.0 if policy is Policy.ITERATIVE else gain(acceptance)
+    return (1 + guesses) / (whole + guesses * split.slowest)
+
+
+def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
+    """As many layers for each, in so far as no count is set. Raises PlanError."""
+    from pipeinfer.models.shard import stage_layers
+
+    free = [i for i, m in enumerate(members) if m.layers is None]
+    left = n_layers - sum(m.layers or 0 for m in members)
+    counts = [m.layers or 0 for m in members]
+    if free and left >= len(free):
+        for i, (start, stop) in zip(free, stage_layers(left, len(free)), strict=True):
+            counts[i] = stop - start
+    elif free and left >= 0:
+        raise PlanError(f"{len(free)} ranks for {left} of {n_layers} layers: every rank needs at "
+                        "least one; start fewer ranks")
+    if sum(counts) != n_layers:
+        raise PlanError(f"the counts of layers that are set add up to {sum(counts)}; the model "
+                        f"has {n_layers}")
+    return counts
+
+
+def make_plan(
+    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    hosts: Sequence[Mapping[str, Any]], predict: Callable[[Split], float], *, timed: bool,
+) -> Plan:
+    """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
+    n = len(load.costs)
+    equal = measure(load, members, equal_counts(n, members))
+    plain = measure(load, members, equal_counts(n, [
+        member if member.layers == 0 else dataclasses.replace(member, layers=None)
+        for member in members]))
+    if config.split == "equal" or all(m.layers is not None for m in members):
+        split = equal
+        check_fits(split, members)
+        left_out = {i: "set to hold no layers" for i, c in enumerate(split.counts) if not c}
+    else:
+        split, left_out = choose(load, members, predict)
+        if (set(left_out) <= _unused(equal) and equal.slowest <= split.slowest * WORTH
+                and _fits(equal, members)):
+            split = equal
+    names = [str(hosts[rank]["host"]) for rank in candidates]
+    split, left_out = _within_hosts(
+        config, load, members, candidates, names, (split, left_out), predict)
+    return Plan(tuple(candidates), split, plain,
+                {candidates[i]: why for i, why in left_out.items()}, timed)
+
+
+def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:
+    """The whole model on every candidate. Raises PlanError where it does not fit."""
+    n = len(load.costs)
+    for member in members:
+        check_fits(split := measure(load, [member], [n]), [member])
+    return Plan(tuple(candidates), split, split, {}, timed=False, whole=n)
+
+
+def _unused(split: Split) -> set[int]:
+    return {i for i, count in enumerate(split.counts) if not count}
+
+
+def _fits(split: Split, members: Sequence[Member]) -> bool:
+    return all(size <= member.memory
+               for size, member in zip(split.sizes, members, strict=True))
+
+
+def _within_hosts(
+    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    names: Sequence[str], chosen: tuple[Split, dict[int, str]],
+    predict: Callable[[Split], float],
+) -> tuple[Split, dict[int, str]]:
+    """The choice, or one in which the ranks of each host fit its memory together.
+
+    names: the host of each member. The memory of a host that is too full is shared out evenly
+    among as many of its ranks as can work with that. Raises PlanError naming host and ranks.
+    """
+    name = _fullest(chosen[0], members, names)
+    if name is None:
+        return chosen
+    if config.split != "equal":
+        for many in (True, False):  # few ranks on one host may be what others need
+            found = _share_out(load, members, names, chosen, predict, many=many)
+            if found is not None:
+                return found
+    need, room = _need(chosen[0], names, name), _room(members, names, name)
+    ranks = [str(rank) for i, rank in enumerate(candidates)
+             if names[i] == name and chosen[0].counts[i]]
+    raise PlanError(
+        f"ranks {', '.join(ranks)} on {name} need {size_text(need)} together for weights, cache "
+        f"and scratch and {name} has {size_text(room)}: it lacks {size_text(need - room)}; use "
+        "more hosts, a smaller quantisation or a smaller context (-c)")
+
+
+def _share_out(
+    load: Load, members: Sequence[Member], names: Sequence[str],
+    chosen: tuple[Split, dict[int, str]], predict: Callable[[Split], float], *, many: bool,
+) -> tuple[Split, dict[int, str]] | None:
+    """See `_within_hosts`. many: keep as many ranks as possible rather than as few."""
+    trial = list(members)
+    shared_out: set[str] = set()
+    while (name := _fullest(chosen[0], members, names)) is not None:
+        here = [i for i, m in enumerate(members) if names[i] == name and m.layers is None]
+        room = _room(members, names, name) - sum(
+            size for i, size in enumerate(chosen[0].sizes) if names[i] == name and i not in here)
+        counts = range(1, len(here) + 1) if name not in shared_out else ()
+        for count in sorted(counts, reverse=many):
+            shared = list(trial)
+            for turn, i in enumerate(here):
+                shared[i] = dataclasses.replace(members[i], memory=room / count) \
+                    if turn < count else dataclasses.replace(members[i], layers=0)
+            with contextlib.suppress(PlanError):
+                chosen, trial = choose(load, shared, predict), shared
+                break
+        else:
+            return None
+        shared_out.add(name)
+    split, left_out = chosen
+    return split, left_out | {
+        i: "the memory of its host is enough for fewer ranks" for i in left_out
+        if members[i].layers is None and trial[i].layers == 0}
+
+
+def _room(members: Sequence[Member], names: Sequence[str], name: str) -> float:
+    return min(m.memory for i, m in enumerate(members) if names[i] == name)
+
+
+def _need(split: Split, names: Sequence[str], name: str) -> float:
+    return sum(size for i, size in enumerate(split.sizes) if names[i] == name)
+
+
+def _fullest(split: Split, members: Sequence[Member], names: Sequence[str]) -> str | None:
+    """The host that lacks the most memory, None if all have enough."""
+    lacks = {name: _need(split, names, name) - _room(members, names, name) * (1 + 1e-9)
+             for name in names}
+    worst = max(lacks, key=lambda name: lacks[name])
+    return worst if lacks[worst] > 0 else None

@@ -1,0 +1,202 @@
+"""Who takes over the layers of lost stages: as few layers moved as the memory allows.
+
+A stage that lives keeps its layers where that is possible. A spare rank stands in for a lost stage
+where it can hold its layers; else the neighbours share them, and what does not fit there is passed
+on along the pipeline. Of all arrangements that move equally many layers one with the fastest
+slowest stage is taken, and of those one with the fewest stages. `rebalance` does not save
+movements, it looks for speed. Pure: costs, sizes and memory come from whoever calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.errors import PlanError
+from pipeinfer.planning.partition import (
+    Load,
+    Member,
+    Split,
+    choose,
+    level,
+    measure,
+    size_text,
+    stage_times,
+)
+
+Matrix = npt.NDArray[np.float64]
+_FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A rank and the layers `[start, stop)` that it holds."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
+           spares: Sequence[int], lost: Sequence[Holding] = ()) -> tuple[Holding, ...]:
+    """The stages from now on, in order.
+
+    held: of the stages that live, in order of their layers. spares: living ranks without a stage;
+    more of them than lost stages are taken only where that moves fewer layers. members: memory and
+    speed of each of these ranks. Raises PlanError when they can not hold the model, saying what is
+    missing.
+    """
+    missing = len(load.costs) - sum(holding.stop - holding.start for holding in held)
+    best: tuple[float, tuple[Holding, ...]] | None = None
+    orders = [_with_spares(load, members, held, spares, limit) for limit in (lost, None)]
+    for order in orders:
+        if order and (found := _arranged(load, members, order)) is not None \
+                and (best is None or found[0] < best[0]):
+            best = found
+        if best is not None and best[0] <= missing:
+            break  # one spare for a lost stage will do; the others stay for the next loss
+    if best is not None:
+        return best[1]
+    if not orders[-1]:
+        raise PlanError("no rank is left to hold the model's layers: start the job again")
+    raise _too_big(load, [members[holding.rank] for holding in orders[-1]])
+
+
+def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
+              ) -> tuple[float, tuple[Holding, ...]] | None:
+    """Layers moved and the best stages of ranks in this order, None where they can not hold the
+    model."""
+    n = len(load.costs)
+    moved = [_moved(n, holding) for holding in order]
+    times = [stage_times(load, dataclasses.replace(
+        members[holding.rank], layers=None, optional=True), bounded=True) for holding in order]
+    least = _shortest([np.where(np.isfinite(t), m, np.inf)
+                       for m, t in zip(moved, times, strict=True)])
+    if not np.isfinite(least):
+        return None
+    bounds = np.unique(np.concatenate([t[np.isfinite(t)] for t in times]))
+    low, high = 0, len(bounds) - 1
+    while low < high:  # the smallest bound on a stage's time that costs no further layer
+        middle = (low + high) // 2
+        found = _shortest([np.where(t <= bounds[middle], m, np.inf)
+                           for m, t in zip(moved, times, strict=True)])
+        low, high = (low, middle) if found <= least else (middle + 1, high)
+    used = _FURTHER * ~np.eye(n + 1, dtype=bool)
+    steps = [np.where(t <= bounds[low], m + used, np.inf)
+             for m, t in zip(moved, times, strict=True)]
+    cuts = _path(steps)
+    return least, tuple(Holding(holding.rank, start, stop) for holding, start, stop in zip(
+        order, cuts, cuts[1:], strict=False) if start < stop)
+
+
+def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
+              seconds: Sequence[float], spares: Sequence[int],
+              predict: Callable[[Split], float]) -> tuple[tuple[Holding, ...], float]:
+    """The best stages by what each now takes for a run, and how many times as fast they would be.
+
+    seconds: of each stage of `held`. predict: tokens per second of a split. A spare rank, taken for
+    one of middling speed, may stand in for the slowest stage.
+    """
+    costs = [load.stage_cost(holding.start, holding.stop) for holding in held]
+    speeds = level({holding.rank: took / cost
+                    for holding, took, cost in zip(held, seconds, costs, strict=True)})
+    now = [dataclasses.replace(members[holding.rank], per_cost=speeds[holding.rank], overhead=0.0,
+                               layers=None) for holding in held]
+    present = predict(measure(load, now, [holding.stop - holding.start for holding in held]))
+    orders = [([holding.rank for holding in held], now)]
+    if spares:
+        slow = max(range(len(held)), key=lambda i: speeds[held[i].rank])
+        middling = statistics.median(speeds.values())
+        other = list(now)
+        other[slow] = dataclasses.replace(members[spares[0]], per_cost=middling, overhead=0.0,
+                                          layers=None)
+        ranks = [holding.rank for holding in held]
+        ranks[slow] = spares[0]
+        orders.append((ranks, other))
+    best, gain = tuple(held), 1.0
+    for ranks, who in orders:
+        with contextlib.suppress(PlanError):
+            split, _ = choose(load, who, predict)
+            if (faster := predict(split) / present) > gain:
+                best = tuple(Holding(ranks[i], start, stop) for i, start, stop in split.ranges())
+                gain = faster
+    return best, gain
+
+
+def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
+                 spares: Sequence[int], lost: Sequence[Holding] | None) -> list[Holding]:
+    """The living stages with spare ranks (empty holdings) where layers are missing.
+
+    The fastest spare goes to the gap with the most work. Further spares go to the largest gaps
+    again, for a gap that one of them can not hold: as many as stages were lost there, at least
+    one; with None any number.
+    """
+    n, at = len(load.costs), 0
+    gaps: list[tuple[int, int]] = []
+    for holding in held:
+        gaps.append((at, holding.start))
+        at = holding.stop
+    gaps.append((at, n))
+    work = sorted((i for i, (a, b) in enumerate(gaps) if a < b),
+                  key=lambda i: -load.stage_cost(*gaps[i]))
+    room = {i: len(spares) if lost is None else max(1, sum(
+        gaps[i][0] <= one.start and one.stop <= gaps[i][1] for one in lost)) for i in work}
+    places = [i for turn in range(len(spares)) for i in work if turn < room[i]]
+    filled: dict[int, list[Holding]] = {}
+    quick = sorted(spares, key=lambda rank: (members[rank].per_cost, rank))
+    for rank, gap in zip(quick, places, strict=False):
+        filled.setdefault(gap, []).append(Holding(rank, gaps[gap][0], gaps[gap][0]))
+    order: list[Holding] = []
+    for i in range(len(gaps)):
+        order += filled.get(i, [])
+        order += held[i:i + 1]
+    return order
+
+
+def _moved(n: int, holding: Holding) -> Matrix:
+    """[start, stop] -> layers that the rank would have to load."""
+    start, stop = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    common = np.maximum(np.minimum(stop, holding.stop) - np.maximum(start, holding.start), 0)
+    return np.asarray((stop - start) - common, np.float64)
+
+
+def _shortest(steps: Sequence[Matrix]) -> float:
+    return float(_distances(steps)[-1][-1])
+
+
+def _distances(steps: Sequence[Matrix]) -> list[Matrix]:
+    """[k][stop] -> least sum with which the first k ranks hold layers up to stop."""
+    best = np.full(steps[0].shape[0] if steps else 1, np.inf)
+    best[0] = 0.0
+    found = [best]
+    for matrix in steps:
+        best = np.min(best[:, None] + matrix, axis=0)
+        found.append(best)
+    return found
+
+
+def _path(steps: Sequence[Matrix]) -> list[int]:
+    """The boundaries between ranks of a least sum."""
+    distances = _distances(steps)
+    cuts = [steps[0].shape[0] - 1]
+    for matrix, before in zip(reversed(steps), reversed(distances[:-1]), strict=True):
+        cuts.append(int(np.argmin(before + matrix[:, cuts[-1]])))
+    return cuts[::-1]
+
+
+def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
+    n = len(load.costs)
+    need = load.stage_bytes(0, n) + load.scratch * (len(members) - 1)
+    room = sum(member.memory for member in members)
+    names = ", ".join(member.name for member in members)
+    lacks = f"{size_text(need - room)} are missing" if need > room else \
+        "no contiguous split of its layers fits"
+    return PlanError(
+        f"the ranks that are left ({names}) can not hold the model: it needs {size_text(need)} and "
+        f"they have {size_text(room)} together; {lacks}")

@@ -1,0 +1,94 @@
+"""A thread that runs a proposer beside the head's message loop.
+
+The head owns MPI and must never compute; the proposer computes and must never touch MPI. They
+meet in two queues. This module knows no scheduler rules and no models.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pipeinfer.core.drafting import StartDraft
+from pipeinfer.errors import BackendError
+from pipeinfer.scheduler.events import Drafted
+from pipeinfer.strategies.proposers.base import Proposer
+
+
+class DraftWorker:
+    """Runs jobs one after the other; `notify` is called from the thread when one is done."""
+
+    def __init__(self, proposer: Proposer, notify: Callable[[], None]) -> None:
+        self.busy_seconds = 0.0
+        self.free = proposer.free
+        self._proposer, self._notify = proposer, notify
+        self._jobs: deque[StartDraft] = deque()
+        self._results: deque[Drafted] = deque()
+        self._stopped: set[int] = set()
+        self._wanted = threading.Event()
+        self._last_done = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
+        self._thread.start()
+
+    def start(self, job: StartDraft) -> None:
+        """Queue a job."""
+        self._jobs.append(job)
+        self._wanted.set()
+
+    def stop(self, job_id: int) -> None:
+        """The job's answer is not wanted any more."""
+        if job_id > self._last_done:
+            self._stopped.add(job_id)
+
+    def take(self) -> Drafted | None:
+        """A finished job, if any. Raises BackendError when the thread has died."""
+        if self._failure is not None:
+            name = type(self._failure).__name__
+            raise BackendError(f"the draft failed: {name}: {self._failure}") from self._failure
+        try:
+            return self._results.popleft()
+        except IndexError:
+            return None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would do something."""
+        return bool(self._results) or self._failure is not None
+
+    def close(self, timeout: float) -> None:
+        """End the thread, waiting at most `timeout` seconds for the job at hand."""
+        self._closing = True
+        self._wanted.set()
+        self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._proposer.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wanted.wait()
+                self._wanted.clear()
+                while self._jobs and not self._closing:
+                    self._work(self._jobs.popleft())
+        except BaseException as error:  # the head re-raises it in its own thread
+            self._failure = error
+            self._notify()
+
+    def _work(self, job: StartDraft) -> None:
+        start, rows = time.perf_counter(), self._proposer.rows_evaluated
+        if job.job_id not in self._stopped:
+            proposals = self._proposer.propose(
+                job, lambda: self._closing or job.job_id in self._stopped
+            )
+            if proposals is not None:
+                self._results.append(Drafted(
+                    job.job_id, proposals, self._proposer.rows_evaluated - rows,
+                    time.perf_counter() - start))
+        self._last_done = job.job_id
+        self._stopped.discard(job.job_id)
+        self.busy_seconds += time.perf_counter() - start
+        self._notify()

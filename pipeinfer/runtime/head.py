@@ -1,0 +1,386 @@
+"""Node 0: feeds events to the scheduler and executes its instructions.
+
+    schedule -> send -> receive
+
+The head owns the request side of the job: it sends runs to the first stage, takes choices from
+the last, hands drafting to a worker thread and gives tokens to whoever asked. It computes
+nothing itself and knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.messages import (
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Message,
+    Notice,
+    RunCancelled,
+    RunFinished,
+    Shutdown,
+    Tag,
+)
+from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
+from pipeinfer.core.policy import CancelPath
+from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
+from pipeinfer.errors import BackendError, ProtocolError, RankLost, TransportTimeout, WorkerFailed
+from pipeinfer.planning.stragglers import StagePace
+from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.run_log import RunWatch, fate
+from pipeinfer.scheduler.controller import Controller, gaps
+from pipeinfer.scheduler.events import (
+    Abort,
+    CancelRuns,
+    CloseLane,
+    Emit,
+    Event,
+    Finish,
+    Instruction,
+    IssueRun,
+    OpenLane,
+    Refuse,
+    Restart,
+    RunDone,
+    SendOps,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.scheduler.lanes import Run
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.decomposers.base import Decomposer
+from pipeinfer.transport.base import Envelope, Port
+
+_LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has left
+
+
+@dataclass(slots=True)
+class HeadStats:
+    """busy: seconds handling events and instructions, the draft's own compute not included.
+
+    The rest is kept only when tracing: issues (run, time, speculative, rows), cancels, results,
+    the runs themselves, and when each invalid run became so, whether it was signalled or not.
+    """
+
+    busy: float = 0.0
+    issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
+    cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    results: list[tuple[int, float]] = field(default_factory=list)
+    traced: list[Run] = field(default_factory=list)
+    died: dict[int, float] = field(default_factory=dict)
+
+    def fates(self) -> dict[int, str]:
+        """What became of each traced run's tokens, by run id."""
+        return {run.run_id: fate(run) for run in self.traced}
+
+
+class Head:
+    """The message loop of node 0.
+
+    pace: how long stages take. on_loss: told that a stage is lost; when it returns, other stages
+    are there and `restart` was called. Without it a loss is raised to whoever waits.
+    """
+
+    def __init__(
+        self, port: Port, n_stages: int, scheduler: Scheduler, draft: DraftWorker | None, *,
+        cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
+        controller: Controller | None = None,
+    ) -> None:
+        self.stats = HeadStats()
+        self.scheduler = scheduler
+        self._port, self._n_stages, self._draft = port, n_stages, draft
+        self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
+        self._news: deque[Emit | Finish | Refuse] = deque()
+        self._controller = controller
+        self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
+        self._last_result = time.monotonic()
+        self._woken = False
+        self._watch: RunWatch | None = None
+        self.pace = StagePace(n_stages, ())
+        self.on_loss: Callable[[RankLost | WorkerFailed], None] | None = None
+
+    def wake(self) -> None:
+        """Make a `next_news` that waits return None soon; any thread may call it."""
+        self._woken = True
+        self._port.wake()
+
+    def reconfigure(self, limits: Limits, controller: Controller | None = None) -> None:
+        """Use other knobs, and another controller or none, while nothing runs."""
+        self.scheduler.reconfigure(limits)
+        self._controller = controller
+
+    @property
+    def draft(self) -> DraftWorker | None:
+        """The thread that names guesses."""
+        return self._draft
+
+    def replace(self, scheduler: Scheduler, draft: DraftWorker | None,
+                controller: Controller | None) -> None:
+        """Another scheduler takes over while nothing runs; the caches begin empty."""
+        if not self.scheduler.idle:
+            raise ProtocolError("the scheduler can be replaced only while it is idle")
+        if self._draft is not None:
+            self._draft.close(self._timeout)
+        scheduler.flight.next_run = self.scheduler.flight.next_run
+        self.scheduler, self._draft, self._controller = scheduler, draft, controller
+        self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+
+    def restart(self, n_stages: int, limits: Limits, controller: Controller | None,
+                reason: str = "") -> None:
+        """The stages are others: replay every request over them, from what it has brought; or, with
+        a reason, end those that ran."""
+        self._n_stages, self._controller = n_stages, controller
+        self._issued.clear()
+        if self._watch is not None:
+            self._watch = RunWatch()
+        self._feed(Restart(limits, reason))
+
+    def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
+        """Queue a request; its tokens and its one terminal event come from `next_news`.
+
+        decompose: makes the decomposer of a response in threads.
+        """
+        self._feed(Submit(request, decompose=decompose))
+
+    def abort(self, request_id: int, reason: str) -> None:
+        """End a request now; harmless when it has ended already."""
+        self._feed(Abort(request_id, reason))
+
+    def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
+        """The next token or terminal event, waiting up to `timeout` seconds or a `wake` for it.
+
+        Raises WorkerFailed when a node reports failure and RankLost when its rank is gone, unless
+        `on_loss` sees to it; TransportTimeout when runs are in flight and nothing has come back for
+        the deadline.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._news:
+            left = deadline - time.monotonic()
+            if not self._receive() and (left <= 0 or self._woken):
+                self._woken = False
+                return None
+            if not self._news and not self._has_mail() and not self._woken:
+                self._port.wait(max(min(left, 1.0), 0.0), live=not self.scheduler.idle)
+                self._check_deadline()
+        return self._news.popleft()
+
+    def observe(self, on: bool) -> None:
+        """Collect what runs do for `take_runs`, or stop that."""
+        if on != (self._watch is not None):
+            self._watch = RunWatch() if on else None
+
+    def take_runs(self) -> list[dict[str, Any]]:
+        """What runs did since the last time, see `watch.RunWatch`; empty unless observed."""
+        return [] if self._watch is None else self._watch.take()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is going on, see `Scheduler.snapshot`; and seconds of work so far."""
+        return self.scheduler.snapshot() | {
+            "head_busy": self.stats.busy,
+            "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
+            "stage_seconds": self.pace.seconds, "stage_slowdown": self.pace.slowdown}
+
+    def drain(self, timeout: float) -> None:
+        """Wait for the runs that are still in flight after their request has ended."""
+        deadline = time.monotonic() + timeout
+        while self.scheduler.runs:
+            if not self._receive():
+                if time.monotonic() > deadline:
+                    self._raise_timeout(timeout)
+                self._port.wait(0.1)
+                self._check_deadline()
+
+    def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
+        """End every stage; returns their reports by node (those that came in time)."""
+        self._port.send(1, Tag.TRANSACTION, Shutdown())
+        reports: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(reports) < self._n_stages and time.monotonic() < deadline:
+            try:
+                message = self._take()
+            except (RankLost, WorkerFailed):  # it has left, or would have: nothing is lost now
+                deadline = min(deadline, time.monotonic() + _LAST_REPORTS_SECONDS)
+                continue
+            if message is None:
+                self._port.wait(0.05)
+            elif isinstance(message, Notice) and message.kind == "report":
+                reports[message.node] = message.data
+        return reports
+
+    # --- receive ------------------------------------------------------------------------------
+
+    def _has_mail(self) -> bool:
+        return self._draft is not None and self._draft.has_news
+
+    def _receive(self) -> bool:
+        """Handle everything that has arrived; whether there was anything."""
+        try:
+            return self._handle_mail()
+        except (RankLost, WorkerFailed) as loss:
+            if self.on_loss is None:
+                raise
+            self.on_loss(loss)
+            self._last_result = time.monotonic()
+            return True
+
+    def _handle_mail(self) -> bool:
+        some = False
+        while (message := self._take()) is not None:
+            some = True
+            match message:
+                case RunFinished(run_id, choices, slowest=slowest, computed=computed):
+                    self._result(message)
+                    if (run := self.scheduler.runs.get(run_id)) is not None:
+                        self.pace.saw(run.n_rows, message.spans)
+                    self._tune(message, slowest, computed)
+                    self._feed(RunDone(run_id, choices))
+                case RunCancelled(run_id):
+                    self._result(message)
+                    self._issued.pop(run_id, None)
+                    self._feed(RunDone(run_id, None))
+                case Notice():
+                    pass
+                case _:
+                    raise ProtocolError(f"the head can not handle {type(message).__name__}")
+        while self._draft is not None and (drafted := self._draft.take()) is not None:
+            some = True
+            self._last_result = time.monotonic()
+            guesses = sum(not proposal.spare for proposal in drafted.proposals)
+            timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
+            if self._controller is not None and guesses and timed:
+                self._controller.drafted(guesses, drafted.seconds)
+            self._feed(drafted)
+        return some
+
+    def _take(self) -> Message | None:
+        envelope = take_result(self._port)
+        return None if envelope is None else envelope.message
+
+    def _result(self, message: RunFinished | RunCancelled) -> None:
+        self._last_result = time.monotonic()
+        if self._trace:
+            self.stats.results.append((message.run_id, time.time()))
+        if self._watch is not None:
+            self._watch.back(message.run_id, time.time(), message.spans,
+                             skipped=isinstance(message, RunCancelled))
+
+    def _tune(self, message: RunFinished, slowest: float, computed: float) -> None:
+        """Tell the controller what a run took, and follow its advice."""
+        issued = self._issued.pop(message.run_id, None)
+        if self._controller is None or issued is None:
+            return
+        when, rows = issued
+        now = time.time()
+        lanes = self.scheduler.company[0]
+        self._controller.run_returned(
+            rows, slowest, computed, now - when,
+            gaps(when, now, message.spans) if lanes > 1 else () if lanes else None)
+        scheduler, calibration = self.scheduler, self.scheduler.calibration
+        for limits in (
+            self._controller.advise(calibration.acceptance, calibration.second),
+            self._controller.progress(scheduler.totals.accepted, now, *scheduler.company),
+        ):
+            if limits is not None:
+                scheduler.tune(limits)
+
+    def _check_deadline(self) -> None:
+        if self.scheduler.idle:
+            self._last_result = time.monotonic()
+        elif time.monotonic() - self._last_result > self._timeout:
+            self._raise_timeout(self._timeout)
+
+    def _raise_timeout(self, seconds: float) -> None:
+        if not self.scheduler.runs:
+            raise BackendError(f"the draft has not answered for {seconds:.1f} s: it hangs, or "
+                               "--timeout is too short for it")
+        raise TransportTimeout(rank=0, peer=self._n_stages, tag=Tag.RESULT.name,
+                               run_id=min(self.scheduler.runs, default=None), seconds=seconds)
+
+    # --- schedule and send --------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        start = time.perf_counter()
+        if self.scheduler.idle:
+            self._last_result = time.monotonic()
+        for instruction in self.scheduler.handle(event):
+            self._execute(instruction)
+        if self._trace:
+            for run in self.scheduler.runs.values():
+                if run.cancelled:
+                    self.stats.died.setdefault(run.run_id, time.time())
+        self.stats.busy += time.perf_counter() - start
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case IssueRun(run_id, parent_id, row_lanes, rows, ops, speculative):
+                lanes = np.array(row_lanes, np.int32)
+                if self._controller is not None and rows.outputs.all():
+                    self._issued[run_id] = (time.time(), len(rows))
+                self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
+                if self._watch is not None:
+                    self._watch.issued(self.scheduler.runs[run_id], time.time())
+                if self._trace:
+                    self.stats.issues.append((run_id, time.time(), speculative, len(rows)))
+                    self.stats.traced.append(self.scheduler.runs[run_id])
+            case SendOps(ops):
+                self._first(CacheOps(ops))
+            case OpenLane(lane, params):
+                self._first(LaneOpen(lane, params))
+            case CloseLane(lane):
+                self._first(LaneClose(lane))
+            case CancelRuns(run_ids):
+                self._cancel(run_ids)
+            case StartDraft():
+                if self._draft is None:
+                    raise ProtocolError("a draft is wanted and none is loaded: --policy iterative")
+                self._draft.start(instruction)
+            case StopDraft(job_id):
+                if self._draft is not None:
+                    self._draft.stop(job_id)
+            case Emit() | Finish() | Refuse():
+                self._news.append(instruction)
+            case _:
+                raise ProtocolError(f"unknown instruction {instruction!r}")
+
+    def _first(self, message: Message) -> None:
+        self._port.send(1, Tag.TRANSACTION, message)
+
+    def _cancel(self, run_ids: tuple[int, ...]) -> None:
+        if self._trace:
+            self.stats.cancels.append((time.time(), run_ids))
+        targets = range(self._n_stages, 0, -1) if self._cancel_path is CancelPath.DIRECT \
+            else (self._n_stages,)
+        for node in targets:
+            self._port.send(node, Tag.CANCEL, Cancel(run_ids))
+
+
+def take_result(port: Port) -> Envelope | None:
+    """The next message for the head. Raises RankLost and WorkerFailed for what has gone wrong."""
+    failure = port.take(Tag.ERROR)
+    if failure is not None and isinstance(failure.message, WorkerFailedMessage):
+        raise_worker_failed(failure.message)
+    if lost := port.new_losses():
+        raise RankLost(min(lost), "is dead")
+    return port.take(Tag.RESULT)
+
+
+def raise_worker_failed(message: WorkerFailedMessage) -> None:
+    """Turn a node's last words into an exception with the node's exit code."""
+    error = WorkerFailed(
+        rank=message.node, host=message.host,
+        run_id=None if message.run_id < 0 else message.run_id,
+        summary=message.summary, remote_traceback=message.traceback,
+    )
+    error.exit_code = message.exit_code
+    raise error

@@ -1,0 +1,40 @@
+"""Node 0 where every other node holds the whole model (`replicas`): messages go to one of them.
+
+All else is the head's: requests in, tokens out, deadlines, reports.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from pipeinfer.core.messages import Message, Shutdown, Tag
+from pipeinfer.runtime.head import Head
+from pipeinfer.scheduler.events import Instruction
+from pipeinfer.scheduler.replicas import ReplicaScheduler, ToNode
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.transport.base import Port
+
+
+class ReplicaHead(Head):
+    """See the module docstring."""
+
+    def __init__(self, port: Port, scheduler: ReplicaScheduler, *, trace: bool, timeout: float
+                 ) -> None:
+        # what a head asks of a scheduler, this one has
+        super().__init__(port, scheduler.nodes, cast("Scheduler", scheduler), None, trace=trace,
+                         timeout=timeout)
+        self._node = 1
+
+    def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
+        """See `Head.shutdown`."""
+        for node in range(2, self._n_stages + 1):
+            self._port.send(node, Tag.TRANSACTION, Shutdown())
+        return super().shutdown(timeout)
+
+    def _execute(self, instruction: Instruction | ToNode) -> None:
+        if isinstance(instruction, ToNode):
+            self._node, instruction = instruction.node, instruction.instruction
+        super()._execute(instruction)
+
+    def _first(self, message: Message) -> None:
+        self._port.send(self._node, Tag.TRANSACTION, message)

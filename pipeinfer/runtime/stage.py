@@ -1,0 +1,339 @@
+"""Node k: evaluates one shard of the target for every run that passes.
+
+Receives transactions from its predecessor, applies them in order and passes them on; the last
+stage chooses tokens and answers the head. Cancellations come against the flow. The stage knows
+no policy, tree or request; it decides nothing but what is already dead.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.backends.base import Backend, apply
+from pipeinfer.core.codec import check_decode, check_ops
+from pipeinfer.core.messages import (
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Message,
+    Notice,
+    RunCancelled,
+    RunFinished,
+    Shutdown,
+    Spans,
+    Tag,
+)
+from pipeinfer.core.policy import CancelPath
+from pipeinfer.core.sampling import choose, likeliest
+from pipeinfer.core.types import (
+    NO_TOKEN,
+    Choice,
+    FloatArray,
+    IntArray,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
+from pipeinfer.errors import ProtocolError, TransportTimeout
+from pipeinfer.models.text.constraint import Constraints
+from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.transport.base import Dismissed, Port, Regrouped
+
+_PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
+_ANY_POSITION = 1 << 31
+_NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
+_REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
+
+
+class Fate(enum.StrEnum):
+    """What became of a run at one stage."""
+
+    COMPUTED = "computed"
+    STOPPED = "stopped"  #: cancelled at a layer boundary
+    SKIPPED = "skipped"  #: cancelled before it started
+
+
+@dataclass(slots=True)
+class StageStats:
+    """Times in seconds. `events` (run id, start, end, fate, rows) only when tracing."""
+
+    started: float = field(default_factory=time.time)
+    busy: float = 0.0
+    compute: float = 0.0
+    sample: float = 0.0
+    wasted: float = 0.0
+    runs: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    rows: int = 0
+    events: list[tuple[int, float, float, str, int]] = field(default_factory=list)
+
+
+class History:
+    """Tokens by (sequence id, position), for penalties: int32[n_seq, n_ctx].
+
+    Only prefixes of live paths are ever read, and those are complete, so removals need no work.
+    """
+
+    def __init__(self, n_seq: int, n_ctx: int) -> None:
+        self._tokens = np.zeros((n_seq, n_ctx), np.int32)
+
+    def apply(self, op: SeqOp) -> None:
+        """Follow a sequence operation."""
+        match op:
+            case SeqCopy(src, dst, p0, p1):
+                self._tokens[dst, p0:p1] = self._tokens[src, p0:p1]
+            case SeqRemove() | SeqKeep():
+                pass
+
+    def write(self, rows: Rows) -> None:
+        """Note the rows' tokens under all their ids."""
+        for token, pos, ids in zip(rows.tokens, rows.positions, rows.seq_ids, strict=True):
+            for seq_id in ids:
+                self._tokens[seq_id, pos] = token
+
+    def of(self, seq_id: int, pos: int) -> IntArray:
+        """The path's tokens up to and with `pos`."""
+        return self._tokens[seq_id, : pos + 1]
+
+
+class Stage:
+    """The message loop of one stage; `serve` returns after a Shutdown.
+
+    vocabulary: what the last stage needs for lanes with a grammar.
+    """
+
+    def __init__(
+        self, port: Port, n_stages: int, backend: Backend, *,
+        cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
+        extra_report: Callable[[], dict[str, Any]] | None = None,
+        vocabulary: Vocabulary | None = None, pulse: Pulse | None = None,
+    ) -> None:
+        self.stats = StageStats()
+        self._port, self._n_stages, self._backend = port, n_stages, backend
+        self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
+        self._extra_report = extra_report
+        self._last = port.node == n_stages
+        self._cancelled: set[int] = set()
+        self._skipped: set[int] = set()
+        self._last_run = -1
+        self._lanes: dict[int, SamplingParams] = {}
+        self._constraints = Constraints(vocabulary)
+        info = backend.info
+        able = backend.capabilities  # one with views of its own may know learned tokens, too
+        self._bounds = (info.n_seq_max, _ANY_POSITION if able.free_positions else info.n_ctx,
+                        None if able.separate_views else info.n_vocab,
+                        None if info.first else info.n_embd)
+        self._history = History(info.n_seq_max, info.n_ctx) if self._last else None
+        self._next_probe = 0.0
+        self._run_at_hand = -1
+        self._speculates = False
+        self._pulse = pulse or Pulse()
+
+    def serve(self) -> None:
+        """Handle messages until Shutdown. Raises TransportTimeout, ProtocolError, BackendError."""
+        running = True
+        while running:
+            running = self._handle(self._receive())
+
+    @property
+    def current_run(self) -> int:
+        """The run being worked on or the last one (-1: none yet)."""
+        return self._run_at_hand
+
+    # --- receiving ----------------------------------------------------------------------------
+
+    def _receive(self) -> Message:
+        """The next transaction; looks for cancellations while it waits."""
+        start = time.monotonic()
+        while True:
+            self._pulse.beat("waits")
+            self._take_cancels()
+            envelope = self._port.take(Tag.TRANSACTION)
+            if envelope is not None:
+                return envelope.message
+            live = bool(self._lanes)
+            if live and time.monotonic() - start > self._timeout:
+                raise TransportTimeout(
+                    rank=self._port.node, peer=self._port.node - 1, tag=Tag.TRANSACTION.name,
+                    run_id=self._last_run + 1, seconds=self._timeout,
+                )
+            self._port.wait(1.0, live=live)
+
+    def _take_cancels(self) -> None:
+        while (envelope := self._port.take(Tag.CANCEL)) is not None:
+            message = envelope.message
+            if not isinstance(message, Cancel):
+                raise ProtocolError(f"{type(message).__name__} came on the tag for Cancel")
+            if self._cancel_path is CancelPath.BACKWARD and self._port.node > 1:
+                self._port.send(self._port.node - 1, Tag.CANCEL, message)
+            self._cancelled.update(i for i in message.run_ids if i > self._last_run)
+
+    def _handle(self, message: Message) -> bool:
+        match message:
+            case Decode():
+                self._decode(message)
+            case CacheOps(ops):
+                check_ops(ops, self._backend.info.n_seq_max)
+                self._forward(message)
+                self._apply(ops)
+            case LaneOpen(lane, params):
+                self._forward(message)
+                if params.grammar and self._last:
+                    self._constraints.of(lane, params.grammar)
+                self._lanes[lane] = params
+            case LaneClose(lane):
+                self._forward(message)
+                self._lanes.pop(lane, None)
+                self._constraints.forget(lane)
+            case Shutdown():
+                self._forward(message)
+                self._port.send(0, Tag.RESULT, self._report())
+                return False
+            case _:
+                raise ProtocolError(
+                    f"stage {self._port.node} can not handle {type(message).__name__}"
+                )
+        return True
+
+    def _forward(self, message: Message) -> None:
+        if not self._last:
+            self._port.send(self._port.node + 1, Tag.TRANSACTION, message)
+
+    # --- runs ---------------------------------------------------------------------------------
+
+    def _decode(self, run: Decode) -> None:
+        start = time.time()
+        check_decode(run, *self._bounds, lanes=self._lanes)
+        self._apply(run.ops)
+        # A child of a skipped run reads cells that were never made: skip it as well.
+        dead = run.skipped or run.run_id in self._cancelled or run.parent_id in self._skipped
+        result: FloatArray | None = None
+        self._speculates |= run.speculative
+        self._run_at_hand = run.run_id
+        self._pulse.beat(f"has worked on run {run.run_id}")
+        if not dead:
+            self._next_probe = time.monotonic() + _PROBE_SECONDS
+            look = None  # asking at each layer costs something
+            if run.speculative or not run.rows.outputs.all():  # a guess, or a part of a prompt
+                look = self._should_stop
+            elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
+                look = self._look
+            result = self._backend.decode(run.rows, run.hidden, look)
+        computed = time.time()
+        fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
+        if result is None:
+            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start))
+        elif self._last:
+            choices = self._choose(run, result)
+            spans = _extended(run.spans, start, time.time() - start)
+            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
+        else:
+            self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
+                                 speculative=run.speculative, hidden=result,
+                                 spans=_extended(run.spans, start, computed - start)))
+        self._last_run = run.run_id
+        self._cancelled.discard(run.run_id)
+        self._note(run, fate, start, computed)
+
+    def _skip(self, run: Decode, spans: Spans) -> None:
+        self._skipped.add(run.run_id)
+        if len(self._skipped) > _REMEMBER:
+            self._skipped = {i for i in self._skipped if i > run.run_id - _REMEMBER}
+        if self._last:
+            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, spans))
+        else:
+            self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
+                                 speculative=run.speculative, skipped=True,
+                                 spans=spans))
+
+    def _look(self) -> bool:
+        """Pass cancellations on; a run that is not speculative is computed to its end."""
+        self._should_stop()
+        return False
+
+    def _should_stop(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_probe:
+            return False
+        self._next_probe = now + _PROBE_SECONDS
+        try:
+            self._take_cancels()
+        except (Regrouped, Dismissed):  # raised again by the next look, outside of the backend
+            return True
+        return self._run_at_hand in self._cancelled
+
+    def _apply(self, ops: tuple[SeqOp, ...]) -> None:
+        for op in ops:
+            apply(self._backend, op)
+            if self._history is not None:
+                self._history.apply(op)
+
+    def _choose(self, run: Decode, logits: FloatArray) -> tuple[Choice, ...]:
+        assert self._history is not None
+        self._history.write(run.rows)
+        wanted = np.flatnonzero(run.rows.outputs).tolist()
+        choices = []
+        for row, values in zip(wanted, logits, strict=True):
+            pos, seq_id = int(run.rows.positions[row]), run.rows.seq_ids[row][0]
+            lane = int(run.lanes[row])
+            params, path, allowed = self._lanes[lane], self._history.of(seq_id, pos), None
+            if run.rows.tokens[row] >= self._backend.info.n_vocab:  # a learned token: it proposes
+                choices.append(likeliest(values, params, pos, _NAMED))
+                continue
+            if params.grammar:
+                allowed = self._constraints.of(lane, params.grammar).allowed(
+                    path[params.grammar_start :])
+                if allowed is None:  # a guess that the grammar forbids: nothing comes of it
+                    choices.append(Choice(NO_TOKEN))
+                    continue
+            choices.append(choose(values, params, path, pos, allowed))
+        return tuple(choices)
+
+    # --- figures ------------------------------------------------------------------------------
+
+    def _note(self, run: Decode, fate: Fate, start: float, computed: float) -> None:
+        end = time.time()
+        stats = self.stats
+        stats.busy += end - start
+        stats.compute += computed - start
+        stats.sample += end - computed
+        stats.runs[fate] += 1
+        if fate is Fate.COMPUTED:
+            stats.rows += len(run.rows)
+        elif fate is Fate.STOPPED:
+            stats.wasted += computed - start
+        if self._trace:
+            stats.events.append((run.run_id, start, end, fate.value, len(run.rows)))
+
+    def _report(self) -> Notice:
+        stats, info = self.stats, self._backend.info
+        data: dict[str, Any] = {
+            "layers": list(info.layers), "weight_bytes": info.weight_bytes,
+            "cache_bytes": info.cache_bytes, "busy": stats.busy, "compute": stats.compute,
+            "sample": stats.sample, "wasted": stats.wasted, "rows": stats.rows,
+            "runs": {fate.value: count for fate, count in stats.runs.items()},
+            "wall": time.time() - stats.started, "sent_bytes": self._port.traffic.total_bytes,
+            "events": stats.events,
+        }
+        if self._extra_report is not None:
+            data.update(self._extra_report())
+        return Notice("report", self._port.node, data)
+
+
+def _extended(spans: Spans, start: float, seconds: float) -> Spans:
+    """`spans` and one more; a clock that was put back does not make it negative."""
+    longer = np.empty((len(spans) + 1, 2))
+    longer[:-1] = spans
+    longer[-1] = start, max(seconds, 0.0)
+    return longer

@@ -1,0 +1,180 @@
+"""Who may start, and whose memory goes: sequence ids, cells, and prompts worth remembering.
+
+A request starts when a lane, an id and cells for its prompt are there. Output grows beyond what
+was foreseen: then remembered prompts are dropped, least recently used first, and after them the
+youngest lane gives up its place and is replayed later, so the oldest always ends. This module
+knows no runs and no guesses; it emits cache operations through the pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.types import Request
+from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.prefix_cache import Block, Prefixes
+from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.token_tree import Node, Tree
+
+
+class Admission:
+    """Owns the sequence ids, the remembered prompts and the queue.
+
+    next_lane_id: the number of the lane that is opened next.
+    """
+
+    def __init__(self, limits: Limits, next_lane_id: int = 0) -> None:
+        self.limits = limits
+        self.pool = SequencePool(limits.n_ids, limits.parallel + limits.kept)
+        self.prefixes = Prefixes(limits.chunk)
+        self.waiting: deque[Ticket] = deque()
+        self.next_lane_id = next_lane_id
+        self._running: dict[int, Lane] = {}
+
+    def used(self, lanes: Collection[Lane]) -> int:
+        """Cells of lanes and remembered prompts; those of guesses are budgeted apart."""
+        return self.prefixes.cells + sum(lane.private_cells for lane in lanes)
+
+    def over(self, lanes: Collection[Lane]) -> bool:
+        """Whether more cells are used than there are, even without remembered prompts."""
+        while self.limits.cells and self.used(lanes) > self.limits.cells:
+            if not self._evict():
+                return True
+        return False
+
+    def next_lane(self, lanes: Collection[Lane]) -> Lane | None:
+        """A lane for the request that waits longest, None when it has to go on waiting."""
+        if not self.waiting or sum(not lane.thread for lane in lanes) >= self.limits.parallel:
+            return None
+        ticket = self.waiting[0]
+        prompt = ticket.request.prompt
+        accepted = [*prompt, *(() if ticket.decompose else ticket.output)]
+        block = self._known(accepted[:len(prompt)])
+        self.prefixes.touch(block)
+        margin = self.limits.chunk * (len(lanes) + 1) if lanes else 0
+        need = self.used(lanes) + len(accepted) + margin - self.limits.cells
+        if self.limits.cells and need > block.stop:
+            if lanes and need > self.prefixes.idle_cells:
+                return None
+            # What it could share may have to go as well: without it nothing would ever fit.
+            while self.used(lanes) + len(accepted) - self._known(prompt).stop + margin \
+                    > self.limits.cells and self._evict():
+                pass
+        self.waiting.popleft()
+        lane = self._open(ticket, accepted)
+        self.catch_up(lane)
+        return lane
+
+    def fork(self, parent: Lane, own: Request, thread: int, keep: int) -> Lane:
+        """A lane for a thread that sees the first `keep` tokens of `parent`; its path is the prompt
+        of `own`."""
+        lane = self._open(parent.ticket, list(own.prompt), own, thread,
+                          [jump for jump in parent.jumps if jump[0] < keep], keep)
+        if keep:
+            self.pool.share(parent.main_id, lane.main_id, 0, parent.position(keep - 1) + 1)
+        else:
+            self.catch_up(lane)
+        return lane
+
+    def new_path(self) -> int:
+        """A number that no lane has, for what becomes of a lane that is cut back."""
+        self.next_lane_id += 1
+        return self.next_lane_id - 1
+
+    def _open(self, ticket: Ticket, accepted: list[int], own: Request | None = None,
+              thread: int = 0, jumps: list[tuple[int, int]] | None = None, base: int = 0) -> Lane:
+        lane_id, self.next_lane_id = self.next_lane_id, self.next_lane_id + 1
+        seq_id = self.pool.acquire(lane_id)
+        jumps = jumps or []
+        last = len(accepted) - 1
+        root = Node(accepted[-1], last + (jumps[-1][1] if jumps else 0), None, (seq_id,), NO_RUN,
+                    speculative=False)
+        lane = Lane(lane_id, ticket, Tree(lane_id, self.pool, root), accepted, self.prefixes.root,
+                    next_row=base, thread=thread, own=own, base=base, jumps=jumps)
+        self._running[lane_id] = lane
+        self._reserve()
+        return lane
+
+    def catch_up(self, lane: Lane) -> bool:
+        """Copy what others have computed of the lane's prompt; whether the chunk after that is
+        being computed by another lane, so that waiting for it is cheaper."""
+        if not self.limits.kept or lane.next_row != lane.block.stop:
+            return False
+        prompt, limit = lane.request.prompt, self._limit(len(lane.request.prompt))
+        block = self.prefixes.match(lane.block, prompt, limit)
+        if block is not lane.block:
+            self.pool.share(self._id_of(next(iter(block.holders))), lane.main_id, lane.next_row,
+                            block.stop)
+            self.prefixes.adopt(block, lane.lane)
+            lane.reused += block.stop - lane.next_row
+            lane.stats.reused = max(lane.stats.reused, lane.reused)
+            lane.block, lane.next_row = block, block.stop
+        return self.prefixes.next(block, prompt, limit) is not None
+
+    def shareable(self, lane: Lane, start: int, stop: int) -> Block | None:
+        """The new block of a lane that is about to compute `[start, stop)` of its prompt."""
+        whole = stop <= len(lane.request.prompt) and stop - start == self.limits.chunk
+        if not self.limits.kept or not whole or start != lane.block.stop:
+            return None
+        key = lane.request.prompt[start:stop]
+        if key in lane.block.children:  # another lane computes it: this one keeps its own cells
+            return None
+        lane.block = self.prefixes.extend(lane.block, key, lane.lane)
+        return lane.block
+
+    def leave(self, lane: Lane) -> None:
+        """A lane ends: its ids go, but for one that remembers what was computed of its prompt."""
+        known, main = lane.block, lane.main_id
+        while not known.computed and known.parent is not None:
+            known = known.parent
+        if self.limits.kept and known.stop and not lane.joined:  # joined cells would stay with it
+            self.prefixes.adopt(known, _kept(main))
+            for other in self.prefixes.keep(known, _kept(main)):
+                self.pool.release(self._id_of(other), 0)
+            self.pool.keep(main, known.stop)
+        self.prefixes.release(lane.block, lane.lane)
+        del self._running[lane.lane]
+        self.pool.release_lane(lane.lane)
+        self._reserve()
+        while len(self.prefixes.kept) > self.limits.kept:
+            self._evict()
+
+    def forget_all(self) -> None:
+        """Drop every remembered prompt."""
+        while self._evict():
+            pass
+
+    def _evict(self) -> bool:
+        oldest = self.prefixes.oldest()
+        if oldest is None:
+            return False
+        self.prefixes.forget(oldest)
+        self.pool.release(self._id_of(oldest), 0)
+        self._reserve()
+        return True
+
+    def _id_of(self, holder: int) -> int:
+        """The sequence id under which a holder of a block has its cells now."""
+        return -1 - holder if holder < 0 else self._running[holder].main_id
+
+    def _known(self, prompt: list[int] | tuple[int, ...]) -> Block:
+        root = self.prefixes.root
+        return self.prefixes.match(root, prompt, self._limit(len(prompt))) \
+            if self.limits.kept else root
+
+    def _limit(self, n_prompt: int) -> int:
+        """Where sharing ends: the last row has to be computed for its choice."""
+        return (n_prompt - 1) // self.limits.chunk * self.limits.chunk
+
+    def _reserve(self) -> None:
+        """Leave ids to lanes that may start and to prompts that may be remembered."""
+        limits, kept = self.limits, len(self.prefixes.kept)
+        self.pool.reserved = limits.lanes - len(self._running) + limits.kept - kept
+
+
+def _kept(seq_id: int) -> int:
+    """The holder that a remembered id is: lanes count from 0 on."""
+    return -1 - seq_id

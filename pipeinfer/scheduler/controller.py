@@ -1,0 +1,371 @@
+"""Tunes the policy while it runs, from what runs and drafts really take.
+
+The objective is accepted tokens per second. A small renewal model says what a setting brings: at
+time 0 an accepted token is issued; guesses follow as fast as the draft names them and the slowest
+stage takes them; the first wrong one ends the cycle when its predecessor's result is back, one
+pipeline latency after its issue. The expected tokens of a cycle over its expected length is the
+speed. Settings that the user gave are left alone. This module knows no clock and no cluster: it
+is told durations, and returns limits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from pipeinfer.core.messages import Spans
+from pipeinfer.core.policy import Policy
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.speculation_trial import Probe
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
+_MEMORY = 0.9  #: weight of the past in a running mean
+_SWITCH = 1.03  #: how much better another setting must look
+_HORIZON = 48  #: guesses that a cycle is followed for one by one
+_LONGEST = 512  #: guesses in a row that are right, at the most
+_SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
+_WINDOW = 32  #: runs back from which times on the way are taken
+_EVERY = 4  #: results between two decisions
+_LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
+_NEVER = 1.1  #: a cutoff at which the draft is not even asked
+
+
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a pipeline takes, in seconds.
+
+    slowest, computed: of a run of one row, at the slowest stage and over all of them. curve: what
+    runs of more rows take, relative to one. transit: the rest of the way (links, messages).
+    draft: per drafted token.
+    """
+
+    slowest: float
+    computed: float
+    curve: Curve
+    transit: float
+    draft: float
+
+    def slot(self, rows: int) -> float:
+        """How long the slowest stage is taken by a run."""
+        return self.slowest * factor(self.curve, rows)
+
+    def latency(self, rows: int) -> float:
+        """From issue to result in an empty pipeline."""
+        return self.computed * factor(self.curve, rows) + self.transit
+
+
+def linear(row_cost: float) -> Curve:
+    """The curve on which every further row costs the same share of the first."""
+    return ((2, 1.0 + row_cost),)
+
+
+def factor(curve: Curve, rows: int) -> float:
+    """Time of a run relative to one of a single row: the curve's points (rows > 1, ascending)
+    joined by straight lines, the last of which goes on."""
+    low, high = (1, 1.0), (1, 1.0)
+    for point in curve:
+        low, high = high, point
+        if rows <= point[0]:
+            break
+    if high[0] == low[0]:
+        return high[1]
+    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the controller chooses between. size 0: no speculation."""
+
+    size: int
+    join: bool = False
+
+
+def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 << 30,
+          alternatives: int = 2, second: float = 0.4) -> float:
+    """Expected tokens per second of a setting; see the module docstring.
+
+    second: where a first guess is wrong, how often the next alternative is right.
+    """
+    if setting.size == 0:
+        return 1.0 / timing.latency(1)
+    depth, hits = _batch(round(acceptance, 2), setting.size, alternatives, round(second, 2))
+    drafted = setting.size * timing.draft
+    rows, guesses = (1 + setting.size, depth) if setting.join else (1, 0)
+    issue = drafted if setting.join else 0.0
+    done = issue + timing.latency(rows)
+    issues, results = [issue], [done]
+    reach, tokens, seconds = 1.0, 0.0, 0.0
+    for right in range(_HORIZON):
+        while guesses < right:  # the guess after `right - 1` right ones travels in a further run
+            run = len(issues)
+            if setting.join or run > 1:
+                drafted += depth * timing.draft
+            issue = max(drafted, issues[-1] + timing.slot(rows))
+            if run >= credit:
+                issue = max(issue, results[run - credit])
+            rows = setting.size
+            done = max(issue + timing.latency(rows), results[-1] + timing.slot(rows))
+            issues.append(issue)
+            results.append(done)
+            guesses += depth
+        share = reach * (1.0 - acceptance)
+        tokens += share * (1 + right + hits[right % depth])
+        seconds += share * results[-1]
+        reach *= acceptance
+    # Longer streaks go on at the pipeline's steady pace.
+    pace = max(timing.slot(rows), depth * timing.draft, timing.latency(rows) / credit) / depth
+    further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
+    tokens += reach * (1 + _HORIZON + further)
+    seconds += reach * (results[-1] + further * pace)
+    return tokens / seconds
+
+
+@lru_cache(maxsize=4096)
+def _batch(acceptance: float, size: int, alternatives: int, second: float
+           ) -> tuple[int, tuple[float, ...]]:
+    """What `size` rows of one run hold when they are filled best first.
+
+    Returns the levels of first guesses among them, and for each level how likely an alternative
+    that travels along is the token where the first guess is wrong.
+    """
+    offers: list[tuple[float, int, float]] = []  # probability, level, of an alternative
+    for level in range(size):
+        reach, left = acceptance**level, 1.0 - acceptance
+        offers.append((reach * acceptance, level, 0.0))
+        for _ in range(alternatives):
+            offers.append((reach * left * second, level, left * second))
+            left *= 1.0 - second
+    offers.sort(key=lambda offer: -offer[0])
+    kept = offers[:size]
+    depth = max(1, len({offer[1] for offer in kept if offer[2] == 0.0}))
+    wrong = max(1.0 - acceptance, 1e-9)
+    return depth, tuple(
+        sum(offer[2] for offer in kept if offer[1] == level) / wrong for level in range(depth)
+    )
+
+
+def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
+    """Into how large groups 1, 2, ... `lanes` lanes are best put, a run for each group.
+
+    All lanes get a token per cycle: the latency of a run, or the time the slowest stage takes for
+    all of them, whichever is longer. width: most rows of a run. Index: lanes - 1.
+    """
+    sizes = range(1, min(width, lanes) + 1)
+    costs = {size: (timing.latency(size), timing.slot(size)) for size in sizes}
+
+    def cycle(count: int, size: int) -> float:
+        latency, slot = costs[size]
+        return max(latency, -(-count // size) * slot)
+
+    return tuple(min(range(1, min(count, width) + 1), key=lambda size: cycle(count, size))
+                 for count in range(1, lanes + 1))
+
+
+def in_flight(timing: Timing, size: int) -> int:
+    """Runs that fill the pipeline without queueing before its slowest stage, and one more."""
+    return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A running mean that starts at its first value."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.value = value if not self.count else _MEMORY * self.value + (1 - _MEMORY) * value
+        self.count += 1
+
+
+@dataclass(slots=True)
+class Controller:
+    """Hears of runs and drafts, says which limits to use from now on.
+
+    limits: the starting point. pinned: names of `Limits` fields that must stay. curve: what the
+    stages measured when they loaded, used until runs of so many rows have come back.
+    max_rows: most rows in flight; the stages' caches have room for so many. probe: finds out
+    whether guesses pay, where the draft shares processors with stages.
+    """
+
+    limits: Limits
+    pinned: Collection[str] = ()
+    curve: Curve = ((2, 1.5),)
+    max_rows: int = 1 << 30
+    probe: Probe | None = None
+    _slowest: _Mean = field(default_factory=_Mean)
+    _computed: _Mean = field(default_factory=_Mean)
+    _transit: list[float] = field(default_factory=list)
+    _gaps: list[tuple[float, ...]] = field(default_factory=list)
+    _draft: _Mean = field(default_factory=_Mean)
+    _wide: dict[int, _Mean] = field(default_factory=dict)
+    _setting: Setting | None = None
+    _results: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to tune."""
+        limits = self.limits
+        if limits.policy is Policy.ITERATIVE:
+            return limits.parallel > 1
+        return limits.policy is Policy.PIPEINFER and not limits.ablations
+
+    def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
+                     gaps: Sequence[float] | None = ()) -> None:
+        """A run of generated tokens came back computed by every stage; seconds.
+
+        gaps: when other requests were about, the times between stages that worked on it, head
+        first and last: they may hold queueing behind others' runs. None: prompts are on their
+        way, behind which everything queues everywhere.
+        """
+        self._results += 1
+        if rows == 1 or not self._slowest.count:
+            # Where every tip waits for guesses no run of one row may ever come back.
+            share = factor(self.curve, rows)
+            self._slowest.add(slowest / share)
+            self._computed.add(computed / share)
+        else:
+            relative = slowest / max(self._slowest.value, 1e-9)
+            self._wide.setdefault(rows, _Mean()).add(min(max(relative, 1.0), 4.0 * rows))
+        if gaps is None:
+            return
+        if gaps:
+            self._gaps.append(tuple(gaps))
+            del self._gaps[:-_WINDOW]
+        else:
+            self._transit.append(max(latency - computed, 0.0))
+            del self._transit[:-_WINDOW]
+
+    def drafted(self, tokens: int, seconds: float) -> None:
+        """A draft job named so many tokens in so many seconds."""
+        if tokens:
+            self._draft.add(seconds / tokens)
+
+    @property
+    def timing(self) -> Timing | None:
+        """What was measured, None before enough runs came back."""
+        if not self._slowest.count or max(len(self._transit), len(self._gaps)) < _SAMPLES:
+            return None
+        points = dict(self.curve)
+        points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
+        return Timing(self._slowest.value, self._computed.value, tuple(sorted(points.items())),
+                      self._on_the_way(), self._draft.value)
+
+    def _on_the_way(self) -> float:
+        """Time between stages, without queueing.
+
+        In a busy pipeline runs queue before its slowest stage, always, and before others now and
+        then: so the least of each gap, and for the largest of those what the others suggest.
+        """
+        alone = min(self._transit) if len(self._transit) >= _SAMPLES else math.inf
+        if not self._gaps:
+            return alone
+        least = sorted(min(gap) for gap in zip(*self._gaps, strict=True))
+        if least[0] >= 0.0:  # else clocks differ, and only the sum means anything
+            least[-1] = min(least[-1], statistics.median(least))
+        return min(alone, max(math.fsum(least), 0.0))
+
+    def progress(self, total: int, now: float, lanes: int, key: object) -> Limits | None:
+        """What came of it all, see `Probe.tokens`; limits for the next runs when guesses begin
+        or end because of that."""
+        if self.probe is None or not self.probe.tokens(total, now, lanes, key):
+            return None
+        return self._change({"path_min": cutoff(self.limits.credit)
+                             if self.probe.speculate else _NEVER})
+
+    def advise(self, acceptance: float, second: float) -> Limits | None:
+        """Limits for the next runs; None: nothing changes.
+
+        acceptance: of first guesses. second: of the next alternative where the first is wrong.
+        """
+        timing = self.timing
+        if not self.active or timing is None or self._results % _EVERY:
+            return None
+        quiet = self.probe is not None and not self.probe.speculate
+        if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
+            return self._change({"credit": self._credit(timing, 1)}, timing)
+        setting = self._choose(timing, acceptance, second)
+        size = max(setting.size, 1)
+        credit = self._credit(timing, size)
+        return self._change({
+            "credit": credit,
+            "draft_max": size,
+            "join_tip": setting.join,
+            "path_min": cutoff(credit) if setting.size else self._silence(timing),
+            "alternatives": alternatives_for(credit),
+            "eager": size * timing.draft > 1.5 * timing.slot(size),
+        }, timing)
+
+    def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
+        """The limits with these values, as far as the user left them free; None: they have."""
+        if self.limits.parallel > 1 and timing is not None:
+            wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
+        changes = {name: value for name, value in wanted.items() if name not in self.pinned
+                   and getattr(self.limits, name) != value}
+        if not changes:
+            return None
+        self.limits = replace(self.limits, **changes)
+        return self.limits
+
+    def _credit(self, timing: Timing, size: int) -> int:
+        """Runs in flight that go with a size."""
+        if "credit" in self.pinned:
+            return self.limits.credit
+        size = max(size, 1)
+        return max(2, min(in_flight(timing, size), self.max_rows // size))
+
+    def _silence(self, timing: Timing) -> float:
+        """The cutoff when nothing is issued: ask the draft only where a good one would pay."""
+        good = max(speed(timing, 0.9, Setting(size), self._credit(timing, size))
+                   for size in SIZES[:4])
+        return _LISTEN if good > _SWITCH * speed(timing, 0.9, Setting(0)) else _NEVER
+
+    def _choose(self, timing: Timing, acceptance: float, second: float) -> Setting:
+        """The best setting among those that are free, keeping the present one unless clearly
+        beaten."""
+        limits = self.limits
+        sizes = (limits.draft_max,) if "draft_max" in self.pinned else SIZES
+        joins = (limits.join_tip,) if "join_tip" in self.pinned else (False, True)
+        options = [Setting(0)] if "path_min" not in self.pinned else []
+        options += [Setting(size, join) for size in sizes for join in joins
+                    if size + join <= limits.exact_width]
+        options = options or [Setting(1)]
+        value = {option: speed(timing, acceptance, option, self._credit(timing, option.size),
+                               limits.alternatives, second) for option in options}
+        best = max(options, key=lambda option: value[option])
+        if Setting(0) in value and value[best] < _SWITCH * value[Setting(0)]:
+            best = Setting(0)  # a gain this small is lost to what guesses get in the way of
+        if self._setting in value and value[best] < _SWITCH * value[self._setting]:
+            return self._setting
+        self._setting = best
+        return best
+
+
+def alternatives_for(credit: int) -> int:
+    """Second, third, ... choices that pay in a pipeline of that depth (docs/options.md)."""
+    return 1 if credit < 12 else 2
+
+
+def cutoff(credit: int) -> float:
+    """Least probability of acceptance that deserves a slot, for a pipeline of that depth.
+
+    Found by sweeps in virtual time (docs/emulation.md): a guess of less delays better ones.
+    """
+    return min(max(0.4 / max(credit, 1), 0.004), 0.2)
+
+
+def gaps(issued: float, returned: float, spans: Spans) -> list[float]:
+    """Seconds between stages that worked on a run, from its issue to its return.
+
+    spans: float64[s, 2], as in `protocol.Decode`.
+    """
+    ends = [issued, *spans.sum(axis=1).tolist()]
+    starts = [*spans[:, 0].tolist(), returned]
+    return [start - end for end, start in zip(ends, starts, strict=True)]

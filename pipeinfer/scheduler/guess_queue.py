@@ -1,0 +1,122 @@
+"""Guesses that wait for room in the pipeline, best first.
+
+Every guess of a lane that was drafted and not yet issued waits here, ordered by the estimated
+probability that it will be accepted (the product of the confidences on its way). Issuing in that
+order is the best use of a pipeline in which every run takes one slot: a second choice beside a
+doubtful token comes before the tenth token of a long guess. This module knows no runs in flight,
+limits or drafts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pipeinfer.scheduler.token_tree import PLANNED, Node
+
+_PRUNE = 256  #: entries at which decided ones are swept out
+
+_Heap: TypeAlias = list[tuple[float, int, Node]]
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Planned nodes, and nodes of which no draft has said what follows (leaves), of one lane."""
+
+    _planned: _Heap = field(default_factory=list)
+    _leaves: _Heap = field(default_factory=list)
+    _count: itertools.count[int] = field(default_factory=itertools.count)
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        """Planned nodes, parents first."""
+        for node in nodes:
+            self._push(self._planned, node)
+            self._push(self._leaves, node)
+
+    def add_leaf(self, node: Node) -> None:
+        """An issued node below which nothing was drafted."""
+        self._push(self._leaves, node)
+
+    def clear(self) -> None:
+        """Everything is decided."""
+        self._planned.clear()
+        self._leaves.clear()
+
+    def best(self) -> Node | None:
+        """The planned node that is most likely to be accepted."""
+        return _top(self._planned, _waits)
+
+    def best_leaf(self) -> Node | None:
+        """The open node without drafted children that is most likely to be accepted."""
+        return _top(self._leaves, _unranked)
+
+    def take(self, count: int, ids: int, floor: float) -> list[Node]:
+        """Up to `count` planned nodes for one run, parents first; they leave the reserve.
+
+        ids: sequence ids left for branches. floor: least priority. The parents of a run's rows are
+        in the run or all in one earlier run, so that skipping stays transitive.
+        """
+        taken: list[Node] = []
+        passed: list[tuple[float, int, Node]] = []
+        inside: set[int] = set()
+        busy: set[int] = set()  # parents that a child of this run continues
+        origin: int | None = None
+        while self._planned and len(taken) < count and len(passed) < 4 * count + 8:
+            entry = heapq.heappop(self._planned)
+            node = entry[2]
+            if not _waits(node):
+                continue
+            if node.priority < floor:
+                passed.append(entry)
+                break
+            parent = node.parent
+            assert parent is not None
+            own = id(parent) in inside
+            continues = not parent.children and id(parent) not in busy
+            fits = own or (parent.run_id != PLANNED and origin in (None, parent.run_id))
+            if not fits or not (continues or ids):
+                passed.append(entry)
+                continue
+            if not own:
+                origin = parent.run_id
+            ids -= not continues
+            busy.add(id(parent))
+            inside.add(id(node))
+            taken.append(node)
+        for entry in passed:
+            heapq.heappush(self._planned, entry)
+        return taken
+
+    def _push(self, heap: _Heap, node: Node) -> None:
+        if len(heap) > _PRUNE:
+            keep = _waits if heap is self._planned else _unranked
+            heap[:] = [entry for entry in heap if keep(entry[2])]
+            heapq.heapify(heap)
+        key = node.priority if heap is self._planned else node.score
+        heapq.heappush(heap, (-key, next(self._count), node))
+
+
+def probability(score: float, frontier: Node) -> float:
+    """A score as a probability of acceptance, seen from the frontier."""
+    return math.exp(min(score - frontier.score, 0.0))
+
+
+def _waits(node: Node) -> bool:
+    return node.run_id == PLANNED and node.open
+
+
+def _unranked(node: Node) -> bool:
+    return not node.ranked and node.open
+
+
+def _top(heap: _Heap, keep: Callable[[Node], bool]) -> Node | None:
+    while heap:
+        node = heap[0][2]
+        if keep(node):
+            return node
+        heapq.heappop(heap)
+    return None

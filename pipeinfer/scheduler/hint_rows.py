@@ -1,0 +1,116 @@
+"""Probes in flight: rows of the target's runs that are there for what a proposer learns from them.
+
+Stands between the drafting half of the scheduler and a `RowProposer`: makes nodes of its probes,
+keeps what was asked until the results are back, and tells it how the path has grown. It knows
+neither policies nor what a proposer does with a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.scheduler.lanes import Lane, Run
+from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.token_tree import PLANNED, Node
+from pipeinfer.strategies.proposers.base import Anchor, RowProposer
+
+
+@dataclass(slots=True)
+class _Asked:
+    """key: how the proposer knows the lane. told: tokens that it has been told. nodes, run: of the
+    probes that are out, anchors first. at: position of the last token that had probes."""
+
+    key: int
+    told: int
+    nodes: list[Node] = field(default_factory=list)
+    run: Run | None = None
+    at: int = -1
+
+
+class Probes:
+    """At most one batch of probes per lane is in flight."""
+
+    def __init__(self, proposer: RowProposer) -> None:
+        self.proposer = proposer
+        self._lanes: dict[int, _Asked] = {}
+
+    def propose(self, lane: Lane, job: StartDraft) -> tuple[Proposal, ...]:
+        """What the proposer knows below the job's path."""
+        self._tell(lane)
+        return self.proposer.propose(job)
+
+    def out(self, lane: Lane) -> bool:
+        """Whether results are on their way."""
+        asked = self._lanes.get(lane.lane)
+        return asked is not None and asked.run is not None
+
+    def due(self, lane: Lane) -> bool:
+        """Whether new probes may go out below the frontier: none are out, and it has moved."""
+        asked = self._lanes.get(lane.lane)
+        return asked is None or (asked.run is None and lane.tree.frontier.pos > asked.at)
+
+    def plan(self, lane: Lane, anchors: Sequence[Node], last: int) -> list[Node]:
+        """Nodes for new probes below rows that are verified, parents first, none issued yet.
+
+        anchors: the tip or frontier, then guesses below it. last: the highest position there is.
+        """
+        asked = self._tell(lane)
+        index = {id(node): k for k, node in enumerate(anchors)}
+        rows = self.proposer.probes(asked.key, [
+            Anchor(-1 if k == 0 else index[id(node.parent)], node.token)
+            for k, node in enumerate(anchors)], self.proposer.rows)
+        nodes = list(anchors)
+        for row in rows:
+            parent = nodes[row.parent]
+            nodes.append(Node(row.token, parent.next_pos, parent, (), PLANNED, speculative=False,
+                              probe=True, wanted=row.wanted, sees=row.sees))
+        asked.nodes, asked.at = nodes, anchors[0].pos
+        return [node for node in nodes[len(anchors):] if node.pos <= last]
+
+    def sent(self, lane: Lane, run: Run) -> None:
+        """The planned probes went out with this run (or none was left, and their anchors did)."""
+        self._lanes[lane.lane].run = run
+
+    def send(self, lane: Lane, planned: list[Node], flight: Flight) -> None:
+        """Issue planned probes in a run of their own, behind that of the rows they hang below."""
+        ready: list[Node] = []
+        for node in planned:  # a guess that they hang below may have found no room
+            assert node.parent is not None
+            if node.parent.run_id != PLANNED or node.parent in ready:
+                ready.append(node)
+        nodes = lane.tree.issue(ready, flight.next_run)
+        if nodes:
+            assert nodes[0].parent is not None
+            self.sent(lane, flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+                                        speculative=True, probe=True))
+
+    def back(self, lane: Lane) -> None:
+        """A run of the lane is back: if it had the probes, the proposer hears what came of them."""
+        asked = self._lanes.get(lane.lane)
+        if asked is None or asked.run is None or asked.run.in_flight:
+            return
+        asked.run = None
+        self.proposer.learn(asked.key, [node.choice for node in asked.nodes])
+        asked.nodes = []
+
+    def closed(self, lane: Lane) -> None:
+        """The lane has ended."""
+        asked = self._lanes.pop(lane.lane, None)
+        if asked is not None:
+            self.proposer.closed(asked.key)
+
+    def _tell(self, lane: Lane) -> _Asked:
+        """Let the proposer know the whole path."""
+        asked, tokens = self._lanes.get(lane.lane), lane.accepted
+        if asked is not None and asked.key != lane.path_id:  # it goes on from another past
+            self.closed(lane)
+            asked = None
+        if asked is None:
+            asked = self._lanes[lane.lane] = _Asked(lane.path_id, len(tokens))
+            self.proposer.opened(asked.key, tokens)
+        elif len(tokens) > asked.told:
+            self.proposer.accepted(asked.key, tokens[asked.told:])
+            asked.told = len(tokens)
+        return asked

@@ -1,0 +1,175 @@
+"""State of the scheduler: requests that wait, lanes that run, runs in flight. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.types import Choice, Request
+from pipeinfer.scheduler.events import LaneStats
+from pipeinfer.scheduler.guess_queue import Reserve
+from pipeinfer.scheduler.prefix_cache import Block
+from pipeinfer.scheduler.token_tree import Node, Tree
+from pipeinfer.strategies.decomposers.base import Decomposer
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way to a lane. order: of submission. output: what it has brought already
+    (it had a lane before and gave it up, or another cluster's was lost). decompose: makes the
+    decomposer of a response with threads; past: what its threads have brought already."""
+
+    order: int
+    request: Request
+    output: list[int] = field(default_factory=list)
+    stats: LaneStats = field(default_factory=LaneStats)
+    decompose: Callable[[], Decomposer] | None = None
+    past: dict[int, list[Choice]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
+    chunk without outputs: its lane). block: the chunk that becomes known when it is back.
+    probe: its rows' results are hints, wanted whatever becomes of the rows while the lane lasts.
+    useful: neither back nor cancelled. in_flight: not back."""
+
+    run_id: int
+    owners: list[Lane]
+    nodes: list[Node]
+    n_rows: int
+    speculative: bool
+    chunk: bool = False
+    block: Block | None = None
+    probe: bool = False
+    useful: bool = True
+    in_flight: bool = True
+
+    @property
+    def guesses(self) -> int:
+        """How many of its rows are guesses."""
+        return sum(node.speculative for node in self.nodes)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was found to be of no use while it was in flight."""
+        return not self.useful
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its rows can still matter."""
+        if self.probe or not self.nodes:
+            return not self.owners[0].done
+        return any(node.alive for node in self.nodes)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its lanes, each once."""
+        return list(dict.fromkeys(self.owners))
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One causal thread of one request. `accepted` holds prompt and output.
+
+    block: the last chunk of the prompt whose cells are shared with others. next_row: position of
+    the first row that is not issued and not copied. waiting_tip: an accepted token that waits for
+    guesses to travel with. unsent: the accepted token waits for room in the pipeline. job_node:
+    the node that the draft works below. warm_up: the job that brings the draft up to the prompt.
+    empty: nodes below which the draft named nothing, until a result. useful: its useful runs in
+    flight. step: passes through the pipeline, one after the other, that its tokens took.
+
+    Of a response with threads: thread: which one. own: what a forked thread works for. base: tokens
+    whose cells it shares with its parent. given: tokens that nobody chose reach up to here. jumps:
+    (index, by how much positions exceed indices from there on). joined: cells that it got from
+    other threads. closing: no further token is wanted. path_id: names its path to proposers.
+    """
+
+    lane: int
+    ticket: Ticket
+    tree: Tree
+    accepted: list[int]
+    block: Block
+    next_row: int = 0
+    reused: int = 0
+    last_chunk_run: int = NO_RUN
+    root_issued: bool = False
+    reserve: Reserve = field(default_factory=Reserve)
+    waiting_tip: Node | None = None
+    unsent: bool = False
+    job: StartDraft | None = None
+    job_node: Node | None = None
+    warm_up: StartDraft | None = None
+    empty: list[Node] = field(default_factory=list)
+    runs_since_accept: int = 0
+    empty_since_accept: int = 0
+    useful: int = 0
+    done: bool = False
+    thread: int = 0
+    own: Request | None = None
+    base: int = 0
+    given: int = 0
+    jumps: list[tuple[int, int]] = field(default_factory=list)
+    joined: int = 0
+    closing: bool = False
+    path_id: int = -1
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.given = max(self.given, len(self.request.prompt))
+        if self.path_id < 0:
+            self.path_id = self.lane
+
+    @property
+    def request(self) -> Request:
+        """What it works for."""
+        return self.own or self.ticket.request
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether it is a thread of a response that is decomposed."""
+        return self.ticket.decompose is not None
+
+    @property
+    def issued(self) -> int:
+        """How many of its tokens have been issued, counted from the first."""
+        if not self.root_issued:
+            return self.next_row
+        return len(self.accepted) - (self.tree.frontier.run_id == NO_RUN)
+
+    def position(self, index: int) -> int:
+        """The position of its token number `index`."""
+        return index + next((shift for at, shift in reversed(self.jumps) if at <= index), 0)
+
+    @property
+    def stats(self) -> LaneStats:
+        """Its counters."""
+        return self.ticket.stats
+
+    @property
+    def main_id(self) -> int:
+        """The sequence id that holds all accepted tokens; which one that is changes."""
+        return self.tree.frontier.seq_ids[0]
+
+    @property
+    def n_output(self) -> int:
+        """Accepted output tokens."""
+        return len(self.accepted) - len(self.request.prompt)
+
+    @property
+    def private_cells(self) -> int:
+        """Cells that it needs for itself alone, prompt still to be computed included."""
+        return len(self.accepted) - max(self.block.stop, self.base) + self.joined
+
+    def next_piece(self, chunk: int, width: int) -> tuple[int, int]:
+        """Indices `[start, stop)` of the next run that brings its cache up to date.
+
+        Chunks of what nobody chose are cut at multiples of `chunk`; output that is replayed goes
+        in runs of at most `width` rows, as it was made.
+        """
+        start = self.next_row
+        if start < self.given:
+            return start, min(start - start % chunk + chunk, self.given)
+        return start, min(start + width, len(self.accepted))

@@ -1,0 +1,272 @@
+"""Responses that are decoded in several threads: a lane for each, and what a decomposer wants done.
+
+A thread is a lane like any other: its own path, tree, guesses and runs. This module opens lanes for
+threads, feeds tokens that nobody chose, lets threads wait, joins what they computed, and hands out
+text in reading order. It knows no clock, thread, model or tokenizer; which threads there are is the
+decomposer's affair (`decomposers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pipeinfer.core.sampling import thread_key
+from pipeinfer.core.types import Choice
+from pipeinfer.errors import ProtocolError
+from pipeinfer.scheduler.events import Emit, OpenLane
+from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.speculation import Speculation
+from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.strategies.decomposers.base import (
+    MAIN,
+    Action,
+    Close,
+    Cut,
+    Decomposer,
+    Feed,
+    Fork,
+    Hold,
+    Join,
+    Piece,
+    Skip,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response. lanes: open ones by thread; pending: forks that have no lane yet, and
+    the step that they were wanted in; chosen: the
+    tokens of each thread that the model chose, with whether they had been guessed; past: those that
+    a response before this one has brought, which are chosen again; muted: pieces that were handed
+    out before. settling: threads whose last row was not issued yet. step: the latest `Lane.step` of
+    threads that are over."""
+
+    ticket: Ticket
+    decomposer: Decomposer
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    pending: list[tuple[Fork, int]] = field(default_factory=list)
+    chosen: dict[int, list[tuple[Choice, bool]]] = field(default_factory=dict)
+    past: dict[int, list[Choice]] = field(default_factory=dict)
+    muted: int = 0
+    settling: list[int] = field(default_factory=list)
+    step: int = 0
+
+    def choice(self, thread: int, choice: Choice) -> Choice:
+        """What the thread's next token is: a remembered one, else `choice`."""
+        past = self.past.get(thread)
+        return past[len(self.chosen.get(thread, ()))] \
+            if past and len(self.chosen.get(thread, ())) < len(past) else choice
+
+
+class Threads:
+    """Executes what decomposers want; see the module docstring.
+
+    filling: lanes whose given tokens are not issued in full. close: takes a lane out of the
+    pipeline; its second argument says whether its runs are of no use any more.
+    """
+
+    def __init__(self, flight: Flight, speculation: Speculation, filling: Callable[[Lane], None],
+                 close: Callable[[Lane, bool], None]) -> None:
+        self._flight, self._speculation = flight, speculation
+        self._filling, self._close = filling, close
+        self.responses: dict[int, Response] = {}  #: by order of submission
+
+    def of(self, lane: Lane) -> Response:
+        """The response that a lane works for."""
+        return self.responses[lane.ticket.order]
+
+    def start(self, lane: Lane) -> None:
+        """The main thread of a response has its lane."""
+        ticket = lane.ticket
+        assert ticket.decompose is not None
+        response = Response(ticket, ticket.decompose(), past=ticket.past, muted=len(ticket.output))
+        response.lanes[MAIN] = lane
+        self.responses[ticket.order] = response
+        lane.own = dataclasses.replace(ticket.request, params=dataclasses.replace(
+            ticket.request.params, bans=response.decomposer.bans))
+
+    def accepted(self, lane: Lane, choice: Choice, survivor: Node | None,
+                 missed: Callable[[Lane, int], None]) -> None:
+        """A token of a thread was accepted; `missed` issues it where it is not in flight."""
+        response = self.of(lane)
+        response.chosen.setdefault(lane.thread, []).append((choice, survivor is not None))
+        actions = response.decomposer.accepted(lane.thread, choice.token)
+        if any(_keeps_back(action, lane.thread) for action in actions):
+            lane.next_row = len(lane.accepted) - 1
+            self._restart(lane, choice.token, lane.position(lane.next_row))
+        elif survivor is None:
+            missed(lane, choice.token)
+        self._execute(response, actions)
+
+    def ended(self, lane: Lane) -> None:
+        """A thread gets no further token."""
+        response = self.of(lane)
+        lane.closing = True
+        if lane.root_issued:  # else its newest token waits to be evaluated
+            self._prune(lane)
+            lane.next_row = lane.issued
+        self._execute(response, response.decomposer.ended(lane.thread))
+
+    def advance(self) -> None:
+        """After rows were issued: threads whose last row is under way, forks that may open."""
+        for response in self.responses.values():
+            for thread in [t for t in response.settling if _is_issued(response.lanes[t])]:
+                response.settling.remove(thread)
+                self._execute(response, response.decomposer.settled(thread))
+            waiting, response.pending = response.pending, []
+            response.pending[:0] = [(fork, step) for fork, step in waiting
+                                    if not self._open(response, fork, step)]
+
+    def hand_out(self, response: Response, pieces: Iterable[Piece]) -> None:
+        """Pieces become tokens for whoever asked, but for those that he has had."""
+        for piece in pieces:
+            choice, guessed = response.chosen[piece.thread][piece.number]
+            if response.muted:
+                response.muted -= 1
+                continue
+            if len(response.ticket.output) >= response.ticket.request.max_tokens:
+                return
+            response.ticket.output.append(choice.token)
+            self._flight.out.append(Emit(response.ticket.request.request_id, choice, guessed,
+                                         piece.thread, piece.text))
+
+    def give_up(self, response: Response) -> None:
+        """Close every lane; the ticket remembers what the threads brought."""
+        del self.responses[response.ticket.order]
+        response.ticket.past = {thread: [choice for choice, _ in chosen]
+                                for thread, chosen in response.chosen.items()} | {
+            thread: past for thread, past in response.past.items()
+            if len(past) > len(response.chosen.get(thread, ()))}
+        for lane in list(response.lanes.values()):
+            self._close(lane, True)
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def _execute(self, response: Response, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Fork():
+                    parent = response.lanes[action.parent]
+                    response.pending.append((action, parent.step))
+                case Feed(thread, tokens, skip):
+                    response.lanes[thread].step = max(response.lanes[thread].step, response.step)
+                    self._feed(response.lanes[thread], tokens, skip)
+                case Skip(thread, count):
+                    self._skip(response.lanes[thread], count)
+                case Hold():
+                    pass
+                case Cut(thread, keep):
+                    self._cut(response.lanes[thread], keep)
+                case Join(thread, others):
+                    self._join(response, response.lanes[thread], others)
+                case Close(thread, True):
+                    self._last_row(response.lanes[thread])
+                    response.settling.append(thread)
+                case Close(thread, _):
+                    if thread in response.lanes:
+                        lane = response.lanes.pop(thread)
+                        response.step = max(response.step, lane.step)
+                        self._close(lane, True)
+                case _:
+                    raise ProtocolError(f"unknown action {action!r}")
+
+    def _restart(self, lane: Lane, token: int, pos: int) -> None:
+        """Nothing is in flight any more; a row at `pos` that is not issued is the frontier."""
+        dead = lane.tree.restart(token, pos)
+        lane.root_issued = False
+        lane.waiting_tip = None
+        if lane.unsent:
+            self._flight.withdraw(lane)
+        self._speculation.forget(lane)
+        self._call_off(dead)
+
+    def _prune(self, lane: Lane) -> None:
+        dead = lane.tree.prune()
+        self._speculation.forget(lane)
+        self._call_off(dead)
+
+    def _call_off(self, dead: list[Node]) -> None:
+        runs = self._flight.runs
+        self._flight.cancel(runs[node.run_id] for node in dead if node.run_id in runs)
+
+    def _last_row(self, lane: Lane) -> None:
+        """Nothing follows the newest token; it is evaluated by itself."""
+        self._prune(lane)
+        lane.closing = True
+        if lane.waiting_tip is not None:
+            self._flight.wait(lane, lane.waiting_tip)
+            lane.waiting_tip = None
+
+    def _feed(self, lane: Lane, tokens: tuple[int, ...], skip: int) -> None:
+        if skip:
+            index = lane.next_row
+            lane.jumps.append((index, lane.position(index) - index + skip))
+        if tokens:
+            lane.accepted.extend(tokens)
+            lane.given = len(lane.accepted)
+        if tokens or skip:
+            last = len(lane.accepted) - 1
+            self._restart(lane, lane.accepted[last], lane.position(last))
+        self._filling(lane)
+
+    def _skip(self, lane: Lane, count: int) -> None:
+        self._prune(lane)
+        frontier = lane.tree.frontier
+        frontier.skip = count
+        index = len(lane.accepted)
+        lane.jumps.append((index, lane.position(index) - index + count))
+        frontier.ranked = False
+        if lane.waiting_tip is None:
+            lane.reserve.add_leaf(frontier)
+
+    def _cut(self, lane: Lane, keep: int) -> None:
+        pos = lane.position(keep)
+        lane.accepted = lane.accepted[:keep]
+        lane.jumps = [jump for jump in lane.jumps if jump[0] < keep]
+        lane.given, lane.next_row = min(lane.given, keep), keep
+        lane.path_id = self._flight.admission.new_path()
+        self._restart(lane, lane.accepted[-1], pos)
+        self._flight.pool.cool(lane.lane, pos)
+
+    def _join(self, response: Response, lane: Lane, others: tuple[int, ...]) -> None:
+        self._flight.pool.cool(lane.lane, 0)
+        for thread in others:
+            other = response.lanes.pop(thread)
+            response.step = max(response.step, other.step)
+            self._flight.pool.join(other.main_id, lane.main_id)
+            lane.joined += len(other.accepted) - other.base
+            self._close(other, False)
+
+    def _open(self, response: Response, fork: Fork, step: int) -> bool:
+        """A lane for a fork, once its parent's rows are issued and there is room for it."""
+        parent = response.lanes[fork.parent]
+        limits, ticket = self._flight.limits, response.ticket
+        if parent.issued < fork.keep or len(response.lanes) > limits.threads:
+            return False
+        params = ticket.request.params
+        if fork.keep + len(fork.tokens) >= limits.n_ctx:
+            self._execute(response, response.decomposer.ended(fork.thread))
+            return True
+        own = dataclasses.replace(
+            ticket.request, prompt=(*parent.accepted[:fork.keep], *fork.tokens),
+            params=dataclasses.replace(params, key=thread_key(params.key, fork.thread),
+                                       bans=fork.bans))
+        lane = self._flight.admission.fork(parent, own, fork.thread, fork.keep)
+        lane.step = step
+        response.lanes[fork.thread] = self._flight.lanes[lane.lane] = lane
+        self._flight.out.append(OpenLane(lane.lane, own.params))
+        self._filling(lane)
+        return True
+
+
+def _keeps_back(action: Action, thread: int) -> bool:
+    """Whether the thread's newest token is not to be issued by itself."""
+    return action.thread == thread and (
+        isinstance(action, Hold | Feed | Cut) or action == Close(thread))
+
+
+def _is_issued(lane: Lane) -> bool:
+    return lane.issued == len(lane.accepted)

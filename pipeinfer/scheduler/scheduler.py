@@ -1,0 +1,443 @@
+"""The scheduler: events in, instructions out, and nothing else.
+
+`handle(event)` returns the instructions that a shell has to execute, in order. The scheduler
+knows no clock, thread, transport or model; every policy is a rule for what to issue next over
+the same token tree, and tokens come only from the tree's walk, so no policy, ablation or timing
+can change them (DESIGN section 3).
+
+    iterative    issue the accepted token, wait
+    speculative  draft while nothing is in flight, issue tip and tree in one run (SpecInfer)
+    pipeinfer    issue the accepted token at once, draft meanwhile, keep issuing micro-batches
+                 below the tip while results are out (ALGORITHMS 1.4 to 1.8)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.types import NO_TOKEN, Choice, Request, make_rows
+from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
+from pipeinfer.scheduler.admission import Admission
+from pipeinfer.scheduler.events import (
+    Abort,
+    CloseLane,
+    Drafted,
+    Emit,
+    Event,
+    Finish,
+    Instruction,
+    LaneStats,
+    OpenLane,
+    Refuse,
+    Restart,
+    RunDone,
+    SendOps,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.response_threads import Threads
+from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.speculation import Speculation
+from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
+from pipeinfer.strategies.proposers.base import RowProposer
+
+
+class Scheduler:
+    """Owns every lane, run and sequence id; see the module docstring.
+
+    rows: a proposer that puts rows of its own into runs. drafts: whether a draft can be asked.
+    """
+
+    def __init__(self, limits: Limits, rows: RowProposer | None = None, *, drafts: bool = True
+                 ) -> None:
+        self.flight = Flight(limits)
+        self.speculation = Speculation(self.flight, rows, drafts=drafts)
+        self.lanes, self.runs = self.flight.lanes, self.flight.runs
+        self.calibration = self.speculation.calibration
+        self.totals = LaneStats()  # of all requests: tokens and how many were guessed
+        self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
+        self.threads = Threads(self.flight, self.speculation, self._filling.append, self._close)
+        self._next_order = 0
+
+    @property
+    def limits(self) -> Limits:
+        """The knobs in use."""
+        return self.flight.limits
+
+    @property
+    def admission(self) -> Admission:
+        """Who may start, and what the caches remember."""
+        return self.flight.admission
+
+    @property
+    def pool(self) -> SequencePool:
+        """The sequence ids."""
+        return self.admission.pool
+
+    @property
+    def waiting(self) -> deque[Ticket]:
+        """Requests without a lane."""
+        return self.admission.waiting
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is waiting, running or in flight."""
+        return not (self.waiting or self.lanes or self.runs)
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use other knobs from now on; only while idle, and run ids keep increasing."""
+        if not self.idle:
+            raise ProtocolError("the scheduler can be reconfigured only while it is idle")
+        self.flight.limits = limits
+        self.admission.forget_all()
+        ops = self.pool.take_ops()
+        self.flight.admission = Admission(limits)
+        self.pool.ops.extend(ops)
+
+    def tune(self, limits: Limits) -> None:
+        """Use other sizes, credits and cutoffs from now on, at any time.
+
+        Raises ProtocolError when something would change that runs in flight rely on.
+        """
+        old = self.limits
+        fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
+                 "cells", "kept", "threads")
+        if any(getattr(limits, name) != getattr(old, name) for name in fixed):
+            raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
+        self.flight.limits = self.admission.limits = limits
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Advance by one event; returns the instructions to execute, in order."""
+        match event:
+            case Submit(request, output, decompose):
+                self._submit(request, output, decompose)
+            case RunDone(run_id, choices):
+                self._run_done(run_id, choices)
+            case Drafted(job_id, proposals):
+                self.speculation.drafted(job_id, proposals)
+            case Abort(request_id, reason):
+                self._abort(request_id, reason)
+            case Restart(limits, reason):
+                self._restart(limits, reason)
+            case _:
+                raise ProtocolError(f"unknown event {event!r}")
+        ended = True
+        while ended:  # a response that ends makes room for who waits
+            self._make_room()
+            self._admit()
+            self._issue_tips()
+            self.threads.advance()
+            self._prefill()
+            self.threads.advance()
+            ended = self._hand_out()
+        self.speculation.speculate()
+        self.speculation.ask_draft()
+        out, self.flight.out = self.flight.out, []
+        return out
+
+    @property
+    def company(self) -> tuple[int, object]:
+        """How many requests are past their prompts, 0 while prompts are on their way; and a value
+        that changes when one comes or goes."""
+        if self.flight.chunks or self._filling or not self.lanes:
+            return 0, None
+        return len(self.lanes), tuple(self.lanes)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is going on, for people: counts, and one entry per lane."""
+        limits, admission = self.limits, self.admission
+        return {
+            "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self.flight.useful,
+            "cells_used": admission.used(self.lanes.values()), "cells": limits.cells or
+            limits.n_ctx * limits.parallel, "kept_prefixes": len(admission.prefixes.kept),
+            "free_ids": len(self.pool.free),
+            "credit": limits.credit, "draft_max": limits.draft_max,
+            "acceptance": self.calibration.acceptance,
+            "speculating": limits.speculates and self.speculation.room_to_guess(),
+            "totals": {
+                "accepted": self.totals.accepted, "guesses_tested": self.totals.guesses_tested,
+                "accepted_speculative": self.totals.accepted_speculative},
+            "lanes": [{
+                "lane": lane.lane, "request": lane.request.request_id,
+                "prompt": len(lane.request.prompt), "prefilled": lane.next_row,
+                "reused": lane.reused, "output": lane.n_output, "in_flight": lane.useful,
+                "guesses_tested": lane.stats.guesses_tested,
+                "accepted_speculative": lane.stats.accepted_speculative,
+            } for lane in self.lanes.values()],
+        }
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _submit(self, request: Request, output: tuple[int, ...],
+                decompose: Callable[[], Decomposer] | None) -> None:
+        n = len(request.prompt)
+        if n + 1 > self.limits.n_ctx:
+            self.flight.out.append(Refuse(request.request_id, ContextOverflow(
+                f"the prompt has {n} tokens and the context holds {self.limits.n_ctx}: shorten "
+                f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
+            )))
+            return
+        self._next_order += 1
+        self.waiting.append(Ticket(self._next_order, request, list(output), decompose=decompose))
+
+    def _admit(self) -> None:
+        while (lane := self.admission.next_lane(self.lanes.values())) is not None:
+            self.lanes[lane.lane] = lane
+            if lane.has_threads:
+                self.threads.start(lane)
+            request = lane.request
+            self.flight.out.append(OpenLane(lane.lane, request.params))
+            if lane.n_output >= request.max_tokens:
+                self._finish(lane, "length")
+                continue
+            self._filling.append(lane)
+            self.speculation.warm_up(lane)
+
+    def _make_room(self) -> None:
+        """While the cache is too full remembered prompts go, then the youngest requests; the oldest
+        always fits, once it is alone, unless its threads together outgrow the cache."""
+        while self.lanes and self.admission.over(self.lanes.values()):
+            lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
+            if all(other.ticket is lane.ticket for other in self.lanes.values()):
+                if lane.has_threads:
+                    self._finish(lane, "context")
+                return
+            self._give_up(lane)
+            lane.stats.preempted += 1
+            self.waiting.appendleft(lane.ticket)
+
+    def _give_up(self, lane: Lane) -> None:
+        """Take a request out of the pipeline; its ticket keeps what it has brought."""
+        if lane.has_threads:
+            self.threads.give_up(self.threads.of(lane))
+        else:
+            self._close(lane)
+            lane.ticket.output = lane.accepted[len(lane.request.prompt):]
+
+    def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None) -> None:
+        run = self.runs.pop(run_id, None)
+        if run is None:
+            raise ProtocolError(f"run {run_id} came back twice or was never issued")
+        was_useful, run.in_flight = run.useful, False
+        self.flight.retire(run)
+        self.flight.guess_rows -= run.guesses
+        if choices is None:
+            if was_useful:
+                raise ProtocolError(f"run {run_id} was skipped although it has live rows")
+            for lane in run.lanes:
+                lane.stats.skipped_runs += 1
+            return
+        if len(choices) != len(run.nodes):
+            raise ProtocolError(
+                f"run {run_id} has {len(run.nodes)} output rows and brought {len(choices)} choices"
+            )
+        if run.block is not None and was_useful:
+            run.block.computed = True
+        for node, choice in zip(run.nodes, choices, strict=True):
+            node.choice = choice
+        for lane in run.lanes:
+            if not lane.done:
+                self.speculation.news(lane)
+                self._walk(lane)
+
+    def _abort(self, request_id: int, reason: str) -> None:
+        for ticket in self.waiting:
+            if ticket.request.request_id == request_id:
+                self.waiting.remove(ticket)
+                self.flight.out.append(Finish(request_id, reason, ticket.stats))
+                return
+        for lane in list(self.lanes.values()):
+            if lane.request.request_id == request_id and not lane.thread:
+                self._finish(lane, reason)
+
+    def _restart(self, limits: Limits, reason: str) -> None:
+        """Every request goes back to the queue, in order of submission, with what it brought; or
+        those that ran end, where there is a reason."""
+        tickets = {lane.ticket.order: lane.ticket for lane in self.lanes.values()}
+        for lane in list(self.lanes.values()):
+            if lane.lane in self.lanes:  # giving up one thread of a response gives up all
+                self._give_up(lane)
+        for ticket in tickets.values():
+            ticket.stats.recovered += 1
+        out: list[Instruction] = [o for o in self.flight.out if isinstance(o, StopDraft)]
+        if reason:
+            out += [Finish(t.request.request_id, reason, t.stats) for t in tickets.values()]
+            tickets.clear()
+        waiting = sorted([*tickets.values(), *self.waiting], key=lambda ticket: ticket.order)
+        self.flight.restart(limits)
+        self.waiting.extend(waiting)
+        self.flight.out = out
+
+    # --- the walk -----------------------------------------------------------------------------
+
+    def _walk(self, lane: Lane) -> None:
+        dead: list[Node] = []
+        while not (lane.done or lane.closing) and (choice := lane.tree.frontier.choice) is not None:
+            if lane.has_threads:
+                choice = self.threads.of(lane).choice(lane.thread, choice)
+            if choice.token in lane.request.stop_ids:
+                self._end(lane, "stop")
+                break
+            if choice.token == NO_TOKEN:
+                self._give_up(lane)
+                self.flight.out.append(Refuse(lane.request.request_id, RequestError(
+                    f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
+                    "token of the vocabulary, or became too complex")))
+                break
+            frontier = lane.tree.frontier
+            had_guess = any(c.speculative for c in frontier.children)
+            self.speculation.learn(frontier, choice.token)
+            lane.step = max(lane.step, frontier.step + 1)
+            lane.stats.steps = max(lane.stats.steps, lane.step)
+            survivor, died = lane.tree.step(choice.token)
+            dead += died
+            lane.accepted.append(choice.token)
+            lane.runs_since_accept = lane.empty_since_accept = 0
+            for stats in (lane.stats, self.totals):
+                stats.accepted += 1
+                stats.guesses_tested += had_guess
+                stats.accepted_speculative += survivor is not None
+            if lane.has_threads:
+                self.threads.accepted(lane, choice, survivor, self._miss)
+            else:
+                self.flight.out.append(Emit(lane.request.request_id, choice, survivor is not None))
+            if lane.done or lane.closing:
+                pass
+            elif self._n_chosen(lane) >= lane.request.max_tokens:
+                self._end(lane, "length")
+            elif lane.position(len(lane.accepted)) >= self.limits.n_ctx:
+                self._end(lane, "context")
+            elif lane.has_threads:
+                pass
+            elif survivor is None:
+                self._miss(lane, choice.token)
+            elif lane.job_node is not None and not lane.job_node.open:
+                self.speculation.drop_job(lane)
+        self.flight.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+
+    def _miss(self, lane: Lane, token: int) -> None:
+        """The accepted token is not in flight: it becomes the frontier and the new tip."""
+        node = lane.tree.add(token, NO_RUN)
+        if not self.speculation.missed(lane, node):
+            self.flight.wait(lane, node)
+
+    def _n_chosen(self, lane: Lane) -> int:
+        """How many tokens the model chose in this lane."""
+        if lane.has_threads:
+            return len(self.threads.of(lane).chosen[lane.thread])
+        return lane.n_output
+
+    def _end(self, lane: Lane, reason: str) -> None:
+        """A lane has all its tokens."""
+        if lane.has_threads:
+            self.threads.ended(lane)
+        else:
+            self._finish(lane, reason)
+
+    def _hand_out(self) -> bool:
+        """Text of responses with threads, in reading order; and their end. Whether one ended."""
+        ended = False
+        for response in list(self.threads.responses.values()):
+            decomposer, most = response.decomposer, response.ticket.request.max_tokens
+            self.threads.hand_out(response, decomposer.take())
+            if len(response.ticket.output) >= most:
+                self._finish(response.lanes[MAIN], "length")
+            elif decomposer.complete:
+                self._finish(response.lanes[MAIN], "stop")
+            else:
+                continue
+            ended = True
+        return ended
+
+    def _finish(self, lane: Lane, reason: str) -> None:
+        ticket = lane.ticket
+        if lane.has_threads and lane.thread == MAIN and ticket.order in self.threads.responses:
+            response = self.threads.of(lane)
+            if reason != "length":
+                self.threads.hand_out(response, response.decomposer.flush())
+        self._give_up(lane)
+        self.flight.out.append(Finish(ticket.request.request_id, reason, ticket.stats))
+
+    def _close(self, lane: Lane, useless: bool = True) -> None:
+        """Take a lane out of the pipeline, with all it has in flight where that is useless."""
+        lane.done = True
+        self.speculation.drop_job(lane)
+        if lane.warm_up is not None:
+            self.flight.out.append(StopDraft(lane.warm_up.job_id))
+        if useless:
+            lane.tree.kill()
+            self.flight.cancel(run for run in self.runs.values() if lane in run.owners)
+        del self.lanes[lane.lane]
+        if lane in self._filling:
+            self._filling.remove(lane)
+        if lane.unsent:
+            self.flight.withdraw(lane)
+        self.admission.leave(lane)
+        self.flight.out.append(SendOps(self.pool.take_ops()))
+        self.flight.out.append(CloseLane(lane.lane))
+
+    # --- what to issue next -------------------------------------------------------------------
+
+    @property
+    def _decoding(self) -> int:
+        """Lanes beyond their prompt, at least one."""
+        return max(1, sum(lane.root_issued for lane in self.lanes.values()))
+
+    def _issue_tips(self) -> None:
+        """Accepted tokens: at once where every lane has a run of its own; else a group shares
+        one, and who finds all groups under way waits for the next that is back.
+
+        Lanes are spread over the runs that fill the pipeline: all in one would leave its other
+        stages idle.
+        """
+        if not self.flight.tips:
+            return
+        lanes = self.flight.decoding
+        size = self.limits.group(lanes)
+        while self.flight.tips and self.flight.plain < -(-lanes // size):
+            tips = [self.flight.tips.popleft() for _ in range(min(size, len(self.flight.tips)))]
+            for lane, _ in tips:
+                lane.unsent = False
+            self.flight.send(tips, NO_RUN, speculative=False)
+
+    def _prefill(self) -> None:
+        """Chunks of prompts, lane after lane.
+
+        Behind a chunk an accepted token travels at the chunk's pace, behind one or behind many; so
+        many may be on their way, and tokens go between them.
+        """
+        limits, turns = self.limits, len(self._filling)
+        while turns and self.flight.chunks < limits.credit:
+            lane = self._filling.popleft()
+            if self.admission.catch_up(lane):
+                turns -= 1
+                self._filling.append(lane)
+                continue
+            self._issue_piece(lane)
+            if not lane.root_issued:
+                self._filling.append(lane)
+            turns = len(self._filling)
+
+    def _issue_piece(self, lane: Lane) -> None:
+        limits, tokens, root = self.limits, lane.accepted, lane.tree.frontier
+        start, stop = lane.next_piece(limits.chunk, limits.exact_width)
+        last = stop == len(tokens)
+        seq = root.seq_ids[:1]
+        rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
+                          for i in range(start, stop)])
+        run_id = self.flight.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
+                              speculative=False, chunk=True,
+                              block=self.admission.shareable(lane, start, stop))
+        lane.last_chunk_run = run_id
+        lane.next_row = stop
+        if last:
+            root.run_id, root.step = run_id, lane.step
+            lane.root_issued = True
+            lane.reserve.add_leaf(root)

@@ -1,0 +1,113 @@
+"""The policies, the ablations, and every knob of the scheduler.
+
+Plain data; what a knob does is the scheduler's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.core.policy import Ablation, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The knobs of the scheduler.
+
+    n_ctx: positions a lane may use. chunk: prompt rows per run, cut at its multiples.
+    exact_width: most rows of a run of generated tokens (R). credit: most runs in flight,
+    prompt chunks and speculation; an accepted token is always issued. partitions: live leaf ids
+    beside a lane's first. draft_max: guesses per micro-batch. tree_max: drafted tokens of
+    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths of a
+    synchronous tree. alternatives: second, third, ... choices of the draft that may be issued
+    beside its first. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of an
+    alternative, raised per run issued since the last acceptance and lowered per empty draft.
+    path_min: least estimated probability of acceptance for which a guess is issued. eager: issue
+    the best guess at hand rather than wait for a better one that is being drafted (pays where
+    the draft is slower than a stage).
+    parallel: requests decoded at a time. cells: tokens of all requests and remembered prompts
+    together (0: no bound but each one's context). kept: prompts remembered; 0 shares nothing.
+    alone: guess in every lane as if it were the only one. guess_rows: most guesses in flight, 0
+    no bound. share: into how large groups so many lanes are best put, a run for each group
+    (index: lanes - 1; empty: into as many as `credit` suggests).
+    threads: most threads of a response beside its main one.
+    join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
+    (one pass over the weights instead of two; pays where the draft is fast and stages are few).
+    """
+
+    n_ctx: int
+    policy: Policy = Policy.PIPEINFER
+    ablations: frozenset[Ablation] = frozenset()
+    chunk: int = 64
+    exact_width: int = 1
+    credit: int = 4
+    partitions: int = 8
+    draft_max: int = 3
+    tree_max: int = 8
+    branches: int = 1
+    alternatives: int = 2
+    p_min: float = 0.0
+    p_split: float = 0.02
+    p_recovery: float = 0.0
+    p_decay: float = 0.0
+    path_min: float = 0.03
+    eager: bool = False
+    join_tip: bool = False
+    parallel: int = 1
+    cells: int = 0
+    kept: int = 0
+    alone: bool = False
+    guess_rows: int = 0
+    share: tuple[int, ...] = ()
+    threads: int = 0
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether drafting happens only while nothing is in flight."""
+        return self.policy is Policy.SPECULATIVE or (
+            self.policy is Policy.PIPEINFER and Ablation.ASYNC in self.ablations
+        )
+
+    @property
+    def joins(self) -> bool:
+        """Whether an accepted token waits for the guesses below it."""
+        return self.synchronous or (
+            self.join_tip and self.policy is Policy.PIPEINFER and self.exact_width > 1
+        )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a draft is asked at all."""
+        return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
+
+    @property
+    def n_ids(self) -> int:
+        """Sequence ids in all."""
+        return self.lanes + self.kept + self.partitions
+
+    @property
+    def lanes(self) -> int:
+        """Causal threads in all."""
+        return self.parallel * (1 + self.threads)
+
+    def group(self, lanes: int) -> int:
+        """How many of so many lanes share a run, so that the runs fill the pipeline."""
+        if self.share:
+            size = self.share[min(lanes, len(self.share)) - 1]
+        else:
+            size = -(-lanes // max(1, self.credit - 1))
+        return min(size, self.exact_width)
+
+    @property
+    def max_branches(self) -> int:
+        """Paths of a synchronous tree after ablation."""
+        if Ablation.MULTIBUFFER in self.ablations or not self.synchronous:
+            return 1
+        return self.branches
+
+    @property
+    def spares(self) -> int:
+        """Alternatives wanted beside each first guess."""
+        if Ablation.MULTIBUFFER in self.ablations or self.synchronous or not self.partitions:
+            return 0
+        return self.alternatives

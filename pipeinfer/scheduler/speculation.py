@@ -1,0 +1,385 @@
+"""What is guessed, and when: drafts are asked, guesses wait, the best go out while there is room.
+
+The drafting half of the scheduler. Nothing here can change a token: guesses become tokens only
+through the walk (`scheduler`). A proposer of the target's own rows is asked first and inline; where
+it knows nothing, the draft in its thread is. It knows no clock, thread or model.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pipeinfer.core.drafting import ENOUGH, Proposal, StartDraft
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.policy import Ablation
+from pipeinfer.scheduler.calibration import Calibration
+from pipeinfer.scheduler.events import StopDraft
+from pipeinfer.scheduler.guess_queue import probability
+from pipeinfer.scheduler.hint_rows import Probes
+from pipeinfer.scheduler.lanes import Lane
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.strategies.proposers.base import RowProposer
+
+_MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
+_MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
+
+
+class Speculation:
+    """Asks the draft and issues guesses; see the module docstring.
+
+    rows: the proposer of the target's own rows, if any. drafts: whether there is a draft.
+    """
+
+    def __init__(self, flight: Flight, rows: RowProposer | None = None, *, drafts: bool = True
+                 ) -> None:
+        self.flight = flight
+        self.probes = None if rows is None else Probes(rows)
+        self._drafts = drafts
+        self.calibration = Calibration()
+        self._next_job = 0
+
+    @property
+    def limits(self) -> Limits:
+        """The knobs in use."""
+        return self.flight.limits
+
+    def warm_up(self, lane: Lane) -> None:
+        """Let the draft read the prompt while the stages do."""
+        if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
+                len(self.flight.lanes) == 1:
+            lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
+            self.flight.out.append(lane.warm_up)
+
+    def news(self, lane: Lane) -> None:
+        """A result is back: what brought nothing before is worth another question."""
+        if self.probes is not None:
+            self.probes.back(lane)
+        for node in lane.empty:
+            node.ranked = False
+            lane.reserve.add_leaf(node)
+        lane.empty.clear()
+
+    def forget(self, lane: Lane) -> None:
+        """Guesses that wait, and those that are being drafted, are of no use."""
+        lane.reserve.clear()
+        lane.empty.clear()
+        self.drop_job(lane)
+
+    def missed(self, lane: Lane, tip: Node) -> bool:
+        """Nothing below the walk was right, `tip` is issued next: forget what hung there; whether
+        the tip is to wait for guesses that travel with it."""
+        self.forget(lane)
+        hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
+        quick = self.probes is not None
+        if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
+                and self._depth_left(lane, tip) > 0:
+            lane.waiting_tip = tip
+            return True
+        lane.reserve.add_leaf(tip)
+        return False
+
+    def drafted(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
+        """A draft job ended."""
+        lane = next((lane for lane in self.flight.lanes.values()
+                     if lane.job and lane.job.job_id == job_id), None)
+        if lane is None or lane.job is None or lane.job_node is None:
+            return
+        node, lane.job, lane.job_node = lane.job_node, None, None
+        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        planned = self._plan(lane, node, proposals)
+        if node is lane.waiting_tip:
+            limits = self.limits
+            self._issue_tree(lane, node, planned,
+                             limits.tree_max if limits.synchronous else limits.draft_max)
+            return
+        node.ranked = True
+        lane.reserve.add(planned)
+        if not proposals:
+            self._empty(lane, node)
+
+    def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
+        """Nodes for proposals, with what experience says of their confidence."""
+        estimate = self.calibration.estimate
+        nodes = lane.tree.plan(tip, [
+            Proposal(p.parent, p.token, estimate(p.confidence, first=not p.spare), p.spare)
+            for p in proposals
+        ], self._spare_weight())
+        for node, proposal in zip(nodes, proposals, strict=True):
+            assert node.parent is not None
+            node.parent.ranked = True
+            node.parent.guesses.append(proposal)
+        return nodes
+
+    def _empty(self, lane: Lane, node: Node) -> None:
+        """A draft brought nothing: wait for a result, or try again with a lower cutoff."""
+        lane.empty_since_accept += 1
+        lane.stats.empty_drafts += 1
+        if self.limits.p_decay > 0.0 and self._cutoff(lane) > 0.0:
+            node.ranked = False
+            lane.reserve.add_leaf(node)
+        else:
+            lane.empty.append(node)
+
+    def learn(self, node: Node, token: int) -> None:
+        """What the target chose where the draft had named something, issued or not."""
+        guesses = node.guesses
+        for guess in guesses:
+            self.calibration.learn(guess.confidence, guess.token == token, first=not guess.spare)
+        if guesses and guesses[0].token != token:  # an alternative that is not named does not help
+            self.calibration.learn_second(len(guesses) > 1 and guesses[1].token == token)
+
+    def drop_job(self, lane: Lane) -> None:
+        """What the draft does for this lane is not wanted any more."""
+        if lane.job is not None:
+            self.flight.out.append(StopDraft(lane.job.job_id))
+            lane.job = lane.job_node = None
+        if lane.done and self.probes is not None:
+            self.probes.closed(lane)
+
+    def room_to_guess(self) -> bool:
+        """Whether requests' own tokens leave stages idle."""
+        if self.limits.alone or len(self.flight.lanes) <= 1:
+            return True
+        lanes = self.flight.decoding
+        own = self.flight.plain + len(self.flight.tips)
+        runs = max(-(-lanes // self.limits.group(lanes)), own)
+        credit = self.limits.credit
+        return runs < credit - 1 and runs + self.flight.chunks < credit
+
+    def may_guess(self, lane: Lane) -> bool:
+        """Whether the policy speculates at all in this lane now."""
+        return self.limits.speculates and not (lane.done or lane.closing) and lane.root_issued \
+            and self.room_to_guess()
+
+    def speculate(self) -> None:
+        """Issue the best guesses of all lanes while there is room for them (ALGORITHMS 1.6)."""
+        limits = self.limits
+        if limits.synchronous or not limits.speculates or not self.room_to_guess():
+            return
+        self._guess(limits)
+        self._probe()
+
+    def _guess(self, limits: Limits) -> None:
+        alone = Ablation.CONTINUOUS in limits.ablations
+        most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
+        open_lanes = {lane.lane: lane for lane in self.flight.lanes.values()}
+        while open_lanes:
+            if limits.guess_rows and self.flight.guess_rows + most > limits.guess_rows \
+                    and self.flight.guess_rows:
+                return
+            chances = {k: self._chance(lane) for k, lane in open_lanes.items()}
+            best = max(chances, key=lambda k: chances[k])
+            lane = open_lanes[best]
+            if chances[best] <= 0.0:
+                return
+            taken = lane.reserve.take(most, self.flight.pool.available, self._floor(lane))
+            nodes = lane.tree.issue(taken, self.flight.next_run)
+            if not nodes:
+                del open_lanes[best]
+                continue
+            assert nodes[0].parent is not None
+            self.flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+                             speculative=True)
+            lane.runs_since_accept += 1
+
+    def _probe(self) -> None:
+        """Probes below frontiers whose run is on its way without them, if guesses leave room:
+        behind a guess that was right, or where they never fit into the run of a tip."""
+        if self.probes is None:
+            return
+        apart = self.probes.proposer.rows >= self.limits.exact_width
+        for lane in self.flight.lanes.values():
+            tip = lane.tree.frontier
+            if self.flight.useful + self._drafts >= self.limits.credit:
+                return
+            if self.may_guess(lane) and (apart or tip.speculative) and self.probes.due(lane) \
+                    and not (lane.unsent or lane.waiting_tip or tip.choice):
+                self.probes.send(lane, self.probes.plan(lane, [tip], self._last_pos), self.flight)
+
+    @property
+    def _last_pos(self) -> int:
+        """The highest position of a row."""
+        return self.limits.n_ctx - 1
+
+    def _floor(self, lane: Lane) -> float:
+        """The least priority of a guess that is issued."""
+        return lane.tree.frontier.score + math.log(max(self.limits.path_min, 1e-12))
+
+    def _chance(self, lane: Lane) -> float:
+        """Probability of the guess that this lane would issue now, 0 when it should not."""
+        limits, frontier = self.limits, lane.tree.frontier
+        if lane.unsent or not self.may_guess(lane):
+            return 0.0
+        if (lane.useful if limits.alone else self.flight.useful) >= limits.credit:
+            return 0.0
+        if Ablation.CONTINUOUS in limits.ablations and any(
+                run.speculative and run.useful and lane in run.owners
+                for run in self.flight.runs.values()):
+            return 0.0
+        best = lane.reserve.best()
+        if best is None or best.priority < self._floor(lane):
+            return 0.0
+        chance = probability(best.priority, frontier)
+        if lane.job_node is not None and not limits.eager and \
+                self._promise(lane.job_node, frontier) > chance:
+            return 0.0
+        return chance
+
+    def _spare_weight(self) -> float:
+        """What an accepted alternative is worth beside an accepted first guess.
+
+        Nothing hangs below it yet, so the pipeline starts anew behind it all the same; it brings
+        one slot, and where the next guess is wrong it shows that a whole latency earlier.
+        """
+        return min(1.0, 1.0 - self.calibration.acceptance + 1.0 / max(self.limits.credit, 1))
+
+    def _promise(self, leaf: Node, frontier: Node) -> float:
+        """Expected probability of acceptance of the best guess below a leaf."""
+        return probability(leaf.score, frontier) * self.calibration.acceptance
+
+    def _wanted_leaf(self, lane: Lane) -> Node | None:
+        """Where a draft would bring the best new guess, None when none is worth its while."""
+        limits, frontier = self.limits, lane.tree.frontier
+        if self._cutoff(lane) >= 1.0:
+            return None
+        leaf = lane.reserve.best_leaf()
+        while leaf is not None and self._depth_left(lane, leaf) <= 0:
+            leaf.ranked = True
+            leaf = lane.reserve.best_leaf()
+        if leaf is None or probability(leaf.score, frontier) < limits.path_min:
+            return None
+        best = lane.reserve.best()
+        if best is not None and \
+                probability(best.priority, frontier) > self._promise(leaf, frontier):
+            return None  # what is at hand comes first, and then a leaf may be better
+        return leaf
+
+    def ask_draft(self) -> None:
+        """Give the draft work: below tokens that wait for it, then where it promises most."""
+        if not self.limits.speculates:
+            return
+        for lane in self.flight.lanes.values():
+            if lane.waiting_tip is not None:
+                self._start_draft(lane, lane.waiting_tip)
+        if self.limits.synchronous or not self.room_to_guess():
+            return
+        self._ask_rows()
+        if not self._drafts:
+            return
+        jobs = sum(lane.job is not None for lane in self.flight.lanes.values())
+        wanted = []
+        for lane in self.flight.lanes.values():
+            if lane.job is None and self.may_guess(lane) and \
+                    (leaf := self._wanted_leaf(lane)) is not None:
+                wanted.append((-self._promise(leaf, lane.tree.frontier), lane.lane, lane, leaf))
+        for _, _, lane, leaf in sorted(wanted, key=lambda entry: entry[:2])[
+                :max(_MOST_JOBS - jobs, 0)]:
+            self._start_draft(lane, leaf)
+
+    def _ask_rows(self) -> None:
+        """Let the proposer without a thread name what it knows below the best leaves."""
+        if self.probes is None:
+            return
+        found = False
+        for lane in self.flight.lanes.values():
+            for _ in range(_MOST_ASKED):
+                leaf = self._wanted_leaf(lane) if self.may_guess(lane) else None
+                if leaf is None or lane.job is not None:
+                    break
+                planned = self._quick(lane, leaf)
+                if planned:
+                    found = True
+                    lane.reserve.add(planned)
+                elif self._drafts:
+                    break
+                else:
+                    leaf.ranked = True
+                    self._empty(lane, leaf)
+        if found:
+            self.speculate()
+
+    def _quick(self, lane: Lane, node: Node) -> list[Node]:
+        """What the proposer without a thread names below a node, planned; nothing where it is
+        unsure and a draft can be asked."""
+        assert self.probes is not None
+        room = self.limits.exact_width - (node is lane.waiting_tip)
+        suffix = tuple(node.path_from(lane.tree.frontier))
+        job = self._job(lane, suffix, min(self.probes.proposer.candidates, room),
+                        self._depth_left(lane, node))
+        proposals = self.probes.propose(lane, job)
+        if self._drafts and proposals and ENOUGH > self.calibration.estimate(
+                proposals[0].confidence, first=True):
+            return []
+        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        return self._plan(lane, node, proposals)
+
+    def _start_draft(self, lane: Lane, node: Node) -> None:
+        if lane.job is not None:
+            return
+        if self.probes is not None and node is lane.waiting_tip:
+            if self.limits.synchronous and self.probes.out(lane):
+                return  # what was asked with the last token is still on its way
+            planned = self._quick(lane, node)
+            if planned or not (self._drafts and self.limits.joins):
+                self._issue_tree(lane, node, planned, len(planned))
+                return
+        single = self.limits.synchronous or Ablation.CONTINUOUS in self.limits.ablations
+        room = self.limits.exact_width - (node is lane.waiting_tip)
+        size = min(self.limits.tree_max if single else self.limits.draft_max, room)
+        suffix = tuple(node.path_from(lane.tree.frontier))
+        lane.job = self._job(lane, suffix, size, self._depth_left(lane, node))
+        lane.job_node = node
+        self.flight.out.append(lane.job)
+
+    def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int
+             ) -> StartDraft:
+        self._next_job += 1
+        return StartDraft(
+            self._next_job, lane.path_id, lane.accepted, len(lane.accepted), suffix,
+            lane.request.params, max_tokens, max_depth, self.limits.max_branches,
+            self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
+            self.limits.spares, lane.position(len(lane.accepted)) - len(lane.accepted),
+        )
+
+    def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
+        """Tip and tree of at most `size` guesses in one run, and the probes if they fit, else in
+        one behind it; guesses that find no room wait."""
+        limits = self.limits
+        lane.waiting_tip = None
+        if not planned:
+            lane.empty_since_accept += 1
+            lane.stats.empty_drafts += 1
+        size = min(size, limits.exact_width - 1)
+        if limits.guess_rows:
+            size = min(size, max(limits.guess_rows - self.flight.guess_rows, 0))
+        first = sorted(planned, key=lambda node: -node.score)[:size]
+        due = self.probes is not None and self.probes.due(lane)
+        asked = self.probes.plan(lane, [tip, *first], self._last_pos) \
+            if due and self.probes is not None else []
+        joined = 1 + len(first) + len(asked) <= limits.exact_width
+        nodes = lane.tree.issue([*first, *asked] if joined else first, self.flight.next_run)
+        lane.tree.widen(tip, nodes)
+        run = self.flight.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
+                               speculative=False)
+        if due and self.probes is not None:
+            self.probes.sent(lane, run)
+            if not joined:
+                self.probes.send(lane, asked, self.flight)
+        if not limits.synchronous:
+            lane.reserve.add_leaf(tip)
+            lane.reserve.add(planned)
+
+    def _cutoff(self, lane: Lane) -> float:
+        """Confidence a drafted token needs now (ALGORITHMS 1.6)."""
+        limits = self.limits
+        return (limits.p_min + lane.runs_since_accept * limits.p_recovery
+                - lane.empty_since_accept * limits.p_decay)
+
+    def _depth_left(self, lane: Lane, tip: Node) -> int:
+        """Levels below `tip` that could still be part of the output."""
+        frontier = lane.tree.frontier
+        below = 0 if tip is frontier else tip.pos - frontier.next_pos + 1
+        tokens = lane.request.max_tokens - lane.n_output - below
+        return min(tokens, self.limits.n_ctx - tip.next_pos) - 1

@@ -1,0 +1,279 @@
+"""The token tree in flight of one lane, and the walk that accepts tokens.
+
+The root side of the tree is the last accepted token (the *frontier*); below it hang tokens that
+were already issued to the pipeline on a guess. When the target's choice after the frontier is
+known, that choice is accepted: if an issued child carries it the frontier moves there, else the
+caller issues the chosen token alone. Every other subtree dies. SpecInfer's verification,
+PipeInfer's continuous speculation and its invalidation are all this walk (ALGORITHMS 1.7, 2.2).
+
+Sequence ids: a child that is the first to continue its parent's id stays in it, every further
+one starts an id of its own; rows of one run that lie on several new paths carry all their ids.
+The tree knows no runs in flight, no policy and no draft; it asks the pool for ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import Proposal
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.types import Choice
+from pipeinfer.scheduler.sequence_pool import SequencePool
+
+PLANNED = -2  #: `run_id` of a node that has not been issued
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A token of the tree: issued, or planned (`run_id` is PLANNED, without ids, and its parent
+    does not list it yet).
+
+    seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
+    its first child continues. score: log of the estimated probability of the guesses that lead
+    to it. priority: the score by which it waits for room. ranked: a draft has named what may
+    follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
+    the frontier has reached it. skip: positions that are left free behind it. probe: its result
+    is a hint for whoever proposed it, and it is never accepted. wanted: its choice is asked for.
+    sees: ids that it looks through besides. step: how many passes through the pipeline, one after
+    the other, led to its being issued.
+    """
+
+    token: int
+    pos: int
+    parent: Node | None
+    seq_ids: tuple[int, ...]
+    run_id: int
+    speculative: bool
+    score: float = 0.0
+    priority: float = 0.0
+    ranked: bool = False
+    guesses: list[Proposal] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    choice: Choice | None = None
+    alive: bool = True
+    accepted: bool = False
+    skip: int = 0
+    probe: bool = False
+    wanted: bool = True
+    sees: tuple[int, ...] = ()
+    step: int = 0
+
+    @property
+    def next_pos(self) -> int:
+        """The position of its children."""
+        return self.pos + 1 + self.skip
+
+    def child(self, token: int) -> Node | None:
+        """The child that carries `token` and may be accepted, if any."""
+        return next((c for c in self.children if c.token == token and not c.probe), None)
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and everything below it."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+    @property
+    def open(self) -> bool:
+        """Whether it can still be accepted later: alive, and nothing on its way is decided."""
+        node = self
+        while node.run_id == PLANNED:
+            assert node.parent is not None
+            node = node.parent
+            if node.choice is not None:
+                return False
+        return node.alive and self.choice is None
+
+    def path_from(self, ancestor: Node) -> list[int]:
+        """Tokens from below `ancestor` down to this node."""
+        tokens: list[int] = []
+        node = self
+        while node is not ancestor:
+            tokens.append(node.token)
+            assert node.parent is not None
+            node = node.parent
+        return tokens[::-1]
+
+
+@dataclass(slots=True)
+class Tree:
+    """The tree of one lane; `lane` names it to the pool."""
+
+    lane: int
+    pool: SequencePool
+    frontier: Node
+
+    def add(self, token: int, run_id: int) -> Node:
+        """Issue the accepted token `token` alone (the non-speculative row); it is the frontier."""
+        here = self.frontier
+        node = self._attach(here, token, here.seq_ids[:1], run_id, speculative=False)
+        node.parent = None
+        node.accepted = True
+        self.frontier = node
+        return node
+
+    def plan(self, tip: Node, proposals: Sequence[Proposal], spare_weight: float = 1.0
+             ) -> list[Node]:
+        """Nodes for `proposals` below `tip`, none issued yet; index by index.
+
+        spare_weight: what an accepted spare is worth beside another accepted guess, in (0, 1].
+        """
+        nodes: list[Node] = []
+        for proposal in proposals:
+            parent = tip if proposal.parent < 0 else nodes[proposal.parent]
+            score = parent.score + math.log(max(proposal.confidence, 1e-9))
+            weight = math.log(spare_weight) if proposal.spare else 0.0
+            nodes.append(Node(proposal.token, parent.next_pos, parent, (), PLANNED,
+                              speculative=True, score=score, priority=score + weight))
+        return nodes
+
+    def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
+        """Issue planned nodes, parents first, in one run; returns those issued, in row order.
+
+        Nodes that repeat a sibling's token (probes: another probe's), or for which no id is left,
+        are dropped together with what hangs below them. A parent may be a row of the same run
+        (synchronous trees): it then gets the new ids as well, see `widen`.
+        """
+        kept = self._affordable(nodes)
+        children: dict[int, list[Node]] = {}
+        roots: dict[int, Node] = {}
+        inside = {id(node) for node in kept}
+        for node in kept:
+            assert node.parent is not None
+            children.setdefault(id(node.parent), []).append(node)
+            if id(node.parent) not in inside:
+                roots[id(node.parent)] = node.parent
+
+        def assign(node: Node, primary: int, base: Node) -> tuple[int, ...]:
+            """Ids of the leaves below `node`; the first child inherits `primary`."""
+            own: tuple[int, ...] = ()
+            for k, child in enumerate(children.get(id(node), ())):
+                own += assign(child, primary if k == 0 else self._branch(base), base)
+            node.seq_ids = own or (primary,)
+            return node.seq_ids
+
+        for base in roots.values():
+            continued = bool(base.children)
+            for k, node in enumerate(children[id(base)]):
+                primary = base.seq_ids[0] if k == 0 and not continued else self._branch(base)
+                assign(node, primary, base)
+        for node in kept:
+            assert node.parent is not None
+            node.parent.children.append(node)
+            node.run_id = run_id
+        return kept
+
+    def widen(self, tip: Node, nodes: Sequence[Node]) -> None:
+        """Let `tip`, a row of the same run as its new subtree, carry all ids of that subtree."""
+        ids = dict.fromkeys(tip.seq_ids[:1])
+        for node in nodes:
+            ids.update(dict.fromkeys(node.seq_ids))
+        tip.seq_ids = tuple(ids)
+
+    def step(self, token: int) -> tuple[Node | None, list[Node]]:
+        """Accept `token` after the frontier.
+
+        Returns the child that the frontier moved to (None: the token has not been issued, and
+        the frontier stays until `add`) and the nodes that died, in no particular order.
+        """
+        here = self.frontier
+        survivor = here.child(token)
+        dead = [n for c in here.children if c is not survivor for n in c.subtree()]
+        length = here.pos + 1
+        keep = {here.seq_ids[0]} if survivor is None else {
+            i for n in survivor.subtree() for i in n.seq_ids
+        }
+        gone = dict.fromkeys(i for n in dead for i in n.seq_ids if i not in keep)
+        if survivor is None and here.children:
+            self.pool.truncate(here.seq_ids[0], length)
+        for seq_id in gone:
+            self.pool.release(seq_id, length)
+        for node in dead:
+            node.alive = False
+        here.children = [] if survivor is None else [survivor]
+        if survivor is not None:
+            survivor.accepted = True
+            self.frontier = survivor
+        return survivor, dead
+
+    def prune(self) -> list[Node]:
+        """Everything below the frontier dies; returns it."""
+        here = self.frontier
+        if not here.children:
+            return []
+        dead = [node for node in here.subtree() if node is not here]
+        self._drop(dead, here.seq_ids[0], here.pos + 1)
+        here.children = []
+        return dead
+
+    def restart(self, token: int, pos: int) -> list[Node]:
+        """The frontier and all below it die; a row that is not issued takes its place.
+
+        What the lane's first id holds from `pos` on is dropped. Returns the nodes that died.
+        """
+        here = self.frontier
+        below = [node for node in here.subtree() if node is not here]
+        main = here.seq_ids[0]
+        self._drop(below, main, pos)
+        here.alive = False
+        self.frontier = Node(token, pos, None, (main,), NO_RUN, speculative=False, accepted=True)
+        return [here, *below]
+
+    def _drop(self, dead: Sequence[Node], main: int, length: int) -> None:
+        self.pool.truncate(main, length)
+        for seq_id in dict.fromkeys(i for node in dead for i in node.seq_ids if i != main):
+            self.pool.release(seq_id, length)
+        for node in dead:
+            node.alive = False
+
+    def kill(self) -> list[Node]:
+        """Everything in the tree dies (the lane ends); the caller releases the lane's ids."""
+        nodes = list(self.frontier.subtree())
+        for node in nodes:
+            node.alive = False
+        return nodes
+
+    def _attach(
+        self, parent: Node, token: int, seq_ids: tuple[int, ...], run_id: int, *,
+        speculative: bool,
+    ) -> Node:
+        node = Node(token, parent.next_pos, parent, seq_ids, run_id, speculative,
+                    score=parent.score, priority=parent.score)
+        parent.children.append(node)
+        return node
+
+    def _branch(self, tip: Node) -> int:
+        return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
+
+    def _affordable(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes that have an id to live in, without repeated siblings."""
+        budget = self.pool.available
+        inside = {id(node) for node in nodes}
+        continued: dict[int, bool] = {}
+        seen: set[tuple[int, int, bool]] = set()
+        kept: list[Node] = []
+        kept_ids: set[int] = set()
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            key = id(parent)
+            if key in inside and key not in kept_ids:
+                continue
+            if key not in continued:
+                continued[key] = bool(parent.children)
+                seen.update((key, child.token, child.probe) for child in parent.children)
+            if (key, node.token, node.probe) in seen:
+                continue
+            if continued[key]:
+                if budget == 0:
+                    continue
+                budget -= 1
+            continued[key] = True
+            seen.add((key, node.token, node.probe))
+            kept.append(node)
+            kept_ids.add(id(node))
+        return kept

@@ -1,0 +1,189 @@
+"""What surrounds every HTTP request: keys, sizes, times, origins, headers, counting.
+
+Plain ASGI, so that streams pass through untouched. Knows headers and bytes, no fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import h11
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pipeinfer.server.errors import ApiError
+from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.schema import Reply
+from pipeinfer.server.settings import Settings
+
+POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+          "connect-src 'self'; font-src 'self'; manifest-src 'self'; base-uri 'none'; "
+          "form-action 'none'; frame-ancestors 'none'")
+_HEADERS = [
+    (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", POLICY.encode()),
+]
+_log = logging.getLogger("pipeinfer.requests")
+_http_log = logging.getLogger("pipeinfer.http")
+_http_log.setLevel(logging.ERROR)  # what is no HTTP is the client's affair, and could fill the log
+
+
+class Connection(H11Protocol):
+    """Lets a handler end its connection, and ends those on which no request arrives in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Remember the transport for handlers, and wait for a request."""
+        super().connection_made(transport)
+        self.logger = _http_log
+        self.app_state = {**self.app_state, "transport": transport}
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; a request that stays incomplete is not waited for for ever."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. Where it comes in the middle of a request, the request's handler
+        is told that its client has left: it could not answer any more."""
+        cycle = self.cycle
+        started = False
+        if cycle is not None and not cycle.response_complete:
+            started = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        try:
+            if not started:
+                super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            pass
+        self.transport.close()
+
+    def _expect_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+
+class Guard:
+    """Turns away requests without a key and bodies that are too long or too slow."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str]) -> None:
+        self._app, self._public = app, public
+        self._salt = secrets.token_bytes(32)
+        self._keys = [self._digest(key.encode()) for key in settings.api_keys]
+        self._max_body, self._seconds = settings.max_body, settings.client_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may pass."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(scope["path"], headers)
+            self._check_length(headers)
+        except ApiError as error:
+            response = Reply(error.body(), error.status, error.headers)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> None:
+        if not self._keys or path in self._public:
+            return
+        given = headers.get(b"x-api-key", b"")
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            given = token.strip()
+        # Digests have one length, so that time tells neither a key nor how long it is; what is not
+        # given is compared, too.
+        digest = self._digest(given)
+        known = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(known):
+            raise ApiError(401, "a valid API key is needed: send the header Authorization: "
+                                "Bearer KEY", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._salt).digest()
+
+    def _check_length(self, headers: MutableMapping[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
+            raise ApiError(413, self._too_long())
+
+    def _too_long(self) -> str:
+        return f"the request is longer than the {self._max_body} bytes that this server takes"
+
+    def _bounded(self, receive: Receive) -> Receive:
+        size, complete = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size, complete
+            if complete:  # from now on only the client's leaving can come
+                return await receive()
+            try:
+                async with asyncio.timeout(self._seconds):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the request's body did not arrive in time") from None
+            size += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if size > self._max_body:
+                raise HTTPException(413, self._too_long())
+            return message
+
+        return bounded
+
+
+class Accounting:
+    """Counts answers, adds headers that harden a browser, and logs when asked to."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
+        self._app, self._metrics, self._logs = app, metrics, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and look at the answer's start."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+
+        async def seen(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._metrics.answered(status)
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, seen)
+        finally:
+            if self._logs:
+                client = scope.get("client") or ("-",)
+                _log.warning("%s %s %s %s %.0f ms", client[0], scope["method"],
+                             ascii(scope["path"])[1:-1], status or "-",
+                             1e3 * (time.monotonic() - start))
+
+
+def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str]
+             ) -> ASGIApp:
+    """The application with everything around it. public: paths that need no key."""
+    inner: ASGIApp = Guard(app, settings, public)
+    if settings.cors_origins:
+        inner = CORSMiddleware(
+            inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["*"])
+    return Accounting(inner, metrics, settings.log_requests)

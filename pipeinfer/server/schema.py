@@ -1,0 +1,462 @@
+"""The requests that clients send, field by field, and which fields are ignored or refused.
+
+Every field of the OpenAI API and of llama.cpp's server that clients are known to send is either
+declared here, and then honoured or (IGNORED) accepted without effect, or refused by name: an
+unknown field is a 400, never dropped in silence. Knows shapes, bounds and names, no model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from starlette.responses import JSONResponse
+
+#: accepted without effect, with the reason that docs/api.md gives
+IGNORED = {
+    "user": "there are no accounts",
+    "metadata": "nothing is stored",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "safety_identifier": "there are no accounts",
+    "prompt_cache_key": "prompts that start alike share their beginning anyway",
+    "prompt_cache_retention": "the least recently used prompt goes first",
+    "cache_prompt": "prompts that start alike share their beginning anyway",
+    "parallel_tool_calls": "the model decides how many functions it calls",
+}
+
+#: refused with this reason; null counts as not given
+REFUSED = {
+    "audio": "this server makes text only",
+    "prediction": "guessing ahead is done by the draft model",
+    "web_search_options": "this server does not search the web",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "verbosity": "the model has no such setting",
+    "suffix": "text is only continued, not filled in",
+    "repetition_penalty": "use repeat_penalty",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "guided_json": "use response_format",
+    "guided_grammar": "use grammar",
+    "guided_regex": "use grammar",
+    "guided_choice": "use grammar",
+    "typical_p": "this sampler is not there",
+    "top_a": "this sampler is not there",
+    "mirostat": "this sampler is not there",
+    "dry_multiplier": "this sampler is not there",
+    "xtc_probability": "this sampler is not there",
+    "dynatemp_range": "this sampler is not there",
+    "samplers": "the order is fixed: bias, penalties, top_k, top_p, min_p, temperature",
+    "use_beam_search": "there is no beam search",
+    "lora": "there are no adapters",
+    "slot_id": "requests find a slot by themselves",
+    "id_slot": "requests find a slot by themselves",
+}
+
+MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
+MAX_BIASES = 1024  #: each costs time at every token
+_INT32 = 2**31 - 1
+
+StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Token: TypeAlias = Annotated[int, Field(ge=0, le=_INT32)]
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """No unknown fields, no conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        """Clients write out fields that they do not use as null."""
+        if isinstance(data, dict):
+            return {k: v for k, v in data.items()
+                    if v is not None or k not in REFUSED or k in cls.model_fields}
+        return data
+
+
+class StreamOptions(Strict):
+    """include_usage: a last chunk with the counts."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Extras(Strict):
+    """detail: say which tokens were speculated."""
+
+    detail: bool = False
+
+
+class JsonSchema(Strict):
+    """A named JSON schema."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    json_schema: dict[str, JsonValue] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Strict):
+    """What /v1/completions and /v1/chat/completions share."""
+
+    model: str | None = Field(None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=10**7)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, le=2**24)
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
+        | Annotated[list[Annotated[list[int | float], Field(min_length=2, max_length=2)]],
+                    Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    pipeinfer: Extras | None = None
+    # accepted without effect
+    user: JsonValue = None
+    metadata: JsonValue = None
+    store: JsonValue = None
+    service_tier: JsonValue = None
+    safety_identifier: JsonValue = None
+    prompt_cache_key: JsonValue = None
+    prompt_cache_retention: JsonValue = None
+    cache_prompt: JsonValue = None
+    parallel_tool_calls: JsonValue = None
+
+
+class CompletionRequest(Sampling):
+    """Continue texts (or token ids)."""
+
+    prompt: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]],
+                    Field(min_length=1, max_length=MAX_CHOICES)]
+    )
+    max_tokens: int | None = Field(None, ge=0, le=_INT32)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """A call that the model made; arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that the model made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: JsonValue = None
+    annotations: JsonValue = None
+
+
+class Function(Strict):
+    """A function that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Conversation(Strict):
+    """What a chat template gets."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatRequest(Sampling, Conversation):
+    """Answer a conversation."""
+
+    max_tokens: int | None = Field(None, ge=1, le=_INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    decomposer: Literal["none", "pasta", "pdos", "skeleton", "apar"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeRequest(Strict):
+    """Text to tokens. parse_special: control tokens written out in the text become tokens."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Tokens to text."""
+
+    tokens: list[Token]
+
+
+class TemplateRequest(Conversation):
+    """A conversation to the text that the model would get."""
+
+    add_generation_prompt: bool = True
+
+
+class Reply(JSONResponse):
+    """A JSON answer that may hold half a surrogate pair, which a request's JSON can bring."""
+
+    def render(self, content: Any) -> bytes:
+        """The body: UTF-8, halves of pairs as escapes."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong. param: the field that is to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """Every error has this form."""
+
+    error: ErrorDetail
+
+
+class CachedTokens(BaseModel):
+    """cached_tokens: prompt tokens that were not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Timings(BaseModel):
+    """Counts, and times in milliseconds."""
+
+    prompt_n: int
+    cache_n: int
+    prompt_ms: float
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+    drafted_n: int
+    accepted_n: int
+    runs_n: int
+    cancelled_runs_n: int
+
+
+class Answer(BaseModel):
+    """What both kinds of answers share. pipeinfer: only with pipeinfer.detail."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    usage: Usage
+    timings: Timings
+    pipeinfer: dict[str, Any] | None = None
+
+
+class TextChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(Answer):
+    """The answer of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ReplyMessage(BaseModel):
+    """What the model said, and the calls it wants made."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ReplyMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(Answer):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Model(BaseModel):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    """Every model that can be asked."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Piece(BaseModel):
+    """A token and its text (bytes where it is no UTF-8 by itself)."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(BaseModel):
+    """A text's tokens."""
+
+    tokens: list[int] | list[Piece]
+
+
+class Content(BaseModel):
+    """A text."""
+
+    content: str
+
+
+class Prompt(BaseModel):
+    """What the model would get."""
+
+    prompt: str
+
+
+class Health(BaseModel):
+    """status: ok, loading, draining, failed or stopped. recoveries: how often the job went on after
+    it had lost ranks; lost: which."""
+
+    status: Literal["ok", "loading", "draining", "failed", "stopped"]
+    reason: str | None = None
+    stages: dict[str, Any] | None = None
+    recoveries: int = 0
+    lost: list[int] = []
+
+
+class Rebalanced(BaseModel):
+    """What came of dealing the layers out anew, and the stages from now on."""
+
+    changed: bool
+    message: str
+    stages: list[dict[str, Any]]
+
+
+class Props(BaseModel):
+    """What the server is and does."""
+
+    model_alias: str
+    total_slots: int
+    n_ctx: int
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    default_generation_settings: dict[str, Any]
+    pipeinfer: dict[str, Any]
+
+
+class Slot(BaseModel):
+    """A place for a request; fields of the lane when it is taken."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    lane: dict[str, Any] | None = None

@@ -1,0 +1,66 @@
+"""APAR: list items fork, details are decoded beside the list (a baseline; ALGORITHMS 7.2).
+
+When the main thread writes `[Fork]`, a thread begins with `[Child]`, sees everything up to the
+fork, and writes the detail; the main thread goes on at once and never sees it. Children do not
+fork, and nothing is joined. Knows no cells, runs or models.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.core.types import ANY
+from pipeinfer.errors import ModelError
+from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+
+FORK, CHILD = "[Fork]", "[Child]"
+
+
+class Apar(Reader):
+    """A `Decomposer`. n_prompt: tokens of the prompt; most: forks in all, further ones are
+    ignored. Raises ModelError when a control token takes several tokens."""
+
+    def __init__(self, vocabulary: Vocabulary, *, n_prompt: int, most: int = 32) -> None:
+        super().__init__()
+        fork, child = vocabulary.single(FORK), vocabulary.single(CHILD)
+        if fork is None or child is None:
+            raise ModelError(f"--decomposer apar needs a vocabulary with single tokens for {FORK} "
+                             f"and {CHILD}; this model's has none")
+        self._vocabulary, self._fork, self._child = vocabulary, fork, child
+        self._index, self._most, self._numbers = n_prompt, most, 0
+        self._children: dict[int, Stream] = {}
+
+    @property
+    def bans(self) -> tuple[tuple[int, int, int], ...]:
+        """`[Child]` is never chosen, and no fork follows a fork."""
+        return ((ANY, ANY, self._child), (self._fork, ANY, self._fork))
+
+    @property
+    def complete(self) -> bool:
+        """See `Decomposer.complete`."""
+        return self._main.over and all(child.over for child in self._children.values())
+
+    def accepted(self, thread: int, token: int) -> list[Action]:
+        """See `Decomposer.accepted`."""
+        if thread != MAIN:
+            stream = self._children[thread]
+            stream.add(thread, len(stream.parts), self._vocabulary.piece(token))
+            return []
+        self._index += 1
+        fork = token == self._fork
+        self._main.add(MAIN, self._numbers, b"" if fork else self._vocabulary.piece(token))
+        self._numbers += 1
+        if not fork or len(self._children) >= self._most:
+            return []
+        child = len(self._children) + 1
+        self._children[child] = Stream()
+        self._main.parts.append(self._children[child])
+        bans = ((ANY, ANY, self._child), (ANY, ANY, self._fork))
+        return [Fork(child, MAIN, self._index, (self._child,), bans)]
+
+    def ended(self, thread: int) -> list[Action]:
+        """See `Decomposer.ended`."""
+        if thread == MAIN:
+            self._main.over = True
+            return []
+        self._children[thread].over = True
+        return [Close(thread)]

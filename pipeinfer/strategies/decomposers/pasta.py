@@ -1,0 +1,276 @@
+"""PASTA-LANG: promises are decoded by threads of their own while the main thread goes on.
+
+    response := (text | promise | sync)*
+    promise  := <promise topic="..." tokens=N/>       N: expected length in units of ten
+    sync     := <sync/>
+
+When the main thread completes a promise, a thread begins with `<async>`, sees what the main thread
+had written up to the promise, and ends with `</async>`; the main thread goes on at once, so many
+positions further as the promise says. `<sync/>` waits for all threads and makes what they computed
+visible (PASTA, section 3). Malformed tags, and promises beyond `most` at a time, are plain text.
+Knows no cells, runs or models.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, field
+
+from pipeinfer.core.types import ANY
+from pipeinfer.strategies.decomposers.base import (
+    MAIN,
+    Action,
+    Close,
+    Feed,
+    Fork,
+    Hold,
+    Join,
+    Skip,
+    Vocabulary,
+)
+from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+
+ASYNC, END_ASYNC, SYNC = b"<async>", b"</async>", b"<sync/>"
+UNIT = 10  #: tokens that the attribute counts in
+_TAGS = re.compile(rb'<promise\s+topic="[^"<>]*"\s+tokens=(?P<n>[0-9]{1,6})\s*/>|<sync/>')
+_OPENING = b"<promise"
+_LONGEST_TAG = 256  #: bytes after which an unfinished tag is text
+
+
+class Positions(enum.StrEnum):
+    """Where the main thread goes on after a promise (paper section 4.3, Pred-10x and its variants).
+
+    pred-10x: 10 N positions further. pred-1x: N, for models whose attribute is the exact length.
+    fixed: always as many as given. oracle: the block's true length, and oracle-10x that rounded to
+    tens; both need the lengths of an earlier run.
+    """
+
+    PRED_10X = "pred-10x"
+    PRED_1X = "pred-1x"
+    FIXED = "fixed"
+    ORACLE = "oracle"
+    ORACLE_10X = "oracle-10x"
+
+
+@dataclass(frozen=True, slots=True)
+class Spacing:
+    """A `Positions` with what it needs: count for fixed, block lengths (tags included) for
+    oracles."""
+
+    kind: Positions = Positions.PRED_10X
+    count: int = 40
+    lengths: tuple[int, ...] = ()
+
+    def after(self, block: int, attribute: int) -> int:
+        """Positions to leave free for block number `block` (from 0)."""
+        match self.kind:
+            case Positions.PRED_10X:
+                return UNIT * attribute
+            case Positions.PRED_1X:
+                return attribute
+            case Positions.FIXED:
+                return self.count
+            case Positions.ORACLE:
+                return self.lengths[block]
+            case Positions.ORACLE_10X:
+                return UNIT * max(1, round(self.lengths[block] / UNIT))
+
+
+@dataclass(slots=True)
+class _Block:
+    """A promise and its thread. length: tokens, tags included. start: position of the first."""
+
+    thread: int
+    length: int
+    start: int
+    stream: Stream = field(default_factory=Stream)
+    settled: bool = False
+    joined: bool = False
+
+
+class Pasta(Reader):
+    """A `Decomposer`. most: promises that may be open at a time. room: a promise that would put
+    the main thread beyond this many positions is text. start: position of the first token.
+
+    overlap: whether the main thread may stand before what is joined to it. Else it moves on behind
+    the longest block at a sync (not in the paper; llama.cpp takes positions in order only).
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, start: int, room: int, most: int = 16,
+                 spacing: Spacing | None = None, overlap: bool = True) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._spacing, self._overlap = spacing or Spacing(), overlap
+        self._most, self._room, self._pos = most, room, start
+        self._index = start
+        self._begin = tuple(vocabulary.encode(ASYNC.decode()))
+        self._end = tuple(vocabulary.encode(END_ASYNC.decode()))
+        self._block_bans = _banned(vocabulary, b"<promise", b'<promise topic="', SYNC, ASYNC)
+        self._numbers = 0
+        self._blocks: dict[int, _Block] = {}
+        self._waiting = False
+
+    @property
+    def bans(self) -> tuple[tuple[int, int, int], ...]:
+        """The main thread never writes the tags that the interpreter inserts."""
+        return _banned(self._vocabulary, ASYNC, END_ASYNC)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each block, tags included, in the order of the promises."""
+        return tuple(block.length for block in self._blocks.values())
+
+    @property
+    def complete(self) -> bool:
+        """See `Decomposer.complete`."""
+        return self._main.over and all(block.stream.over for block in self._blocks.values())
+
+    def accepted(self, thread: int, token: int) -> list[Action]:
+        """See `Decomposer.accepted`."""
+        if thread != MAIN:
+            return self._block_token(self._blocks[thread], token)
+        main = self._main
+        self._index += 1
+        self._pos += 1
+        main.add(MAIN, self._numbers, self._vocabulary.piece(token))
+        self._numbers += 1
+        main.held += 1
+        start = len(main.parts) - main.held
+        text = main.text(start)
+        found = _TAGS.search(text)
+        if found is None:
+            at = text.rfind(b"<")
+            if at < 0 or not _may_be_tag(text[at:]):
+                main.held = 0
+            return []
+        actions: list[Action] = []
+        skip = 0
+        if found.group("n") is None:
+            if any(not block.joined for block in self._blocks.values()):
+                actions = self._sync()
+        else:
+            promised = self._skip(int(found.group("n")))
+            if promised is None:  # can not be kept: it stays text
+                main.held = 0
+                return []
+            skip = promised
+        _strip(main, start, found.start(), len(text) - found.end())
+        main.held = 0
+        return actions if found.group("n") is None else self._promise(skip)
+
+    def ended(self, thread: int) -> list[Action]:
+        """See `Decomposer.ended`."""
+        if thread == MAIN:
+            self._main.over = True
+            return []
+        block = self._blocks[thread]
+        block.length += len(self._end)
+        return [Feed(thread, self._end), *self._over(block)]
+
+    def settled(self, thread: int) -> list[Action]:
+        """See `Decomposer.settled`."""
+        self._blocks[thread].settled = True
+        return self._join()
+
+    # --- the main thread ----------------------------------------------------------------------
+
+    def _skip(self, attribute: int) -> int | None:
+        """Positions to leave free for the next block; None: the promise can not be kept."""
+        outstanding = sum(not block.joined for block in self._blocks.values())
+        if outstanding >= self._most:
+            return None
+        known = len(self._blocks)
+        if self._spacing.lengths and known >= len(self._spacing.lengths):
+            return None
+        skip = self._spacing.after(known, attribute)
+        return skip if self._pos + skip < self._room else None
+
+    def _promise(self, skip: int) -> list[Action]:
+        thread = len(self._blocks) + 1
+        block = _Block(thread, len(self._begin), self._pos)
+        self._blocks[thread] = block
+        self._main.parts.insert(len(self._main.parts) - 1, block.stream)
+        self._pos += skip
+        return [Fork(thread, MAIN, self._index, self._begin, self._block_bans), Skip(MAIN, skip)]
+
+    def _sync(self) -> list[Action]:
+        self._waiting = True
+        return [Hold(MAIN), *self._join()]
+
+    def _join(self) -> list[Action]:
+        """Everything is there that the main thread waits for."""
+        loose = [block for block in self._blocks.values() if not block.joined]
+        if not self._waiting or not all(block.settled for block in loose):
+            return []
+        self._waiting = False
+        for block in loose:
+            block.joined = True
+        skip = 0
+        if not self._overlap:
+            behind = max(block.start + block.length for block in loose)
+            skip = max(behind - (self._pos - 1), 0)
+            self._pos += skip
+        return [Join(MAIN, tuple(block.thread for block in loose)), Feed(MAIN, skip=skip)]
+
+    # --- blocks -------------------------------------------------------------------------------
+
+    def _block_token(self, block: _Block, token: int) -> list[Action]:
+        stream = block.stream
+        block.length += 1
+        stream.add(block.thread, len(stream.parts), self._vocabulary.piece(token))
+        text = stream.text(-2 * len(END_ASYNC))
+        if text.endswith(END_ASYNC):
+            _cut_tail(stream, len(END_ASYNC))
+            return self._over(block)
+        stream.held = _unsure(stream, text)
+        return []
+
+    def _over(self, block: _Block) -> list[Action]:
+        block.stream.over = True
+        return [Close(block.thread, evaluate=True)]
+
+
+def _may_be_tag(text: bytes) -> bool:
+    if len(text) > _LONGEST_TAG:
+        return False
+    whole = (SYNC, _OPENING)
+    return any(tag.startswith(text) for tag in whole) or (
+        text.startswith(_OPENING) and b">" not in text and b"<" not in text[1:])
+
+
+def _strip(main: Stream, first: int, start: int, tail: int) -> None:
+    """Hide a tag in the parts from `first` on: from byte `start` to `tail` bytes before the end."""
+    for k in range(first, len(main.parts)):
+        text = main.text(k)[: len(main.text(k)) - len(main.text(k + 1))]
+        kept = text[:start]
+        if k == len(main.parts) - 1 and tail:
+            kept += text[-tail:]
+        main.edit(k, kept)
+        start = max(start - len(text), 0)
+
+
+def _unsure(stream: Stream, text: bytes) -> int:
+    """How many of a block's last pieces may be part of an unfinished closing tag."""
+    held = next((n for n in range(len(END_ASYNC) - 1, 0, -1) if text.endswith(END_ASYNC[:n])), 0)
+    count = 0
+    while held > len(stream.text(len(stream.parts) - count)):
+        count += 1
+    return count
+
+
+def _cut_tail(stream: Stream, count: int) -> None:
+    """Take the last `count` bytes off a stream's text."""
+    for k in range(len(stream.parts) - 1, -1, -1):
+        if not count:
+            return
+        text = stream.text(k)
+        taken = min(count, len(text))
+        stream.edit(k, text[: len(text) - taken])
+        count -= taken
+
+
+def _banned(vocabulary: Vocabulary, *tags: bytes) -> tuple[tuple[int, int, int], ...]:
+    """Bans of those tags that are single tokens."""
+    return tuple((ANY, ANY, token) for tag in tags
+                 if (token := vocabulary.single(tag.decode())) is not None)

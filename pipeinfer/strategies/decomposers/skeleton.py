@@ -1,0 +1,82 @@
+"""Skeleton-of-Thought: an outline, then every point with a prompt of its own (a baseline).
+
+The main thread writes a numbered outline; each point is then expanded by a thread whose prompt
+holds the question and the whole outline. Points do not see each other, and nothing of the outline's
+cache is used again but what the prompts begin with (ALGORITHMS 7.1). Without any point the question
+is answered plainly. Knows no cells, runs or models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+
+_POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """plain: the prompt of an ordinary answer. point: the prompt for (outline, number, point), as
+    tokens; lead: text that the reader sees before a point's expansion."""
+
+    plain: tuple[int, ...]
+    point: Callable[[str, int, str], tuple[int, ...]]
+    lead: Callable[[int, str], str]
+
+
+class Skeleton(Reader):
+    """A `Decomposer` whose main prompt asks for the outline. most: points that are expanded."""
+
+    def __init__(self, vocabulary: Vocabulary, prompts: Prompts, *, most: int = 16) -> None:
+        super().__init__()
+        self._vocabulary, self._prompts, self._most = vocabulary, prompts, most
+        self._outline: list[bytes] = []
+        self._points: dict[int, Stream] = {}
+        self._leads: dict[int, bytes] = {}
+
+    @property
+    def bans(self) -> tuple[tuple[int, int, int], ...]:
+        """Nothing is banned."""
+        return ()
+
+    @property
+    def complete(self) -> bool:
+        """See `Decomposer.complete`."""
+        return self._main.over and all(point.over for point in self._points.values())
+
+    def accepted(self, thread: int, token: int) -> list[Action]:
+        """See `Decomposer.accepted`."""
+        piece = self._vocabulary.piece(token)
+        if thread == MAIN:
+            self._main.add(MAIN, len(self._outline), b"")
+            self._outline.append(piece)
+        else:
+            self._points[thread].add(thread, len(self._points[thread].parts),
+                                     self._leads.pop(thread, b"") + piece)
+        return []
+
+    def ended(self, thread: int) -> list[Action]:
+        """See `Decomposer.ended`."""
+        if thread != MAIN:
+            self._points[thread].over = True
+            return [Close(thread)]
+        outline = b"".join(self._outline).decode("utf-8", "replace")
+        points: dict[int, str] = {}
+        for number, text in _POINT.findall(outline):
+            if len(number) < 4:
+                points.setdefault(int(number), text)
+        forks = [Fork(k + 1, MAIN, 0, self._prompts.point(outline, number, text))
+                 for k, (number, text) in enumerate(list(points.items())[: self._most])]
+        for fork, (number, text) in zip(forks, points.items(), strict=False):
+            line = "\n" if fork.thread > 1 else ""
+            self._leads[fork.thread] = (line + self._prompts.lead(number, text)).encode()
+        if not forks:
+            forks = [Fork(1, MAIN, 0, self._prompts.plain)]
+        self._points = {fork.thread: Stream() for fork in forks}
+        self._main.parts += self._points.values()
+        self._main.over = True
+        return list(forks)

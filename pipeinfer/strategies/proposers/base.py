@@ -1,0 +1,92 @@
+"""The seam for proposers: where the candidate next tokens of a lane come from.
+
+A proposer looks at a path and names tokens that may follow it, with the probability that each
+is the target's choice. It can not change the output, only how soon it comes. It knows no runs,
+ranks, sequence ids of the target or cutoffs beyond those in its job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.types import Choice
+
+
+class Proposer(Protocol):
+    """Proposes continuations; used by one thread. free: it evaluates no model."""
+
+    free: bool
+
+    @property
+    def rows_evaluated(self) -> int:
+        """Rows that its model has evaluated so far."""
+
+    def propose(
+        self, job: StartDraft, stopped: Callable[[], bool]
+    ) -> tuple[Proposal, ...] | None:
+        """Proposals below the job's path, parents before children, the best chain first.
+
+        At most `job.max_tokens`, at most `job.max_depth` levels and `job.branches` paths, none
+        of `job.stop_ids`, none under the cutoffs. None when `stopped()` answered True midway:
+        the job is no longer wanted.
+        """
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A row that is verified in this step. parent: index of an earlier one, -1 of the tip, which
+    comes first."""
+
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRow:
+    """A row that is there for hints. parent: index among the anchors and, after these, the probes
+    before it; its position follows its parent's. wanted: its choice is asked for. sees: sequence
+    ids that it looks through besides its own (torch only)."""
+
+    parent: int
+    token: int
+    wanted: bool = True
+    sees: tuple[int, ...] = ()
+
+
+class RowProposer(Protocol):
+    """Proposes from what the target chose after its probes. Lanes are named by `StartDraft.lane`.
+
+    candidates: most tokens that it proposes below a tip. rows: most probes of a step. paths: most
+    paths of both together.
+    """
+
+    candidates: int
+    rows: int
+    paths: int
+
+    def opened(self, lane: int, tokens: Sequence[int]) -> None:
+        """A lane starts with these tokens (a prompt, or a path that had another name before)."""
+
+    def accepted(self, lane: int, tokens: Sequence[int]) -> None:
+        """The lane's path has grown by these."""
+
+    def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
+        """Proposals below the job's path, parents before children; at most `job.max_tokens` and
+        `job.max_depth` levels, none of `job.stop_ids`. Empty: it knows nothing here."""
+
+    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
+        """Probes for a step that verifies `anchors`, at most `room`."""
+
+    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
+        """What was chosen after the anchors and the probes of the last `probes`, in their order;
+        None: not asked for, or there was no room for the row. Follows each `probes` that was
+        answered."""
+
+    def closed(self, lane: int) -> None:
+        """The lane has ended. Harmless for one that was never opened."""

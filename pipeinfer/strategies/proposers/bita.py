@@ -1,0 +1,140 @@
+"""BiTA's decoding (arXiv 2401.12522): groups of learned mask tokens name what comes next.
+
+After the current token and after every candidate hangs a group of M masks; mask r proposes, by its
+k likeliest tokens, what follows r+1 tokens later. What the group behind the last accepted token
+proposes is verified in the next step as a tree, of which each level offers k, k-1, ... tokens and
+only the likeliest has children (`ALGORITHMS` 6.3, 6.4). Masks see the learned prompts, under a
+sequence id of their own; no other row sees masks or prompts, so nothing they propose can change a
+choice. Pure: the masks' vectors and the prompts are the backend's affair.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.types import Choice
+from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+
+
+class Shape(enum.StrEnum):
+    """Which candidates are verified together."""
+
+    EFFICIENT = "efficient"  #: k, k-1, ... per level, below the likeliest of the level before
+    FULL = "full"  #: k below each token of the level before
+    CHAIN = "chain"  #: the likeliest of each level, one group of masks behind the current token
+
+
+@dataclass(slots=True)
+class _Lane:
+    """tokens: the path. anchors: of the last step, by (parent, token), the tip as 0 at index `at`
+    of the path. groups: for an anchor, the indices of its masks. tops: what those named."""
+
+    tokens: list[int]
+    at: int = -1
+    anchors: dict[tuple[int, int], int] = field(default_factory=dict)
+    groups: dict[int, list[int]] = field(default_factory=dict)
+    tops: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
+
+
+class Bita:
+    """A `RowProposer`. first_id: token id of the first mask, the others follow. masks: M. top: k.
+    prompt_id: the sequence id that the learned prompts are under; None without prompts."""
+
+    def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
+                 shape: Shape = Shape.EFFICIENT) -> None:
+        if masks < 1 or top < 1:
+            raise ValueError(f"{masks} masks and the {top} likeliest tokens of each can not be")
+        self._first_id, self._masks, self._top, self._shape = first_id, masks, top, shape
+        self._sees = () if prompt_id is None else (prompt_id,)
+        self.candidates = nodes = tree_size(masks, top, shape)
+        groups = 1 if shape is Shape.CHAIN else nodes + 1
+        self.rows = masks * groups
+        self.paths = nodes + groups
+        self._lanes: dict[int, _Lane] = {}
+
+    def opened(self, lane: int, tokens: Sequence[int]) -> None:
+        """See `RowProposer.opened`."""
+        self._lanes[lane] = _Lane(list(tokens))
+
+    def accepted(self, lane: int, tokens: Sequence[int]) -> None:
+        """See `RowProposer.accepted`."""
+        self._lanes[lane].tokens += tokens
+
+    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
+        """See `RowProposer.probes`."""
+        state = self._lanes[lane]
+        state.at, state.tops = len(state.tokens) - 1, {}
+        state.anchors = {(a.parent, a.token): k for k, a in enumerate(anchors) if k}
+        state.groups = {}
+        rows: list[ProbeRow] = []
+        for k in range(1 if self._shape is Shape.CHAIN else len(anchors)):
+            if len(rows) + self._masks > room:
+                break
+            first = len(anchors) + len(rows)
+            state.groups[k] = list(range(first, first + self._masks))
+            rows += [ProbeRow(first + r - 1 if r else k, self._first_id + r, sees=self._sees)
+                     for r in range(self._masks)]
+        return rows
+
+    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
+        """See `RowProposer.learn`."""
+        state = self._lanes[lane]
+        for anchor, masks in state.groups.items():
+            state.tops[anchor] = [choice.top for k in masks
+                                  if (choice := choices[k]) is not None and choice.top]
+
+    def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
+        """See `RowProposer.propose`."""
+        if job.suffix:
+            return ()  # masks were behind accepted tokens alone
+        lists = self._lists(self._lanes[job.lane])
+        found: list[Proposal] = []
+        parents = [-1]
+        for depth, named in enumerate(lists[: job.max_depth]):
+            size = max(self._top - depth, 1) if self._shape is Shape.EFFICIENT else \
+                self._top if self._shape is Shape.FULL else 1
+            level = [(token, p) for token, p in named if token not in job.stop_ids][:size]
+            children: list[int] = []
+            for parent in parents:
+                for rank, (token, p) in enumerate(level):
+                    if len(found) >= job.max_tokens:
+                        return tuple(found)
+                    if not rank or self._shape is Shape.FULL:
+                        children.append(len(found))
+                    found.append(Proposal(parent, token, math.exp(min(p, 0.0)), spare=rank > 0))
+            parents = children
+            if not parents:
+                break
+        return tuple(found)
+
+    def closed(self, lane: int) -> None:
+        """See `RowProposer.closed`."""
+        self._lanes.pop(lane, None)
+
+    def _lists(self, state: _Lane) -> list[tuple[tuple[int, float], ...]]:
+        """What may follow the path's last token, level by level: from the last accepted row that
+        had masks, less what was accepted behind it."""
+        if state.at < 0:
+            return []
+        node, group, behind = 0, 0, 0
+        new = state.tokens[state.at + 1 :]
+        for token in new[:-1]:
+            child = state.anchors.get((node, token))
+            if child is None:
+                return []  # the path went on where no mask was
+            node = child
+            group, behind = (node, 0) if node in state.groups else (group, behind + 1)
+        return state.tops.get(group, [])[behind:] if new else []
+
+
+def tree_size(masks: int, top: int, shape: Shape) -> int:
+    """How many candidates a step verifies at most."""
+    if shape is Shape.CHAIN:
+        return masks
+    if shape is Shape.FULL:
+        return sum(top**level for level in range(1, masks + 1))
+    return sum(max(top - level, 1) for level in range(masks))

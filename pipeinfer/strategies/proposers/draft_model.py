@@ -1,0 +1,341 @@
+"""Proposals of a small draft model (PipeInfer section III, SpecInfer's expansion).
+
+The draft keeps a few paths in its cache, with the candidates after each token it drafted from, and
+brings one up to the job's path by the longest common prefix, so it needs no word about acceptance
+or cancellation and a job that was stopped midway is taken up where it was. It applies the
+target's sampling rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module
+knows neither llama.cpp nor threads: it works on any whole-model backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.sampling import candidates
+from pipeinfer.core.types import END, FloatArray, Rows, make_rows
+from pipeinfer.errors import BackendError
+from pipeinfer.models.text.constraint import Constraints
+
+if TYPE_CHECKING:
+    from pipeinfer.models.text.grammar import Vocabulary
+
+_KEEP_RANKINGS = 64  #: positions back for which a copied path keeps its candidates
+GAP_SCALE = 1.0  #: perturbed-score units per natural-log unit of the acceptance estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The best candidates after a row: ids, and confidence that each is the target's choice."""
+
+    ids: list[int]
+    confidences: list[float]
+
+
+@dataclass(slots=True)
+class _Path:
+    """A cached path: its draft sequence id, tokens, and candidates after positions near its end.
+
+    lane: whose guesses it holds; candidates depend on the lane's parameters. agreed: how many of
+    the lane's accepted tokens it is known to start with. used: when.
+    """
+
+    seq_id: int
+    lane: int = -1
+    tokens: list[int] = field(default_factory=list)
+    rankings: dict[int, Ranking] = field(default_factory=dict)
+    agreed: int = 0
+    used: int = 0
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One open path below the job's tip: its draft sequence id, leaf and candidates."""
+
+    seq_id: int
+    leaf: int
+    tokens: list[int]
+    ranking: Ranking
+    pending: int = field(default=-1)
+
+
+class DraftModel:
+    """A `Proposer` over a whole-model backend.
+
+    n_vocab: the target's vocabulary; ids beyond it are never proposed. paths: how many paths stay
+    in the cache at a time, so that a proposer that goes to and fro between branches evaluates
+    each token once. Sequence ids `0..paths-1` hold them, later ones the branches of a job.
+    vocabulary: with it guesses follow the lane's grammar; without it a grammar is not looked at.
+    """
+
+    free = False
+
+    def __init__(self, backend: Backend, n_vocab: int | None = None, *, paths: int = 1,
+                 vocabulary: Vocabulary | None = None) -> None:
+        self.backend = backend
+        self._n_vocab = n_vocab or backend.info.n_vocab
+        self.rows_evaluated = 0
+        self._constraints = None if vocabulary is None else Constraints(vocabulary)
+        self._paths = [_Path(seq_id) for seq_id in range(paths)]
+        self._here = self._paths[0]
+        self._clock = 0
+
+    def propose(
+        self, job: StartDraft, stopped: Callable[[], bool]
+    ) -> tuple[Proposal, ...] | None:
+        """See `Proposer.propose`."""
+        steps = self.steps(job)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: tuple[Proposal, ...] = end.value
+                return result
+            if stopped():
+                steps.close()
+                return None
+
+    def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
+        """The job cut before each evaluation: yields how many rows come next.
+
+        Whoever drives it may stop there (`close`): what was evaluated stays in the cache.
+        """
+        ranking = yield from self._catch_up(job)
+        proposals: list[Proposal] = []
+        spares: list[Proposal] = []
+        open_branches = [_Branch(self._here.seq_id, -1, [], ranking)]
+        used_ids = 1
+        depth = 0
+        try:
+            while len(proposals) < job.max_tokens and depth < job.max_depth:
+                depth += 1
+                grown, used_ids = self._grow(job, open_branches, proposals, spares, used_ids)
+                if not grown or len(proposals) >= job.max_tokens or depth >= job.max_depth:
+                    break
+                yield from self._evaluate(job, grown)
+                open_branches = grown
+        finally:
+            for k in range(1, used_ids):
+                self.backend.seq_rm(self._side(k), 0, END)
+        return (*proposals, *spares)
+
+    def close(self) -> None:
+        """See `Proposer.close`."""
+        self.backend.close()
+
+    # --- the cache ----------------------------------------------------------------------------
+
+    def _catch_up(self, job: StartDraft) -> Generator[int, None, Ranking]:
+        """Evaluate what the cache lacks of the job's path; candidates after its last token."""
+        base, suffix = job.base, job.suffix
+        length = base + len(suffix)
+        common = self._choose_path(job)
+        here = self._here
+        if common == length and length - 1 in here.rankings:
+            return here.rankings[length - 1]
+        common = min(common, length - 1)
+        todo = [job.accepted[i] if i < base else suffix[i - base] for i in range(common, length)]
+        if max(todo) >= self.backend.info.n_vocab:
+            return Ranking([], [])  # the target has ids that a smaller draft does not know
+        self._cut(common)
+        step = self.backend.info.n_batch
+        for start in range(0, len(todo), step):
+            part = todo[start : start + step]
+            yield len(part)
+            last = start + len(part) == len(todo)
+            first = common + start
+            logits = self._decode(make_rows(
+                [(t, first + i, (here.seq_id,), last and i == len(part) - 1)
+                 for i, t in enumerate(part)]
+            ))
+            self.rows_evaluated += len(part)
+            here.tokens += part
+        assert logits is not None
+        ranking = self._rank(job, logits[-1], np.array(here.tokens, np.int32), length - 1)
+        here.rankings[length - 1] = ranking
+        return ranking
+
+    def _choose_path(self, job: StartDraft) -> int:
+        """Make the cached path that shares most with the job's the current one; how much it shares.
+
+        If that would cut off what another branch may still need, the least recently used path is
+        given up for a copy of the common part instead.
+        """
+        best, common = self._here, -1
+        for path in self._paths:
+            shared = self._shared(path, job)
+            mine = path.lane == job.lane
+            if (shared, mine, path is self._here) > (common, best.lane == job.lane,
+                                                     best is self._here):
+                best, common = path, shared
+        length = job.base + len(job.suffix)
+        mine = best.lane == job.lane
+        keeps = not best.tokens or (mine and (
+            common == len(best.tokens) or (common == length and length - 1 in best.rankings)))
+        self._clock += 1
+        if mine:
+            best.used = self._clock
+        if not keeps and len(self._paths) > 1:
+            victim = min((p for p in self._paths if p is not best), key=lambda p: p.used)
+            if victim.tokens:
+                self.backend.seq_rm(victim.seq_id, 0, END)
+            if common:
+                self.backend.seq_cp(best.seq_id, victim.seq_id, 0, common)
+            victim.tokens = best.tokens[:common]
+            victim.rankings = {p: r for p, r in best.rankings.items()
+                               if mine and common - _KEEP_RANKINGS <= p < common}
+            victim.agreed = min(best.agreed, common) if mine else 0
+            victim.used = self._clock
+            best = victim
+        if best.lane != job.lane:
+            best.lane, best.agreed = job.lane, 0
+            best.rankings.clear()
+        self._here = best
+        return common
+
+    def _shared(self, path: _Path, job: StartDraft) -> int:
+        """How many tokens a cached path and the job's have in common."""
+        base, tokens, accepted = job.base, path.tokens, job.accepted
+        stop = min(base, len(tokens))
+        common = min(path.agreed, stop) if path.lane == job.lane else 0
+        while common < stop and tokens[common] == accepted[common]:
+            common += 1
+        if path.lane == job.lane:
+            path.agreed = common
+        if common == base:
+            common += _common_prefix(tokens[base:], job.suffix)
+        return common
+
+    def _cut(self, length: int) -> None:
+        """Forget the current path from position `length` on."""
+        here = self._here
+        if length < len(here.tokens):
+            self.backend.seq_rm(here.seq_id, length, END)
+            for position in range(length, len(here.tokens)):
+                here.rankings.pop(position, None)
+            del here.tokens[length:]
+        here.agreed = min(here.agreed, length)
+
+    def _decode(self, rows: Rows) -> FloatArray | None:
+        """Decode; where the cache is full of other paths, they give way, the stalest first."""
+        others = sorted((path for path in self._paths if path is not self._here and path.tokens),
+                        key=lambda path: path.used)
+        for path in others:
+            try:
+                return self.backend.decode(rows)
+            except BackendError:
+                self.backend.seq_rm(path.seq_id, 0, END)
+                path.tokens, path.rankings, path.agreed = [], {}, 0
+        return self.backend.decode(rows)
+
+    def _side(self, k: int) -> int:
+        """The sequence id of a job's k-th branch, k >= 1."""
+        return len(self._paths) + k - 1
+
+    # --- the tree -----------------------------------------------------------------------------
+
+    def _grow(
+        self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal],
+        spares: list[Proposal], used_ids: int,
+    ) -> tuple[list[_Branch], int]:
+        """One more token per open branch, and new branches where the split cutoff allows.
+
+        Candidates that no branch follows become spares.
+        """
+        grown: list[_Branch] = []
+        for branch in branches:
+            for rank, (token, confidence) in enumerate(
+                zip(branch.ranking.ids, branch.ranking.confidences, strict=True)
+            ):
+                fork = rank > 0
+                if token in job.stop_ids or confidence < (job.p_split if fork else job.p_min):
+                    break
+                full = len(proposals) >= job.max_tokens
+                if full or (fork and used_ids >= job.branches):
+                    if fork and rank <= job.spares:
+                        spares.append(Proposal(branch.leaf, token, confidence, spare=True))
+                        continue
+                    break
+                seq_id = branch.seq_id
+                if fork:
+                    seq_id, used_ids = self._side(used_ids), used_ids + 1
+                    length = job.base + len(job.suffix) + len(branch.tokens)
+                    self.backend.seq_cp(branch.seq_id, seq_id, 0, length)
+                proposals.append(Proposal(branch.leaf, token, confidence))
+                grown.append(_Branch(seq_id, len(proposals) - 1, [*branch.tokens, token],
+                                     branch.ranking, pending=token))
+        return grown, used_ids
+
+    def _evaluate(self, job: StartDraft, branches: list[_Branch]) -> Generator[int, None, None]:
+        """Decode every branch's newest token and rank what follows it."""
+        position = job.base + len(job.suffix) + len(branches[0].tokens) - 1
+        main, here = branches[0], self._here
+        if main.seq_id == here.seq_id and position < len(here.tokens):
+            # An interrupted job may have been here already: its work is not done twice.
+            if here.tokens[position] == main.pending and position in here.rankings:
+                main.ranking = here.rankings[position]
+                branches = branches[1:]
+            else:
+                self._cut(position)
+        if not branches:
+            return
+        yield len(branches)
+        logits = self._decode(make_rows(
+            [(b.pending, position, (b.seq_id,), True) for b in branches]
+        ))
+        assert logits is not None
+        self.rows_evaluated += len(branches)
+        reads_path = job.params.uses_history or job.params.grammar
+        path = [*job.accepted[: job.base], *job.suffix] if reads_path else []
+        for branch, row in zip(branches, logits, strict=True):
+            history = np.array([*path, *branch.tokens], np.int32)
+            branch.ranking = self._rank(job, row, history, position)
+            if branch.seq_id == here.seq_id:
+                here.tokens.append(branch.pending)
+                here.rankings[position] = branch.ranking
+
+    def _rank(
+        self, job: StartDraft, logits: FloatArray, history: npt.NDArray[np.int32], position: int,
+    ) -> Ranking:
+        """The 8 best candidates; confidence is the softmax of the (perturbed) scores.
+
+        At temperature 0 that is the draft's own probability. Above it the scores carry the
+        shared noise, and the gap to the runner-up says how likely the target's choice agrees.
+        """
+        params, allowed = job.params, None
+        if params.grammar and self._constraints is not None:
+            constraint = self._constraints.of(job.lane, params.grammar)
+            allowed = constraint.allowed(history[params.grammar_start :])
+            if allowed is None:
+                return Ranking([], [])
+        found = candidates(logits[: self._n_vocab], params, history, position + job.shift,
+                           allowed)
+        if not found.ids.size:
+            return Ranking([], [])
+        ids, scores = found.ranked(8) if len(found.ids) <= 64 else _top(found.ids, found.scores, 8)
+        scale = GAP_SCALE if params.temperature > 0 else 1.0
+        top = scores[0]
+        total = float(np.exp((found.scores - top) / scale).sum())
+        return Ranking(ids.tolist(), (np.exp((scores - top) / scale) / total).tolist())
+
+
+def _top(ids: Any, scores: Any, count: int) -> tuple[Any, Any]:
+    """The `count` best of many candidates without sorting all of them."""
+    keep = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
+    keep = keep[np.argsort(-scores[keep], kind="stable")]
+    return ids[keep], scores[keep]
+
+
+def _common_prefix(a: list[int], b: tuple[int, ...]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

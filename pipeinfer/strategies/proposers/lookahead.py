@@ -1,0 +1,252 @@
+"""Lookahead decoding (arXiv 2402.02057): n-grams from a window of Jacobi iterations.
+
+A window of W columns holds the last N-1 iterations (levels). Every step the target continues each
+column by one token; the column's tokens then form an n-gram for the pool, and what the pool has for
+the last token is verified in the next step, at most G candidates. `ALGORITHMS` 3 has the rules.
+
+A window is a token tree: level 0 is a chain below the current token, and at its node i (0: the
+current token itself) hangs the chain of column i's later levels, so a row sees what it should: the
+context, level 0 up to its column, its own column (section 3.3, appendix A3). Equal siblings are one
+row. Pure: knows no run, sequence id, clock or random source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.types import Choice
+from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+
+#: how likely the newest candidate's first token is right, and a later one if those before it are;
+#: what others add at the same place. Learnt corrections are the scheduler's (calibration)
+FIRST, LATER, OTHER = 0.5, 0.75, 0.12
+
+
+@dataclass(slots=True)
+class Pool:
+    """N-grams by their first token: at most `most` tails for each, the newest last."""
+
+    size: int
+    most: int
+    tails: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Take in an n-gram of `size` tokens; one that is known becomes the newest."""
+        if self.most <= 0:
+            return
+        tails = self.tails.setdefault(ngram[0], {})
+        tail = tuple(ngram[1:])
+        tails.pop(tail, None)
+        tails[tail] = None
+        if len(tails) > self.most:
+            del tails[next(iter(tails))]
+
+    def add_all(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Every n-gram of a text that ends at index `start` or later."""
+        for stop in range(max(start + 1, self.size), len(tokens) + 1):
+            self.add(tokens[stop - self.size : stop])
+
+    def of(self, token: int) -> list[tuple[int, ...]]:
+        """What may follow a token, the newest first."""
+        return list(self.tails.get(token, ()))[::-1]
+
+
+@dataclass(slots=True)
+class Window:
+    """The levels of one lane, oldest first.
+
+    Level 0 has columns 1, 2, ...: its column 0 is the current token. Later levels start at column
+    0. While levels are missing (warm-up) there is a column more for each of them.
+    """
+
+    width: int
+    size: int
+    levels: list[list[int]]
+
+    @classmethod
+    def start(cls, width: int, size: int, text: Sequence[int]) -> Window:
+        """Level 0 alone, of tokens picked from a text (`ALGORITHMS` 3.6)."""
+        return cls(width, size, [[pick(text, i) for i in range(width + size - 3)]])
+
+    @property
+    def columns(self) -> int:
+        """How many there are now, column 0 included."""
+        return len(self.levels[0]) + 1
+
+    def rows(self, anchors: Sequence[Anchor], columns: range | None = None
+             ) -> tuple[list[ProbeRow], list[int]]:
+        """The window as probes below anchor 0, and for each column the index (among anchors and
+        probes) of the row whose choice continues it. Rows that repeat an anchor are not made.
+
+        columns: only these, with what they need of level 0.
+        """
+        columns = range(self.columns) if columns is None else columns
+        nodes = {(anchor.parent, anchor.token): k for k, anchor in enumerate(anchors) if k}
+        made: list[tuple[int, int]] = []
+
+        def below(parent: int, token: int) -> int:
+            if (parent, token) not in nodes:
+                nodes[parent, token] = len(anchors) + len(made)
+                made.append((parent, token))
+            return nodes[parent, token]
+
+        trunk = [0]
+        for token in self.levels[0][: columns.stop - 1]:
+            trunk.append(below(trunk[-1], token))
+        tops = []
+        for column in columns:
+            node = trunk[column]
+            for level in self.levels[1:]:
+                node = below(node, level[column])
+            tops.append(node)
+        wanted = set(tops)
+        rows = [ProbeRow(parent, token, len(anchors) + k in wanted)
+                for k, (parent, token) in enumerate(made)]
+        return rows, tops
+
+    def step(self, current: int, new: Sequence[int]) -> list[tuple[int, ...]]:
+        """Take in what continues the columns; returns the n-grams that are complete.
+
+        current: the token that column 0 started from. The window moves on by one column.
+        """
+        if len(self.levels) < self.size - 1:
+            self.levels = [level[1:] for level in (*self.levels, list(new))]
+            return []
+        keys = [current, *self.levels[0]]
+        found = [(key, *(level[i] for level in self.levels[1:]), new[i])
+                 for i, key in enumerate(keys)]
+        later = [*self.levels[1:], list(new)]
+        self.levels = [later[0][1:], *later[1:]]
+        return found
+
+
+@dataclass(slots=True)
+class _Lane:
+    """tokens: the path. current, tops: of the window that is out."""
+
+    tokens: list[int]
+    pool: Pool
+    window: Window
+    current: int = -1
+    tops: list[int] = field(default_factory=list)
+
+
+class Lookahead:
+    """A `RowProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is of
+    little use and still exact. window 0 makes no window: the pool then has the text's own n-grams.
+    prompt_pool: n-grams of prompt and output go to the pool as well.
+    """
+
+    def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,
+                 prompt_pool: bool = True) -> None:
+        if window < 0 or ngram < 2 or candidates < 0:
+            raise ValueError(f"a window of {window}, n-grams of {ngram} tokens and {candidates} "
+                             "candidates can not be")
+        self.window, self.ngram, self.most = window, ngram, candidates
+        self.candidates = candidates * (ngram - 1)
+        self.rows = window_rows(window, ngram)
+        self.paths = candidates + (window + ngram - 2 if window else 0)
+        self._prompt_pool = prompt_pool
+        self._lanes: dict[int, _Lane] = {}
+
+    def opened(self, lane: int, tokens: Sequence[int]) -> None:
+        """See `RowProposer.opened`."""
+        pool = Pool(self.ngram, self.most)
+        if self._prompt_pool:
+            pool.add_all(tokens)
+        self._lanes[lane] = _Lane(list(tokens), pool,
+                                  Window.start(max(self.window, 1), self.ngram, tokens))
+
+    def accepted(self, lane: int, tokens: Sequence[int]) -> None:
+        """See `RowProposer.accepted`."""
+        state = self._lanes[lane]
+        start = len(state.tokens)
+        state.tokens += tokens
+        if self._prompt_pool:
+            state.pool.add_all(state.tokens, start)
+
+    def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
+        """See `RowProposer.propose`. Candidates that start alike share their tokens."""
+        last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
+        return tuple(trie(self.tails(job.lane, last, job.max_depth, job.stop_ids),
+                          job.max_tokens))
+
+    def tails(self, lane: int, token: int, depth: int, stop_ids: frozenset[int]
+              ) -> list[tuple[int, ...]]:
+        """What the pool has behind a token, the newest first: at most `depth` tokens each, and
+        nothing from a token that would end the text on."""
+        found = []
+        for tail in self._lanes[lane].pool.of(token):
+            ends = [i for i, t in enumerate(tail) if t in stop_ids]
+            cut = tail[: min([depth, *ends])]
+            if cut:
+                found.append(cut)
+        return found
+
+    def window_of(self, lane: int) -> Window:
+        """The window of a lane."""
+        return self._lanes[lane].window
+
+    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
+        """See `RowProposer.probes`."""
+        state = self._lanes[lane]
+        rows, tops = state.window.rows(anchors) if self.window else ([], [])
+        if len(rows) > room:
+            rows, tops = [], []
+        state.current, state.tops = anchors[0].token, tops
+        return rows
+
+    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
+        """See `RowProposer.learn`."""
+        state = self._lanes[lane]
+        if state.tops:
+            self.advance(lane, state.current, [choices[top] for top in state.tops])
+
+    def advance(self, lane: int, current: int, chosen: Sequence[Choice | None]) -> None:
+        """Take in what was chosen for every column of the window below `current`."""
+        state = self._lanes[lane]
+        new = [choice.token if choice is not None and choice.token >= 0
+               else pick(state.tokens, len(state.tokens) + column)
+               for column, choice in enumerate(chosen)]
+        for ngram in state.window.step(current, new):
+            state.pool.add(ngram)
+
+    def closed(self, lane: int) -> None:
+        """See `RowProposer.closed`."""
+        self._lanes.pop(lane, None)
+
+
+def trie(tails: Sequence[tuple[int, ...]], most: int) -> list[Proposal]:
+    """At most so many proposals for candidates; those that start alike share their tokens."""
+    found: list[Proposal] = []
+    nodes: dict[tuple[int, int], int] = {}
+    for tail in tails:
+        parent = -1
+        for token in tail:
+            node = nodes.get((parent, token), -1)
+            if node < 0:
+                if len(found) >= most:
+                    break
+                other = any(p == parent for p, _ in nodes)
+                claim = OTHER if other else FIRST if parent < 0 else LATER
+                node = nodes[parent, token] = len(found)
+                found.append(Proposal(parent, token, claim, spare=other))
+            parent = node
+    return found
+
+
+def window_rows(window: int, ngram: int) -> int:
+    """Most probes of a window: level 0 without the current token, and the later levels."""
+    if not window:
+        return 0
+    grown = [window + ngram - 2 - k for k in range(ngram - 1)]  # columns while levels are missing
+    return max(columns * (k + 1) - 1 for k, columns in enumerate(grown))
+
+
+def pick(tokens: Sequence[int], number: int) -> int:
+    """A token of a text, the same for the same number: an arbitrary one, not a random one."""
+    state = (number + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    return tokens[(state ^ state >> 27) % len(tokens)]

@@ -1,0 +1,1 @@
+"""Tunes BiTA's masks and prompts on a frozen model."""

@@ -1,0 +1,1 @@
+"""Trains the embedded target and draft, and writes them as GGUF."""

@@ -1,0 +1,1 @@
+"""PASTA's training: annotation, fine-tuning, preference rounds."""

@@ -1,0 +1,153 @@
+"""``pipeinfer train annotate``, ``pasta-sft``, ``pasta-bonbon``: PASTA's stages as commands.
+
+Does not know: how a stage computes; torch is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeinfer.errors import UsageError
+from pipeinfer.training.commands import need_torch, say
+
+if TYPE_CHECKING:
+    from pipeinfer.training.pair.model import Llama
+    from pipeinfer.training.tasks.markup import Codec
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command()
+@click.option("--data", type=_FILE, help="JSONL with prompt and response per line.")
+@click.option("--tasks", "count", type=int, help="Annotate this many generated tasks instead.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL to append to.")
+@click.option("--rules", is_flag=True, help="Annotate lines by rules, without a model.")
+@click.option("--endpoint", help="OpenAI-compatible address, ending in /v1.")
+@click.option("--model", default="default", show_default=True, help="Model to ask there.")
+@click.option("--tries", default=3, show_default=True, help="Answers to ask for per response.")
+@click.option("--seed", default=0, show_default=True, help="Of the generated tasks.")
+def annotate(
+    data: Path | None,
+    count: int | None,
+    out: Path,
+    rules: bool,
+    endpoint: str | None,
+    model: str,
+    tries: int,
+    seed: int,
+) -> None:
+    """Mark what in responses can be written in parallel (stage 1's data)."""
+    from pipeinfer.training.pasta import annotate as stage
+    from pipeinfer.training.pasta.endpoint import Endpoint
+
+    if rules == (endpoint is not None):
+        raise UsageError("give either --rules or --endpoint")
+    if (data is None) == (count is None):
+        raise UsageError("give either --data or --tasks")
+    if data is None:
+        data = out.with_suffix(".tasks.jsonl")
+        stage.write_tasks(data, count or 0, seed)
+    annotator = (
+        stage.by_rules
+        if endpoint is None
+        else stage.by_endpoint(Endpoint(endpoint, model), tries=tries)
+    )
+    stage.annotate_file(data, out, annotator, report=say)
+
+
+@click.command("pasta-sft")
+@click.option("--data", type=_FILE, required=True, help="Annotated JSONL.")
+@click.option("--model", type=_FILE, required=True, help="GGUF, or a checkpoint.")
+@click.option("--out", type=_FOLDER, required=True, help="Where the fine-tuned model goes.")
+@click.option("--steps", default=200, show_default=True)
+@click.option("--batch", default=8, show_default=True, help="Responses per step.")
+@click.option("--rate", default=3e-4, show_default=True, help="Peak learning rate.")
+@click.option("--seed", default=0, show_default=True)
+def pasta_sft(
+    data: Path, model: Path, out: Path, steps: int, batch: int, rate: float, seed: int
+) -> None:
+    """Fine-tune a model on annotated responses (stage 1)."""
+    need_torch()
+    from pipeinfer.training.pair.restore import restore
+    from pipeinfer.training.pasta import finetune
+
+    network, codec = restore(model)
+    _check_tags(codec, model)
+    rows = finetune.examples_of(codec, data, network.config.n_ctx, say)
+    settings = finetune.Finetune(steps=steps, batch=batch, rate=rate, seed=seed)
+    finetune.finetune(network, rows, settings, out / "pasta-sft.safetensors", report=say)
+    _write(out / "pasta-sft.gguf", network, codec)
+
+
+@click.command("pasta-bonbon")
+@click.option("--model", type=_FILE, required=True, help="Stage 1's model: GGUF or a checkpoint.")
+@click.option("--out", type=_FOLDER, required=True, help="Where each round's model goes.")
+@click.option("--data", type=_FILE, help="JSONL with prompts. Default: generated tasks.")
+@click.option("--prompts", default=64, show_default=True, help="Prompts per round.")
+@click.option("--samples", default=8, show_default=True, help="Responses per prompt.")
+@click.option(
+    "--weight", default=2.0, show_default=True, help="Lambda: quality against speed; inf: quality."
+)
+@click.option("--rounds", default=1, show_default=True)
+@click.option("--steps", default=60, show_default=True, help="Steps per round.")
+@click.option("--rate", default=1e-4, show_default=True, help="Peak learning rate.")
+@click.option("--endpoint", help="Address of a judge; generated tasks need none.")
+@click.option("--judge", default="default", show_default=True, help="Model to ask there.")
+@click.option("--seed", default=0, show_default=True)
+def pasta_bonbon(  # noqa: PLR0913
+    model: Path,
+    out: Path,
+    data: Path | None,
+    prompts: int,
+    samples: int,
+    weight: float,
+    rounds: int,
+    steps: int,
+    rate: float,
+    endpoint: str | None,
+    judge: str,
+    seed: int,
+) -> None:
+    """Prefer fast and right responses over the others (stage 2)."""
+    need_torch()
+    from pipeinfer.training.pair.restore import restore
+    from pipeinfer.training.pasta import rounds as stage
+    from pipeinfer.training.pasta.endpoint import Endpoint
+    from pipeinfer.training.pasta.preference import Preference
+
+    if data is not None and endpoint is None:
+        raise UsageError("prompts of your own need a judge: give --endpoint")
+    if not (weight >= 0 or math.isinf(weight)) or samples < 2:
+        raise UsageError("--weight must not be negative, and --samples at least 2")
+    network, codec = restore(model)
+    _check_tags(codec, model)
+    source = (
+        stage.generated(prompts, seed)
+        if data is None
+        else stage.judged(network, codec, data, prompts, Endpoint(str(endpoint), judge))
+    )
+    settings = Preference(weight=weight, samples=samples, steps=steps, rate=rate, seed=seed)
+    for number in range(1, rounds + 1):
+        stage.one_round(network, codec, source, settings, number, report=say)
+        _write(out / f"pasta-bonbon-{number}.gguf", network, codec)
+
+
+def _check_tags(codec: Codec, path: Path) -> None:
+    try:
+        codec.tags, codec.digits  # noqa: B018
+    except ValueError as error:
+        raise UsageError(f"{path} has no PASTA tags in its vocabulary: {error}") from error
+
+
+def _write(path: Path, model: Llama, codec: Codec) -> None:
+    """The model as GGUF, and the tokenizer for going on from a checkpoint."""
+    from pipeinfer.training.tasks.task_model import export
+
+    export(path, model.eval(), codec, name=path.stem)
+    codec.tokenizer.save(str(path.with_name("tokenizer.json")))
+    say(f"wrote {path}")

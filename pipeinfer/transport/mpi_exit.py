@@ -1,0 +1,63 @@
+"""How a process leaves an MPI job."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from pipeinfer.errors import ClusterError
+from pipeinfer.transport.base import Layout
+from pipeinfer.transport.mpi import MpiPort
+from pipeinfer.transport.mpi_job import JOB, failed_ranks, survivable
+
+_PMIX_USERS = 8  #: at most, in one process
+
+
+def has_losses() -> bool:
+    """Whether this process has given up any rank."""
+    return any(port.gone for port in JOB.ports)
+
+
+def abort(code: int) -> None:
+    """End every rank of the job at once, with exit status `code`.
+
+    Where a job survives the death of a rank, MPI_Abort leaves the others alive and hangs. There
+    rank 0 tells them to leave; another rank ends itself only, and rank 0 hears of that.
+    """
+    if not survivable():
+        MPI.COMM_WORLD.Abort(code)
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        with contextlib.suppress(MPI.Exception, ClusterError):
+            if not JOB.ports:
+                MpiPort(MPI.COMM_WORLD, Layout((0,)))
+            port = JOB.ports[-1]
+            port.dismiss()
+            port.close(timeout=0.5)
+    elif 0 not in failed_ranks(MPI.COMM_WORLD):
+        code = 0  # MPI does not tell of a rank that ends with another code
+    os._exit(code)
+
+
+def sign_off() -> None:
+    """Tell the launcher that this process ends in order: what MPI_Finalize does after waiting for
+    every rank, some of which may hang.
+
+    Without it the launcher tells all others of a death, and where one of them has left meanwhile
+    it writes an error of its own into the job's output. Whoever has to be missed must not call it.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another launcher
+        pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        for _ in range(_PMIX_USERS):
+            if not pmix.PMIx_Initialized():
+                break
+            pmix.PMIx_Finalize(None, ctypes.c_size_t(0))
+
+
+def leave() -> NoReturn:
+    """End this process; the job goes on without it, or has ended."""
+    sign_off()
+    os._exit(0)

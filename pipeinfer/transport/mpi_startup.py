@@ -1,0 +1,150 @@
+"""Texts between ranks before there is a port, and the test of the links."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from pipeinfer.errors import RankLost, TransportTimeout
+from pipeinfer.transport.base import Dismissed
+from pipeinfer.transport.mpi_job import (
+    DEATH,
+    IDLE_CAP,
+    LEAVE,
+    MIN_SLEEP,
+    ORDER_TAG,
+    SHARE,
+    meet,
+    own_bell,
+)
+
+
+def introduce(comm: MPI.Comm) -> None:
+    """Exchange bells where no start-up does it along with other things."""
+    texts = gather_json(comm, json.dumps(own_bell()))
+    if texts is None:
+        bells = json.loads(receive_json(comm, 0, 60.0))
+    else:
+        bells = [json.loads(text) for text in texts]
+        for rank in range(1, comm.Get_size()):
+            send_json(comm, rank, json.dumps(bells))
+    meet(bells)
+
+
+def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
+                instead: str | None = None) -> list[str] | None:
+    """Every rank's `text` at rank 0 (None elsewhere), without pickle; `instead` for the dead.
+
+    Raises TransportTimeout or, without `instead`, RankLost naming the first rank that has not sent.
+    """
+    deadline = time.monotonic() + timeout
+    if comm.Get_rank() > 0:
+        request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=ORDER_TAG)
+        _until(request.Test, comm, 0, deadline, timeout, "gather")
+        return None
+    texts = [text]
+    for source in range(1, comm.Get_size()):
+        try:
+            texts.append(receive_json(comm, source, max(deadline - time.monotonic(), 0.0)))
+        except RankLost:
+            if instead is None:
+                raise
+            texts.append(instead)
+    return texts
+
+
+def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> None:
+    """A text for `receive_json` at `dest`, outside of any port. Raises TransportTimeout, RankLost.
+    """
+    request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=ORDER_TAG)
+    _until(request.Test, comm, dest, time.monotonic() + timeout, timeout, "start-up")
+
+
+def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
+    """The next text that `source` sent to this rank. Raises TransportTimeout, RankLost, and
+    Dismissed for the order to leave."""
+    status, start = MPI.Status(), time.monotonic()
+    found: list[MPI.Message] = []
+
+    def arrived() -> bool:
+        probe = comm.Improbe(source, ORDER_TAG, status)
+        found.extend([] if probe is None else [probe])
+        return probe is not None
+
+    _until(arrived, comm, source, start + timeout, timeout, "start-up")
+    frame = bytearray(status.Get_count(MPI.BYTE))
+    found[0].Recv([frame, MPI.BYTE])
+    if source == 0 and frame == LEAVE:
+        raise Dismissed
+    return frame.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A measured link: one-way latency of 4 KiB in seconds, bandwidth of 1 MiB in bytes/s."""
+
+    source: int
+    dest: int
+    latency: float
+    bandwidth: float
+
+
+def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
+    """Collective: every rank bounces messages with its successor; a rank returns its own link.
+
+    Raises TransportTimeout naming the neighbour that does not answer.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+    links = []
+    for first in range(size - 1):
+        if rank == first:
+            small = _bounce(comm, first + 1, 4096, 50, timeout, leads=True)
+            large = _bounce(comm, first + 1, 1 << 20, 6, timeout, leads=True)
+            links.append(Link(first, first + 1, small / 2, (1 << 20) / (large / 2)))
+        elif rank == first + 1:
+            _bounce(comm, first, 4096, 50, timeout, leads=False)
+            _bounce(comm, first, 1 << 20, 6, timeout, leads=False)
+    return links
+
+
+def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *, leads: bool
+            ) -> float:
+    """The median round trip in seconds."""
+    frame, times = bytearray(size), []
+    deadline = time.monotonic() + timeout
+    for turn in range(2 * rounds):
+        start = time.perf_counter()
+        if (turn % 2 == 0) == leads:
+            request = comm.Isend([frame, MPI.BYTE], dest=peer, tag=1)
+            _until(request.Test, comm, peer, deadline, timeout, "link test")
+        else:
+            request = comm.Irecv([frame, MPI.BYTE], source=peer, tag=1)
+            _until(request.Test, comm, peer, deadline, timeout, "link test")
+        times.append(time.perf_counter() - start)
+    pairs = sorted(a + b for a, b in zip(times[::2], times[1::2], strict=True))
+    return pairs[len(pairs) // 2]
+
+
+def _until(
+    test: Callable[[], bool], comm: MPI.Comm, peer: int, deadline: float, timeout: float,
+    what: str,
+) -> None:
+    start, spins = time.monotonic(), 0
+    while True:
+        try:
+            if test():
+                return
+        except MPI.Exception as error:
+            if error.Get_error_class() not in DEATH:
+                raise
+            raise RankLost(peer, "died while the job started") from None
+        if (now := time.monotonic()) > deadline:
+            raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag=what, run_id=None,
+                                   seconds=timeout)
+        spins += 1
+        if spins > 50:
+            time.sleep(min(max((now - start) * SHARE, MIN_SLEEP), IDLE_CAP))

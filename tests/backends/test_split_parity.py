@@ -1,0 +1,163 @@
+"""Every architecture on the list, split at every layer, gives the unsplit model's bits.
+
+This is what `models.shard.SPLITTABLE` rests on: an entry without a case here must not be there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.llamacpp.context import LlamaOptions
+from pipeinfer.core.types import make_rows
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
+
+CASES = {
+    "llama-F32": RandomSpec(qtype="F32"),
+    "llama-F16": RandomSpec(qtype="F16"),
+    "llama-Q8_0": RandomSpec(qtype="Q8_0"),
+    "llama-Q4_K_M": RandomSpec(qtype="Q4_K_M", n_embd=256, n_ff=256),
+    "llama-tied": RandomSpec(qtype="Q8_0", tied=True),
+    "llama-rope-factors": RandomSpec(qtype="F32", rope_freqs=True),
+    "llama-experts": RandomSpec(qtype="F32", n_expert=4, n_layer=3),
+    "llama-head-64": RandomSpec(qtype="Q8_0", n_embd=128, n_head=2, n_head_kv=1, n_layer=3),
+    "qwen2": RandomSpec(architecture="qwen2", qtype="F32"),
+    "qwen2-Q8_0-tied": RandomSpec(architecture="qwen2", qtype="Q8_0", tied=True),
+    "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
+    "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
+}
+EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+
+
+def test_every_listed_architecture_has_a_case():
+    assert {spec.architecture for spec in CASES.values()} == set(SPLITTABLE)
+
+
+def load(path, layers, total, **options):
+    return LlamaCppBackend.load(
+        path, layers=layers, n_layers_total=total, first=layers[0] == 0, last=layers[1] == total,
+        n_ctx=512, n_seq_max=4, n_batch=64, n_threads=1,
+        options=LlamaOptions(validate=True, **options),
+    )
+
+
+def script(n_vocab):
+    """A prompt chunk, single rows, a branching run, and rows in both branches."""
+    rng = np.random.default_rng(3)
+
+    def token():
+        return int(rng.integers(0, n_vocab))
+
+    prompt = make_rows([(token(), p, (0,), p == 24) for p in range(25)])
+    singles = [make_rows([(token(), 25 + i, (0,), True)]) for i in range(2)]
+    tree = make_rows(
+        [(token(), 27, (0, 1), True), (token(), 28, (0,), True), (token(), 29, (0,), True),
+         (token(), 28, (1,), True), (token(), 29, (1,), False)]
+    )
+    after = make_rows([(token(), 30, (1,), True), (token(), 30, (0,), True)])
+    return [prompt, *singles, "branch", tree, after]
+
+
+def run(backends, steps):
+    results = []
+    for step in steps:
+        if step == "branch":
+            for backend in backends:
+                backend.seq_cp(0, 1, 0, 27)
+            continue
+        hidden = None
+        for backend in backends:
+            hidden = backend.decode(step, hidden)
+        results.append(hidden)
+    return results
+
+
+def check_splits(model, cache_dir, cuts, **options):
+    n = model.n_layers
+    steps = script(model.n_vocab)
+    whole = load(model.path, (0, n), n, **options)
+    expected = run([whole], steps)
+    assert expected[0].std() > 0.5
+    whole.close()
+    for cut in cuts:
+        shards = [
+            load(extract_shard(model, a, b, cache_dir=cache_dir), (a, b), n, **options)
+            for a, b in cut
+        ]
+        for got, want in zip(run(shards, steps), expected, strict=True):
+            assert np.array_equal(got, want), (cut, float(np.abs(got - want).max()))
+        for shard in shards:
+            shard.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_splits_are_bit_equal(case, tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "model.gguf", CASES[case]))
+    n = model.n_layers
+    cuts = [[(0, k), (k, n)] for k in range(1, n)] + [stage_layers(n, 3), stage_layers(n, n)]
+    check_splits(model, tmp_path / "cache", cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"flash_attn": "off"}, {"type_k": "f16", "type_v": "f16"}, {"type_k": "q8_0"},
+     {"use_mmap": False}],
+    ids=lambda options: "-".join(options.values()) if "use_mmap" not in options else "no-mmap",
+)
+def test_splits_are_bit_equal_with_other_options(options, tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", CASES["llama-head-64"]))
+    check_splits(model, tmp_path / "cache", [stage_layers(model.n_layers, 3)], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded models are not built")
+def test_the_embedded_target_splits_and_has_a_wide_exact_width(tmp_path):
+    model = ModelFile(EMBEDDED)
+    check_splits(model, tmp_path, [stage_layers(model.n_layers, k) for k in (2, 5, 12)])
+    for start, stop in stage_layers(model.n_layers, 3):
+        path = extract_shard(model, start, stop, cache_dir=tmp_path)
+        backend = load(path, (start, stop), model.n_layers)
+        assert exact_width(backend) >= 4
+        backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", ["F32", "F16", "Q8_0", "Q4_K_M"])
+def test_logits_up_to_the_exact_width_ignore_neighbours_beyond_512_cells(
+    qtype, tmp_path, record_property
+):
+    """Where attention kernels switch (512 cells, several threads), R must still hold."""
+    spec = RandomSpec(qtype=qtype, n_embd=256, n_ff=256, n_layer=2, n_head=4)
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", spec))
+    backend = LlamaCppBackend.load(
+        model.path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=1024,
+        n_seq_max=3, n_batch=64, n_threads=2,
+    )
+    width = exact_width(backend)
+    record_property("exact_width", width)
+    print(f"{qtype}: R = {width}")
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.n_vocab, 624).tolist()
+
+    def chain(first, stop, ids=(0,)):
+        return make_rows([(tokens[p], p, ids, True) for p in range(first, stop)])
+
+    for first in range(0, 600, 50):
+        backend.decode(chain(first, first + 50))
+    singles = np.concatenate([backend.decode(chain(p, p + 1)) for p in range(600, 624)])
+    backend.seq_rm(0, 600, 2**31 - 1)
+    for first in range(600, 624, width):
+        backend.decode(chain(0, 3, (2,)))  # another sequence in between: cells with holes
+        rows = chain(first, min(first + width, 624))
+        assert np.array_equal(backend.decode(rows), singles[first - 600 :][: len(rows)])
+        backend.seq_rm(2, 0, 2**31 - 1)
+    assert backend.in_order
+    backend.close()

@@ -1,0 +1,174 @@
+"""What is said about hosts that do not answer, with an ssh that fails as the real one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from pipeinfer.cli import doctor_hosts
+from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
+from pipeinfer.errors import UsageError
+from pipeinfer.nodes import HostEntry
+
+OWN = doctor_hosts._own_facts()
+
+
+@pytest.fixture
+def fake_ssh(tmp_path, monkeypatch):
+    """Answers of hosts: host -> (exit status, standard output, standard error)."""
+    answers = {}
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    table = tmp_path / "answers.json"
+
+    def install(more):
+        answers.update(more)
+        table.write_text(json.dumps(answers))
+
+    script = folder / "ssh"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        f"table = json.load(open({str(table)!r}))\n"
+        "host = sys.argv[-2]\ncode, out, err = table[host]\n"
+        "print('a banner')\nprint(out)\nprint(err, file=sys.stderr)\nsys.exit(code)\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name == "head")
+    return install
+
+
+def facts(**changed):
+    return [0, doctor_hosts._MARK + json.dumps(OWN | changed), ""]
+
+
+def write(tmp_path, text, name="hosts"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_hosts_that_answer(tmp_path, fake_ssh):
+    fake_ssh({"a": facts(host="a"), "ann@b": facts(host="b.lab")})
+    path = write(tmp_path, "head slots=1\na slots=2\nann@b\n")
+    found = check_hosts(path, 4)
+    assert {f.level for f in found} == {"ok"}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(("answer", "says", "cure"), [
+    ([255, "", "root@a: Permission denied (publickey)."], "refuses the ssh key", "ssh-copy-id a"),
+    ([255, "", "Host key verification failed."], "host key", "once by hand"),
+    ([255, "", "ssh: Could not resolve hostname a: Name or service not known"],
+     "has no address", "/etc/hosts"),
+    ([255, "", "ssh: connect to host a port 22: Connection refused"], "no ssh server", "sshd"),
+    ([255, "", "ssh: connect to host a port 22: Connection timed out"], "does not answer",
+     "switched on"),
+    ([255, "", "ssh: connect to host a port 22: No route to host"], "not reachable",
+     "switched on"),
+    ([255, "", "kex_exchange_identification: read: Connection reset"], "can not be used: kex",
+     "try `ssh a"),
+    ([127, "", "bash: line 1: python: No such file or directory"], "has no ", "same path"),
+    ([1, "", "importlib.metadata.PackageNotFoundError: pipeinfer"], "without pipeinfer",
+     "launch/demo"),
+    ([1, "", ""], "can not be used: no message", "doctor"),
+    (facts(host="a", pipeinfer="0.0.9"), "has pipeinfer 0.0.9, this host has", "same version"),
+    (facts(host="a", llama="0.1"), "has llama-cpp-python 0.1", "same version"),
+    (facts(host=OWN["host"]), f"calls itself {OWN['host']}, as head does", "slots=N"),
+])
+def test_hosts_that_do_not(tmp_path, fake_ssh, answer, says, cure):
+    fake_ssh({"a": answer})
+    finding = check_hosts(write(tmp_path, "head\na\n"), 2)[-1]
+    assert finding.level == "fail"
+    assert finding.what == "host a"
+    assert says in finding.detail
+    assert cure in finding.remedy
+
+
+def test_only_hosts_that_are_used_are_asked(tmp_path, fake_ssh):
+    fake_ssh({"a": facts(host="a")})  # no answer for b: asking it would fail
+    found = check_hosts(write(tmp_path, "head\na\nb\n"), 2)
+    assert [f.what for f in found] == ["hostfile", "host head", "host a"]
+
+
+def test_too_few_slots_and_other_names(tmp_path, fake_ssh):
+    fake_ssh({"a": facts(host="alpha", cores=1)})
+    path = write(tmp_path, "head\na slots=2\n")
+    found = check_hosts(path, 4)
+    assert ("fail", "slots") in {(f.level, f.what) for f in found}
+    assert "have 3 slots" in found[1].detail
+    assert found[-1].level == "warn"
+    assert "2 ranks share 1 cores" in found[-1].detail
+    write(tmp_path, "[node.a]\nthreads = 3\n", "hosts.toml")
+    finding = check_hosts(path, 3)[-1]
+    assert finding.level == "warn"
+    assert "calls itself alpha" in finding.detail
+    assert '[node."alpha"]' in finding.remedy
+
+
+def test_a_head_elsewhere(tmp_path, fake_ssh):
+    fake_ssh({"a": facts(host="a")})
+    finding = check_hosts(write(tmp_path, "a\nhead\n"), 2)[1]
+    assert finding.level == "warn"
+    assert "rank 0 will run on a, not here" in finding.detail
+
+
+def test_a_bad_hostfile(tmp_path):
+    with pytest.raises(UsageError, match="listed twice"):
+        check_hosts(write(tmp_path, "a\na\n"))
+
+
+def test_this_host_and_others():
+    assert is_here("localhost")
+    assert is_here("127.0.0.1")
+    assert is_here(OWN["host"])
+    assert not is_here("192.0.2.1")
+    assert not is_here("no-such-host.invalid")
+
+
+def test_the_network_of_the_hosts(monkeypatch):
+    class Address:
+        def __init__(self, family, address, netmask):
+            self.family, self.address, self.netmask = family, address, netmask
+
+    table = {"a": "10.1.0.2", "b": "10.1.0.3", "c": "10.2.0.9"}
+    monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name == "head")
+    monkeypatch.setattr(doctor_hosts.socket, "gethostbyname", table.__getitem__)
+    monkeypatch.setattr(doctor_hosts.psutil, "net_if_addrs", lambda: {
+        "lo": [Address(2, "127.0.0.1", "255.0.0.0")],
+        "eth0": [Address(2, "10.1.0.1", "255.255.255.0"), Address(10, "fe80::1", None)],
+        "docker0": [Address(2, "172.17.0.1", "255.255.0.0")],
+    })
+
+    def network(*names):
+        return common_network([HostEntry(name, 1, 1) for name in names])
+
+    assert network("head", "a", "b") == "10.1.0.0/24"
+    assert network("head", "a", "c") == ""
+    assert network("head") == ""
+
+
+def test_for_the_launch_scripts(tmp_path):
+    def run(text, ranks, kind):
+        path = write(tmp_path, text)
+        return subprocess.run(
+            [sys.executable, "-m", "pipeinfer.cli.doctor_hosts", path, ranks, kind,
+             str(tmp_path / "out")],
+            capture_output=True, text=True, check=False, timeout=60)
+
+    write(tmp_path, "", "hosts.toml")
+    done = run("localhost slots=3\n", "2", "openmpi")
+    assert done.stdout.splitlines() == [str(tmp_path / "hosts.toml"), ""]
+    assert (tmp_path / "out").read_text() == "localhost slots=3\n"
+    assert run("localhost slots=3\n", "2", "hydra").returncode == 0
+    assert (tmp_path / "out").read_text() == "localhost:3\n"
+    for text, ranks, says in (("localhost\n", "2", "1 slots"), ("localhost\n", "x", "'x' ranks"),
+                              ("localhost\nlocalhost\n", "1", "listed twice")):
+        done = run(text, ranks, "openmpi")
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr

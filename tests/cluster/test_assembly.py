@@ -1,0 +1,271 @@
+"""What rank 0 does when stages are lost, over a port that answers for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.cluster.assembly import Assembly
+from pipeinfer.config import Config
+from pipeinfer.core.messages import Notice, Tag
+from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
+from pipeinfer.planning.partition import Load, Member, measure
+from pipeinfer.planning.planner import Plan
+from pipeinfer.transport.base import Envelope
+
+READY = {"exact_width": 8, "row_cost": 0.5, "curve": [1.0, 2.0, 3.0, 4.0]}
+
+
+class Port:
+    """Every stage is ready at once; `dies` are ranks that are lost when they get their setup."""
+
+    node = 0
+
+    def __init__(self, dies=(), fails=None):
+        self.gone, self.epochs, self.orders = set(), [], []
+        self.layout = (0, 1, 2, 3)
+        self.setups, self.rehearsed = {}, set()
+        self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
+
+    def send(self, node, tag, message):
+        assert tag is Tag.TRANSACTION
+        rank = self.layout[node]
+        if rank in self._dies:
+            self._dies.remove(rank)
+            self.gone.add(rank)
+            self._fresh.add(rank)
+            return
+        self.setups[rank] = message.data
+        self.rehearsed |= {rank} if "rehearse" in message.data else set()
+        self._mail.append(Notice("ready", node, READY))
+
+    def take(self, tag):
+        if tag is Tag.ERROR and self._fails is not None:
+            message, self._fails = self._fails, None
+            return Envelope(1, message, 0)
+        return Envelope(1, self._mail.pop(0), 0) if tag is Tag.RESULT and self._mail else None
+
+    def new_losses(self):
+        fresh, self._fresh = self._fresh, set()
+        return fresh
+
+    def regroup(self, layout, given_up):
+        self.gone |= set(given_up)
+        self.layout = layout.rank_of
+        self.epochs.append(layout.epoch)
+        self.setups, self._mail = {}, []
+
+    def order(self, rank, data):
+        self.orders.append((rank, data["kind"]))
+
+    def wait(self, timeout, *, live=True):
+        pass
+
+
+def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False,
+             asked=0, timeout=300.0, one_host=False):
+    load = Load((1.0,) * 6, (1.0,) * 6)
+    members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
+    counts = [2, 2, 2, *[0] * spares]
+    split = measure(load, list(members.values()), counts)
+    plan = Plan(tuple(members), split, split, {}, timed=False)
+    hosts = [{"host": "host" if one_host else f"host{rank}",
+              "settings": {"role": role if rank > 3 else ""}}
+             for rank in range(len(members) + 1)]
+    config = Config(distribute=distribute, spares=asked, timeout=timeout)
+    return Assembly(config, port, plan, load, members, hosts,
+                    lambda holding: {"start": holding.start, "stop": holding.stop},
+                    lambda start, stop: None, None, survives=survives)
+
+
+def ranges(found):
+    return [(h.rank, h.start, h.stop) for h in found.held]
+
+
+def test_those_that_live_take_over_and_keep_their_width():
+    port = Port()
+    found = assembly(port)
+    found.start()
+    found.recover(RankLost(2, "is dead"))
+    assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
+    assert port.epochs == [1]
+    assert {rank: setup["exact"] for rank, setup in port.setups.items()} == {1: 8, 3: 8}
+    (change,) = found.changes
+    assert (change.lost, change.moved, change.epoch) == ((2,), 2, 1)
+    assert "rank 2 is dead" in str(change)
+
+
+def test_a_spare_stands_in_and_is_prepared():
+    port = Port()
+    found = assembly(port, spares=1)
+    found.start()
+    assert (4, "prepare") in port.orders
+    assert found.spares == (4,)
+    found.recover(RankLost(3, "is dead"))
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
+    assert found.spares == ()
+
+
+def test_spares_without_the_model_get_every_range_before_the_start_is_over():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=2)
+    found.start()
+    assert port.epochs == [1, 2]
+    assert port.rehearsed == {4, 5}
+    assert port.orders == []
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
+    assert port.setups.keys() == {1, 2, 3}
+    assert found.changes == []
+    found.recover(RankLost(3, "is dead"))
+    assert port.epochs == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("asked", "role", "sent"), [
+    (0, "", set()), (1, "", {5}), (0, "spare", {4, 5}),
+])
+def test_a_rank_that_was_left_out_is_sent_nothing(asked, role, sent):
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=asked, role=role)
+    found.start()
+    assert port.rehearsed == sent
+    assert found.spares == (4, 5)
+
+
+def test_what_each_spare_rehearses_is_what_the_stages_hold():
+    port, told = Port(), {}
+    found = assembly(port, spares=1, distribute=True, asked=1)
+    send = port.send
+    port.send = lambda node, tag, message: (
+        told.setdefault(port.layout[node], message.data), send(node, tag, message))
+    found.start()
+    assert [(setup["start"], setup["stop"], setup["exact"]) for setup in told[4]["rehearse"]] == [
+        (0, 2, 8), (2, 4, 8), (4, 6, 8)]
+
+
+@pytest.mark.parametrize(("dead", "left"), [
+    (4, [(1, 0, 2), (2, 2, 4), (3, 4, 6)]),  # the spare itself
+    (2, [(1, 0, 2), (4, 2, 4), (3, 4, 6)]),
+])
+def test_a_death_while_a_spare_receives_is_survived(dead, left):
+    port = Port()
+    found = assembly(port, spares=1, distribute=True, asked=1)
+    send = port.send
+
+    def dying(node, tag, message):
+        if "rehearse" in message.data:
+            port._dies = [port.layout[node]] if dead == 4 else []
+            if dead != 4:
+                port.gone.add(dead)
+                port._fresh.add(dead)
+        send(node, tag, message)
+
+    port.send = dying
+    found.start()
+    assert ranges(found) == left
+    assert found.changes[0].lost == (dead,)
+
+
+def test_a_spare_that_does_not_answer_is_given_up():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=2, timeout=0.2)
+    send = port.send
+
+    def silent(node, tag, message):
+        send(node, tag, message)
+        if "rehearse" in message.data and port.layout[node] == 4:
+            port._mail.pop()
+
+    port.send = silent
+    found.start()
+    assert found.lost == {4}
+    assert "rank 4 has not received its layers in time" in str(found.changes[0])
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
+    assert port.epochs[-1] == 4  # the other spare alone, and the stages again
+
+
+def test_spares_of_one_host_receive_one_after_the_other():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=2, one_host=True)
+    layouts, regroup = [], port.regroup
+    port.regroup = lambda layout, lost: (layouts.append(layout.rank_of), regroup(layout, lost))
+    found.start()
+    assert layouts == [(0, 4), (0, 1, 2, 3), (0, 5), (0, 1, 2, 3)]
+
+
+def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():
+    from pipeinfer.core.messages import WorkerFailed as Message
+
+    port = Port()
+    found = assembly(port, spares=1, distribute=True, asked=1)
+    send = port.send
+
+    def failing(node, tag, message):
+        if "rehearse" in message.data:
+            port._fails = Message(1, "host4", -1, "MemoryError", "", 6)
+        send(node, tag, message)
+
+    port.send = failing
+    found.start()
+    assert found.changes[0].lost == (4,)
+    assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
+
+
+def test_a_rank_that_is_for_the_draft_is_no_spare():
+    found = assembly(Port(), spares=1, role="draft")
+    assert found.spares == ()
+
+
+def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
+    port = Port()
+    found = assembly(port)
+    found.start()
+    port._dies = [3]
+    found.recover(RankLost(2, "is dead"))
+    assert ranges(found) == [(1, 0, 6)]
+    assert port.epochs == [1, 2]
+    assert found.changes[0].lost == (2, 3)
+
+
+def test_a_death_while_the_job_starts_is_survived():
+    found = assembly(Port(dies=[1]))
+    found.start()
+    assert ranges(found) == [(2, 0, 4), (3, 4, 6)]
+
+
+def test_a_stage_that_has_not_the_model_ends_the_start():
+    from pipeinfer.core.messages import WorkerFailed as Message
+
+    found = assembly(Port(fails=Message(2, "host2", -1, "no such file", "", 3)))
+    with pytest.raises(WorkerFailed, match="no such file"):
+        found.start()
+
+
+def test_a_stage_without_memory_is_left_out_at_the_start():
+    from pipeinfer.core.messages import WorkerFailed as Message
+
+    found = assembly(Port(fails=Message(2, "host2", -1, "MemoryError", "", 6)))
+    found.start()
+    assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
+
+
+def test_too_few_say_what_is_missing():
+    found = assembly(Port(), memory=2.5)
+    found.start()
+    with pytest.raises(ClusterError, match=r"rank 2 is dead; .*it needs .* missing"):
+        found.recover(RankLost(2, "is dead"))
+
+
+@pytest.mark.parametrize(("survives", "rank"), [(False, 2), (True, 0)])
+def test_what_can_not_be_survived_is_raised(survives, rank):
+    found = assembly(Port(), survives=survives)
+    found.start()
+    with pytest.raises(RankLost):
+        found.recover(RankLost(rank, "is dead"))
+
+
+def test_when_nobody_is_left_the_last_loss_is_what_is_said():
+    found = assembly(Port())
+    found.start()
+    for rank in (1, 2):
+        found.recover(RankLost(rank, "is dead"))
+    with pytest.raises(RankLost, match="rank 3"):
+        found.recover(RankLost(3, "is dead"))

@@ -1,0 +1,165 @@
+"""One process: text, stop strings, interrupts of the text, figures, traces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.cli.summary import summary
+from pipeinfer.cluster.generate import Generated, run_request, sampling_params
+from pipeinfer.config import Config
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import ContextOverflow, UsageError
+from pipeinfer.experiments.trace import chrome_trace, draw_timeline
+from pipeinfer.models.text.text_stream import StopText
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+       st.data())
+def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data):
+    stopper, shown, rest, stopped = StopText(stops), "", text, False
+    while rest and not stopped:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, stopped = stopper.push(rest[:size])
+        shown, rest = shown + piece, rest[size:]
+    if not stopped:
+        shown += stopper.rest()
+    found = [at for s in stops if (at := text.find(s)) >= 0]
+    assert stopped == bool(found)
+    if not found:
+        assert shown == text
+    else:  # a longer stop may begin earlier and end later than the one that was met first
+        assert text.startswith(shown)
+        assert any(text[len(shown):].startswith(s) for s in stops)
+
+
+@pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])
+def test_a_malformed_logit_bias_is_named(text):
+    with pytest.raises(UsageError, match="--logit-bias"):
+        sampling_params(Config(logit_bias=(text,)), 1)
+
+
+def test_logit_biases_are_read():
+    params = sampling_params(Config(logit_bias=("5+1.5", "7-2")), 1)
+    assert params.logit_bias == ((5, 1.5), (7, -2.0))
+
+
+@pytest.fixture(scope="module")
+def session():
+    from pipeinfer.cluster.launch import open_session
+
+    with open_session(Config(ctx=256, threads=1, threads_draft=1, draft_p_min=0.1,
+                             trace="on")) as opened:
+        yield opened
+
+
+@pytest.mark.slow
+class TestOneProcess:
+    """Requests one after the other over one session."""
+
+    def test_same_seed_same_text(self, session):
+        prompt = session.tokenizer.encode("import os\n")
+        first, second, other = (
+            run_request(session, prompt, sampling_params(Config(), seed), 40, ignore_eos=True)
+            for seed in (3, 3, 4))
+        assert first.tokens == second.tokens
+        assert first.text == second.text == session.tokenizer.decode(first.tokens)
+        assert other.tokens != first.tokens
+        assert len(first.times) == 40
+        assert first.times == sorted(first.times)
+
+    def test_a_stop_string_ends_the_text_before_it(self, session):
+        prompt = session.tokenizer.encode("def f(x):\n")
+        free = run_request(session, prompt, SamplingParams(), 60, ignore_eos=True)
+        stop = free.text[20:24]
+        cut = run_request(session, prompt, SamplingParams(), 60, stops=[stop], ignore_eos=True)
+        assert cut.reason == "stop"
+        assert cut.text == free.text[: free.text.index(stop)]
+
+    def test_an_interrupt_ends_in_one_terminal_event(self, session):
+        shown: list[str] = []
+        out = run_request(session, session.tokenizer.encode("x"), SamplingParams(), 200,
+                          ignore_eos=True, on_text=shown.append,
+                          interrupted=lambda: len(shown) > 5)
+        assert out.reason == "interrupted"
+        assert 5 < len(out.tokens) < 200
+        assert "".join(shown) == out.text
+
+    def test_too_long_and_empty_prompts(self, session):
+        with pytest.raises(ContextOverflow, match="-c 330"):
+            run_request(session, [5] * 320, SamplingParams(), 10)
+        with pytest.raises(UsageError, match="empty"):
+            run_request(session, [], SamplingParams(), 10)
+
+    def test_log_probabilities_come_along(self, session):
+        out = run_request(session, [5, 6, 7], SamplingParams(n_logprobs=2), 10, ignore_eos=True)
+        assert all(p is not None and p <= 0 for p in out.logprobs)
+
+    def test_no_token_at_all(self, session):
+        out = run_request(session, [5, 6], SamplingParams(), 0)
+        assert (out.reason, out.tokens) == ("length", [])
+
+
+def test_the_summary_and_its_figures():
+    out = Generated(tokens=[1, 2, 3], times=[0.5, 0.6, 0.8], reason="length", n_prompt=4)
+    figures = out.stats()
+    assert figures["tokens_per_second"] == pytest.approx(2 / 0.3)
+    assert figures["inter_token_latency_mean"] == pytest.approx(0.15)
+    text = summary(figures, {1: {"layers": [0, 4], "host": "a", "busy_share": 0.5,
+                                 "sent_bytes": 10, "rss": 2**20}}, ["careful"])
+    assert "3 tokens at 6.7 tokens/s" in text
+    assert "layers 0-3 on a, busy 50%" in text
+    assert "note: careful" in text
+    assert summary(Generated().stats(), {}, []).startswith("0 tokens")
+
+
+@pytest.mark.slow
+def test_a_trace_can_be_drawn(tmp_path):
+    reports = {1: {"host": "a", "events": [[0, 1.0, 1.01, "computed", 1],
+                                           [1, 1.02, 1.021, "skipped", 2]]}}
+    data = chrome_trace([(0, 0.99, False, 1)], [(1.0, (1,))], [(0, 1.03)], reports,
+                        {0: "accepted"})
+    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert [e["cat"] for e in slices] == ["accepted", "skipped"]
+    file, picture = tmp_path / "t.json", tmp_path / "t.png"
+    file.write_text(json.dumps(data))
+    draw_timeline(file, picture, start_ms=0, span_ms=100)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": 3}'])
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    file = tmp_path / "t.json"
+    file.write_text(text)
+    with pytest.raises(UsageError):
+        draw_timeline(file, tmp_path / "x.png", start_ms=0, span_ms=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (["generate"], 2, "there is no prompt"),
+    (["generate", "-p", "x", "-f", "y"], 2, "not both"),
+    (["generate", "-f", "/nowhere"], 2, "can not read /nowhere"),
+    (["generate", "-p", "x", "--config", "/nowhere.toml"], 2, "can not read config file"),
+    (["trace", "/nowhere", "-o", "x.png"], 2, "can not read /nowhere"),
+    (["shard", "/nowhere.gguf", "--stages", "2"], 3, "/nowhere.gguf"),
+])
+def test_bad_input_of_the_command_line(args, code, says):
+    done = subprocess.run([sys.executable, "-m", "pipeinfer", *args], capture_output=True,
+                          text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_show_config():
+    done = subprocess.run([sys.executable, "-m", "pipeinfer", "generate", "--top-k", "7",
+                           "--show-config"], capture_output=True, text=True, check=True)
+    line = next(x for x in done.stdout.splitlines() if x.startswith("top_k "))
+    assert line.split() == ["top_k", "7", "command", "line"]

@@ -1,0 +1,269 @@
+"""Messages survive their bytes, and damaged bytes are refused."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.core.codec import HEADER_BYTES, check_decode, decode, encode
+from pipeinfer.core.messages import (
+    CacheOps,
+    Cancel,
+    Decode,
+    LaneClose,
+    LaneOpen,
+    Notice,
+    RunCancelled,
+    RunFinished,
+    ShardChunk,
+    ShardEnd,
+    ShardHave,
+    Shutdown,
+    WorkerFailed,
+)
+from pipeinfer.core.types import (
+    Choice,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqJoin,
+    SeqKeep,
+    SeqRemove,
+    make_rows,
+)
+from pipeinfer.errors import ProtocolError
+
+i32 = st.integers(-(2**31), 2**31 - 1)
+run_ids = st.integers(-(2**63), 2**63 - 1)
+floats = st.floats(-1e9, 1e9)
+spans = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e6)), max_size=5).map(
+    lambda pairs: np.array(pairs, np.float64).reshape(len(pairs), 2))
+ops = st.lists(st.one_of(
+    st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
+    st.builds(SeqKeep, i32), st.builds(SeqJoin, i32, i32),
+), max_size=6).map(tuple)
+row = st.tuples(i32, i32, st.lists(i32, min_size=1, max_size=4).map(tuple), st.booleans())
+choice = st.builds(Choice, i32, st.none() | floats, st.lists(st.tuples(i32, floats),
+                                                             max_size=4).map(tuple))
+params = st.builds(
+    SamplingParams, floats, i32, floats, floats, floats, floats, floats, i32,
+    st.lists(st.tuples(i32, floats), max_size=4).map(tuple), st.integers(0, 2**64 - 1), i32,
+    st.text(max_size=30), st.integers(0, 2**31 - 1),
+)
+
+
+@st.composite
+def decodes(draw):
+    rows = make_rows(draw(st.lists(row, max_size=9)))
+    n = len(rows)
+    if draw(st.booleans()):
+        views = draw(st.lists(row, min_size=n, max_size=n).map(lambda rs: tuple(r[2] for r in rs)))
+        rows = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, views)
+    hidden = None
+    if draw(st.booleans()):
+        d = draw(st.integers(1, 8))
+        hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
+    lanes = np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32)
+    return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
+                  draw(st.booleans()), hidden, draw(spans))
+
+
+json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
+                           lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+messages = st.one_of(
+    decodes(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
+    st.builds(LaneClose, run_ids), st.builds(Shutdown),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), spans),
+    st.builds(RunCancelled, run_ids, spans),
+    st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple)),
+    st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32),
+    st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4)),
+    st.builds(ShardHave, i32, run_ids, st.binary(max_size=70)),
+    st.builds(ShardChunk, run_ids, st.binary(max_size=300)),
+    st.builds(ShardEnd, st.binary(max_size=70)),
+)
+
+
+@given(messages)
+def test_round_trip(message):
+    assert decode(encode(message)) == message
+
+
+@given(messages, st.data())
+def test_damaged_frames_are_refused_or_understood(message, data):
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    for candidate in (frame, frame[:cut]):
+        try:
+            decode(candidate)
+        except ProtocolError:
+            pass
+
+
+def test_arrays_are_views_into_the_frame():
+    hidden = np.ones((2, 4), np.float32)
+    rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False)])
+    frame = encode(Decode(1, 0, rows, np.zeros(2, np.int32), hidden=hidden))
+    message = decode(frame)
+    assert isinstance(message, Decode)
+    assert message.hidden is not None
+    assert not message.hidden.flags.owndata
+    assert not message.rows.tokens.flags.owndata
+    assert len(frame) < HEADER_BYTES + 2 * 4 * 4 + 100
+
+
+def test_other_versions_and_strangers_are_named():
+    frame = bytearray(encode(Shutdown()))
+    frame[4] = 9
+    with pytest.raises(ProtocolError, match="version 9"):
+        decode(frame)
+    with pytest.raises(ProtocolError, match="header"):
+        decode(bytes(HEADER_BYTES))
+    with pytest.raises(ProtocolError, match="shorter"):
+        decode(b"PIPE")
+    with pytest.raises(ProtocolError):
+        encode("hello")
+
+
+SPANS = np.array([[1.7e9, 0.25], [1.7e9 + 1, 0.0], [1.7e9 + 2, 0.5]])
+ROWS = make_rows([(1, 2, (0,), True)])
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e12])
+@pytest.mark.parametrize("message", [
+    RunFinished(3, (), spans=SPANS), RunCancelled(3, spans=SPANS),
+    Decode(3, 0, ROWS, np.zeros(1, np.int32), spans=SPANS),
+], ids=lambda m: type(m).__name__)
+def test_times_that_can_not_be_are_refused(message, value):
+    frame = bytearray(encode(message))
+    assert decode(frame) == message
+    assert np.array_equal(decode(frame).spans, SPANS)
+    struct.pack_into("<d", frame, HEADER_BYTES + 8 * 3, value)
+    with pytest.raises(ProtocolError, match="run 3 claims"):
+        decode(frame)
+
+
+def test_what_stages_took():
+    assert (RunFinished(3, (), spans=SPANS).slowest, RunFinished(3, (), spans=SPANS).computed) == (
+        0.5, 0.75)
+    assert (RunFinished(3, ()).slowest, RunFinished(3, ()).computed) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("count", [4, 2, 2**32 - 1])
+def test_a_wrong_count_of_spans_is_refused(count):
+    frame = bytearray(encode(RunCancelled(3, spans=SPANS)))
+    struct.pack_into("<I", frame, HEADER_BYTES - 4, count)
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_spans_have_two_columns():
+    with pytest.raises(ProtocolError, match="shape"):
+        encode(RunCancelled(3, spans=np.zeros(4)))
+
+
+@pytest.mark.parametrize(("offset", "value"), [(-8, -1), (-4, -1), (-4, 8), (-4, 2**31 - 1)])
+def test_a_lane_with_a_damaged_grammar_is_refused(offset, value):
+    lane = LaneOpen(1, SamplingParams(grammar="start: /ä/", grammar_start=7))
+    frame = bytearray(encode(lane))
+    assert decode(frame) == lane
+    text_at = len(frame) - len("start: /ä/".encode())
+    struct.pack_into("<i", frame, text_at + offset, value)
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_a_grammar_that_is_no_text_is_refused():
+    frame = bytearray(encode(LaneOpen(1, SamplingParams(grammar="ab"))))
+    frame[-1] = 0xFF
+    with pytest.raises(ProtocolError, match="no text"):
+        decode(frame)
+
+
+def test_activations_must_match_the_rows():
+    rows = make_rows([(1, 2, (0,), True)])
+    with pytest.raises(ProtocolError, match="activations"):
+        encode(Decode(1, 0, rows, np.zeros(1, np.int32), hidden=np.ones((2, 4), np.float32)))
+
+
+def test_views_cost_nothing_when_absent_and_are_checked():
+    rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False)])
+    seen = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0, 7), (5,)))
+    plain, wider = (encode(Decode(1, 0, r, np.zeros(2, np.int32))) for r in (rows, seen))
+    assert len(wider) == len(plain) + 4 * (3 + 3)
+    assert decode(wider).rows == seen
+    assert decode(plain).rows.views is None
+    assert decode(plain).rows != seen
+    for offsets in ((0, 2, 2), (0, 2, 4), (1, 2, 3), (0, 2, 1)):
+        frame = bytearray(wider)
+        frame[-24:-12] = np.array(offsets, "<i4").tobytes()
+        with pytest.raises(ProtocolError):
+            decode(frame)
+    with pytest.raises(ValueError, match="differ in length"):
+        Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0,),))
+
+
+# --- what a stage does not have -------------------------------------------------------------------
+
+
+def run_of(token=1, position=2, ids=(0,), lane=1, ops=(), hidden=None, views=None):
+    rows = make_rows([(token, position, ids, True)])
+    rows = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, views)
+    return Decode(9, 0, rows, np.array([lane], np.int32), ops, hidden=hidden)
+
+
+SIZES = {"n_seq": 4, "n_positions": 16, "n_tokens": 100, "lanes": {1}}
+
+
+@pytest.mark.parametrize("good", [
+    {}, {"token": 99}, {"position": 15}, {"ids": (0, 3)}, {"views": ((3,),)},
+    {"ops": (SeqRemove(-1, 0), SeqCopy(0, 3, 0, 9), SeqKeep(3), SeqJoin(0, 3))},
+])
+def test_a_run_within_the_sizes_passes(good):
+    check_decode(run_of(**good), **SIZES)
+    check_decode(decode(encode(run_of(**good))), **SIZES)
+
+
+@pytest.mark.parametrize("bad", [
+    {"token": 100}, {"token": -1}, {"position": 16}, {"position": -1}, {"ids": (0, 4)},
+    {"ids": (-1,)}, {"views": ((4,),)}, {"lane": 2}, {"ops": (SeqRemove(-2, 0),)},
+    {"ops": (SeqRemove(4, 0),)}, {"ops": (SeqRemove(0, -1),)}, {"ops": (SeqCopy(0, 4, 0, 1),)},
+    {"ops": (SeqCopy(-1, 0, 0, 1),)}, {"ops": (SeqKeep(-1),)}, {"ops": (SeqJoin(0, 4),)},
+])
+def test_a_run_outside_of_the_sizes_is_refused(bad):
+    with pytest.raises(ProtocolError, match=r"outside of|not open"):
+        check_decode(run_of(**bad), **SIZES)
+
+
+def test_activations_have_the_models_width():
+    for width in (None, 8):
+        check_decode(run_of(hidden=np.ones((1, 8), np.float32)), **SIZES, width=width)
+    for hidden in (None, np.ones((1, 7), np.float32)):
+        with pytest.raises(ProtocolError, match="activations of 8"):
+            check_decode(run_of(hidden=hidden), **SIZES, width=8)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repeat_penalty"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sampling_parameters_are_numbers(field, value):
+    with pytest.raises(ProtocolError, match="no numbers"):
+        decode(encode(LaneOpen(1, SamplingParams(**{field: value}))))
+    with pytest.raises(ProtocolError, match="bias"):
+        decode(encode(LaneOpen(1, SamplingParams(logit_bias=((1, value),)))))
+
+
+@pytest.mark.parametrize("body", [
+    b'{"host": 1, "summary": "", "traceback": "", "code": 1}', b'{"host": ""}',
+    b'{"host": "", "summary": "", "traceback": "", "code": 1e999}', b"[" * 100_000,
+])
+def test_a_failure_report_has_texts_and_a_code(body):
+    frame = bytearray(encode(WorkerFailed(1, "h", 2, "s", "t")))[:HEADER_BYTES]
+    struct.pack_into("<I", frame, HEADER_BYTES - 8, len(body))
+    with pytest.raises(ProtocolError):
+        decode(bytes(frame) + body)

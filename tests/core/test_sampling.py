@@ -1,0 +1,174 @@
+"""The acceptance rule: laws, order of steps, purity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.core.sampling import candidates, choose, gumbel, noise_key
+from pipeinfer.core.types import NO_TOKEN, SamplingParams
+
+NO_HISTORY = np.zeros(1, np.int32)
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -1.5, -2.0, -4.0], np.float32)
+
+
+def law(params):
+    """The distribution that the truncation steps leave."""
+    order = np.argsort(-LOGITS, kind="stable")
+    if params.top_k:
+        order = order[: params.top_k]
+    p = np.exp(LOGITS[order].astype(float))
+    p /= p.sum()
+    if params.top_p < 1:
+        order = order[: int(np.searchsorted(np.cumsum(p), params.top_p)) + 1]
+    kept = order[LOGITS[order] >= LOGITS[order].max() + (
+        np.log(params.min_p) if params.min_p else -np.inf)]
+    q = np.zeros(len(LOGITS))
+    q[kept] = np.exp(LOGITS[kept].astype(float) / params.temperature)
+    return q / q.sum()
+
+
+def chi_square(counts, p):
+    """Statistic and degrees of freedom over the cells that can occur."""
+    inside = p > 0
+    assert counts[~inside].sum() == 0
+    expected = p[inside] * counts.sum()
+    return float(((counts[inside] - expected) ** 2 / expected).sum()), int(inside.sum()) - 1
+
+
+#: 99.9 % quantiles of the chi-square law by degrees of freedom
+LIMIT = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [
+    SamplingParams(1.0), SamplingParams(0.7), SamplingParams(1.5, top_k=5),
+    SamplingParams(1.0, top_p=0.8), SamplingParams(1.0, min_p=0.1),
+    SamplingParams(0.8, top_k=6, top_p=0.95, min_p=0.05),
+], ids=str)
+def test_frequencies_match_the_law(params):
+    params = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p,
+                            key=noise_key(11))
+    counts = np.zeros(len(LOGITS))
+    for position in range(20_000):
+        counts[choose(LOGITS, params, NO_HISTORY, position).token] += 1
+    statistic, freedom = chi_square(counts, law(params))
+    assert statistic < LIMIT[freedom]
+
+
+@pytest.mark.slow
+def test_the_chi_square_test_can_fail():
+    """Negative control (ALGORITHMS 0.4): top-k children with the p/q rule give (5/6, 1/6)."""
+    p, q = np.array([0.5, 0.5]), np.array([0.6, 0.4])
+    rng = np.random.default_rng(0)
+    accepted = rng.random(20_000) < min(1, p[0] / q[0])
+    counts = np.array([accepted.sum(), (~accepted).sum()], float)
+    assert chi_square(counts, p)[0] > LIMIT[1]
+    assert abs(counts[0] / 20_000 - 5 / 6) < 0.02
+
+
+@pytest.mark.slow
+def test_shared_noise_accepts_as_the_table_says():
+    """ALGORITHMS 0.4, R4: p=(.5,.3,.2), q=(.2,.3,.5) agree at a rate of 0.63."""
+    p, q = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.3, 0.5])
+    params = SamplingParams(1.0, key=noise_key(3))
+    same = sum(choose(p, params, NO_HISTORY, i).token == choose(q, params, NO_HISTORY, i).token
+               for i in range(20_000))
+    assert abs(same / 20_000 - 0.63) < 0.015
+
+
+def test_greedy_takes_the_lowest_of_equal_ids():
+    assert choose(np.array([1.0, 3.0, 3.0]), SamplingParams(), NO_HISTORY, 0).token == 1
+    biased = SamplingParams(logit_bias=((2, 0.5),))
+    assert choose(np.array([1.0, 3.0, 3.0]), biased, NO_HISTORY, 0).token == 2
+
+
+def test_noise_depends_on_key_position_and_token_only():
+    ids = np.arange(100)
+    noise = gumbel(7, 3, ids)
+    assert np.array_equal(noise[10:20], gumbel(7, 3, ids[10:20]))
+    assert not np.array_equal(noise, gumbel(7, 4, ids))
+    assert not np.array_equal(noise, gumbel(8, 3, ids))
+    assert len({noise_key(1), noise_key(2), noise_key(1, 1), noise_key(1, 0, (1,))}) == 4
+
+
+def test_noise_is_standard_gumbel():
+    noise = np.concatenate([gumbel(1, i, np.arange(1000)) for i in range(50)])
+    assert abs(noise.mean() - 0.5772) < 0.02
+    assert abs(noise.var() - np.pi**2 / 6) < 0.05
+
+
+@given(st.lists(st.floats(-30, 30), min_size=2, max_size=40), st.integers(0, 10),
+       st.floats(0.05, 1), st.floats(0, 0.9), st.floats(0.1, 3))
+def test_truncation_always_leaves_the_best_token(values, top_k, top_p, min_p, temperature):
+    logits = np.array(values)
+    left = candidates(logits, SamplingParams(temperature, top_k, top_p, min_p), NO_HISTORY, 0)
+    assert int(np.argmax(logits)) in left.ids
+    assert top_k == 0 or len(left.ids) <= max(top_k, 1)
+
+
+def test_penalties_follow_llama_cpp():
+    history = np.array([0, 0, 3, 5], np.int32)
+    params = SamplingParams(repeat_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5,
+                            repeat_last_n=3)
+    scores = candidates(LOGITS, params, history, 3).scores
+    assert scores[0] == pytest.approx(2.0 / 2 - 0.5 - 0.25)
+    assert scores[3] == pytest.approx(0.0 - 0.5 - 0.25)
+    assert scores[5] == pytest.approx(-1.5 * 2 - 0.5 - 0.25)
+    assert scores[1] == 1.0
+    everything = SamplingParams(frequency_penalty=1.0, repeat_last_n=-1)
+    assert candidates(LOGITS, everything, history, 3).scores[0] == pytest.approx(0.0)
+
+
+def test_log_probabilities_are_those_of_the_raw_logits():
+    params = SamplingParams(0.5, top_k=2, n_logprobs=3, logit_bias=((7, 100.0),))
+    choice = choose(LOGITS, params, NO_HISTORY, 0)
+    raw = LOGITS.astype(float) - np.log(np.exp(LOGITS.astype(float)).sum())
+    assert choice.token == 7
+    assert choice.logprob == pytest.approx(raw[7])
+    assert [i for i, _ in choice.top] == [0, 1, 2]
+    assert choice.top[0][1] == pytest.approx(raw[0])
+
+
+@given(st.lists(st.floats(-30, 30), min_size=2, max_size=40), st.data(),
+       st.sampled_from([0.0, 0.7]), st.integers(0, 5), st.floats(0.3, 1), st.floats(0, 0.5))
+def test_a_mask_is_a_vocabulary_without_the_other_tokens(values, data, temperature, top_k, top_p,
+                                                         min_p):
+    """The tokens that are allowed are chosen among as if no others were there."""
+    logits = np.array(values)
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=1, max_size=len(values) + 3)))
+    params = SamplingParams(temperature, top_k, top_p, min_p, key=5, logit_bias=((0, 3.0), (1, -2)))
+    ids = np.flatnonzero(allowed[: len(values)])
+    token = choose(logits, params, NO_HISTORY, 3, allowed).token
+    biased = logits.copy()
+    biased[0] += 3.0
+    biased[1] -= 2.0
+    # banning by a bias of minus infinity is another way to the same choice
+    others = tuple((i, -np.inf) for i in range(len(values)) if i not in set(ids.tolist()))
+    if not ids.size:
+        assert token == NO_TOKEN
+    elif top_k <= len(ids):
+        banned = SamplingParams(temperature, top_k, top_p, min_p, key=5,
+                                logit_bias=(*params.logit_bias, *others))
+        assert token == choose(logits, banned, NO_HISTORY, 3).token
+    if temperature == 0 and ids.size:
+        assert token == ids[np.argmax(biased[ids])]
+    left = candidates(logits, params, NO_HISTORY, 3, allowed)
+    assert set(left.ids.tolist()) <= set(ids.tolist())
+
+
+def test_no_token_has_no_log_probability():
+    choice = choose(LOGITS, SamplingParams(n_logprobs=3), NO_HISTORY, 0, np.zeros(8, bool))
+    assert (choice.token, choice.logprob, choice.top) == (NO_TOKEN, None, ())
+    few = choose(LOGITS, SamplingParams(n_logprobs=1), NO_HISTORY, 0, np.array([False, True]))
+    assert few.token == 1
+    assert few.top[0][0] == 0
+
+
+def test_a_mask_comes_after_penalties_and_before_truncation():
+    allowed = np.array([False, True, True, True, False, False, False, False])
+    params = SamplingParams(1.0, top_k=2, presence_penalty=5.0)
+    left = candidates(LOGITS, params, np.array([1, 1], np.int32), 1, allowed)
+    assert sorted(left.ids.tolist()) == [2, 3]

@@ -1,0 +1,14 @@
+"""These tests need network namespaces."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.experiments.rig import namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible():
+    reason = namespaces.why_not()
+    if reason:
+        pytest.skip(f"no cluster of namespaces here: {reason}")

@@ -1,0 +1,128 @@
+"""A host whose cable is pulled in the middle of a text: no reset comes, no process ends. Those that
+live take over, or say why they can not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.namespaces import Cluster
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT = "class Queue:\n    def __init__(self):\n"
+GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11", "--ignore-eos",
+            "-c", "512", "-t", "1", "--split", "equal"]
+PACE = ["--pace-ms", "20"]  # slow enough that the text is under way when the cable is pulled
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE], timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read_until(process, enough, seconds):
+    """What the job has written once it is `enough` characters."""
+    text, deadline = "", time.monotonic() + seconds
+    while len(text) < enough:
+        ready = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+        piece = os.read(process.stdout.fileno(), 4096).decode() if ready else ""
+        assert piece, f"no text: {text!r} {'' if ready else '(in time)'}"
+        text += piece
+    return text
+
+
+@pytest.mark.parametrize(("spares", "node"), [(0, 3), (1, 2)])
+def test_a_cut_link_costs_no_character(undisturbed, spares, node):
+    more = ["--spares", str(spares)] if spares else []
+    with Cluster(4) as cluster:
+        process = cluster.start(cluster.launch([*GENERATE, *PACE, *more]), timeout=SECONDS)
+        try:
+            text = read_until(process, len(PROMPT) + 40, 60.0)
+            cluster.unplug(node)
+            cut = time.monotonic()
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end {SECONDS:g} s after the cut")
+        finally:
+            cluster.kill_jobs()
+            process.communicate(timeout=10)
+        print(f"ended {time.monotonic() - cut:.1f} s after the cut", file=sys.stderr)
+    assert process.returncode == 0, err
+    assert text + out == undisturbed
+
+
+URL = "http://127.0.0.1:8127"
+STREAM = f"""
+import sys, urllib.request
+ask = urllib.request.Request("{URL}/v1/completions", sys.argv[1].encode(),
+                             {{"Content-Type": "application/json"}})
+for line in urllib.request.urlopen(ask, timeout=60):
+    print(line.decode(), end="", flush=True)
+"""
+HEALTH = f"""
+import time, urllib.error, urllib.request
+while True:  # until it was well and nobody is there any more
+    try:
+        print(urllib.request.urlopen("{URL}/health", timeout=5).status, flush=True)
+        seen = True
+    except urllib.error.HTTPError as error:
+        if "seen" in globals():
+            print(error.code, error.read().decode(), flush=True)
+    except OSError:
+        if "seen" in globals():
+            break
+    time.sleep(0.2)
+"""
+
+
+def test_those_that_can_not_hold_the_model_say_what_is_missing_and_end(tmp_path):
+    """Each of two stages has room for little more than half of the layers."""
+    settings = tmp_path / "nodes.toml"
+    settings.write_text('[node."node[23]"]\nmemory = "50 MiB"\n')
+    body = {"prompt": "def f(", "max_tokens": 400, "temperature": 1.5, "seed": 4, "stream": True,
+            "ignore_eos": True}
+    with Cluster(3) as cluster:
+        process = cluster.start(cluster.launch([
+            "serve", "--port", "8127", "-c", "512", "-t", "1", *PACE, "--nodes", str(settings)]),
+            timeout=SECONDS)
+        started = [process]
+
+        def ask(*command):
+            started.append(cluster.start([sys.executable, "-c", *command], timeout=SECONDS))
+            return started[-1]
+
+        try:
+            health = ask(HEALTH)
+            assert read_until(health, 3, 30.0).startswith("200")
+            client = ask(STREAM, json.dumps(body))
+            begun = read_until(client, 300, 30.0)
+            cluster.unplug(3)
+            _, err = process.communicate(timeout=30.0)
+            states, _ = health.communicate(timeout=20.0)
+            stream, _ = client.communicate(timeout=20.0)
+        finally:
+            cluster.kill_jobs()
+            for one in started:
+                one.kill()
+                one.communicate(timeout=10)
+    assert process.returncode == 6, err
+    why = (r"rank 2 is dead; the ranks that are left \(rank 1 on node2\) can not hold the model: "
+           r"it needs \d+ MiB and they have 50 MiB together; \d+ MiB are missing")
+    assert re.search(why, err), err
+    failed = json.loads(states.split("\n503 ")[-1].splitlines()[0])
+    assert failed["status"] == "failed"
+    assert re.fullmatch(why, failed["reason"])
+    last = json.loads((begun + stream).rstrip().split("data: ")[-1])
+    assert last["error"]["code"] == "cluster_failed"
+    assert re.search(why, last["error"]["message"])

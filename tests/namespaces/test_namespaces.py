@@ -1,0 +1,155 @@
+"""Jobs over several real hosts: namespaces with their own links, names, sshd and processors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.experiments.rig import launch, namespaces
+from pipeinfer.experiments.rig.namespaces import Cluster
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+GENERATE = ["generate", "-p", "class Queue:\n    def __init__(self):\n", "-n", "24", "--temp",
+            "0.7", "--seed", "11", "--json", "--split", "equal"]  # a busy machine measures noise
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE], timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["tokens"]
+
+
+def traces(cluster_id):
+    """What is left of a cluster on this machine."""
+    spaces = list(Path("/run/netns").glob(f"{cluster_id}*"))
+    groups = list(Path("/sys/fs/cgroup").glob(f"**/{cluster_id}*"))
+    return spaces + groups + list(namespaces.STATE.glob(cluster_id))
+
+
+def test_three_hosts_give_one_process_tokens(one_process):
+    with Cluster(3, cpu=0.6) as cluster:
+        done = cluster.pipeinfer(GENERATE, timeout=120)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        sent = [cluster.sent_bytes(node) for node in cluster.nodes]
+    assert answer["tokens"] == one_process
+    assert len(one_process) == 24
+    stages = answer["stats"]["stages"]
+    assert {key: stage["host"] for key, stage in stages.items()} == {"1": "node2", "2": "node3"}
+    assert min(sent) > 10_000  # it went over the links, though hosts have others that lead nowhere
+    assert not traces(cluster.id)
+
+
+def test_settings_of_single_hosts(tmp_path):
+    with Cluster(3) as cluster:
+        (cluster.state / "hosts.toml").write_text(
+            '[defaults]\nthreads = 1\n[node.node1]\nrole = "head"\n[node.node3]\nthreads = 2\n'
+            'numa = 0\n')
+        done = cluster.pipeinfer(GENERATE, timeout=120)
+        assert done.returncode == 0, done.stderr
+        stages = json.loads(done.stdout)["stats"]["stages"]
+        two = min(2, os.cpu_count())
+        assert {stage["host"]: stage["threads"] for stage in stages.values()} == {
+            "node2": 1, "node3": two}
+        (cluster.state / "hosts.toml").write_text('[node.node2]\nrole = "head"\n')
+        done = cluster.pipeinfer(GENERATE, timeout=60)
+        assert done.returncode == 2
+        assert "makes node2 the head, and rank 0 runs on node1" in done.stderr
+
+
+def test_what_is_wrong_with_a_host_is_said_before_the_job_starts():
+    with Cluster(2) as cluster:
+        def says(text, *, ranks=2):
+            cluster.hostfile.write_text(text)
+            done = cluster.pipeinfer(GENERATE, timeout=60, ranks=ranks)
+            assert done.returncode == 2, done.stderr
+            assert "Traceback" not in done.stderr
+            return done.stderr
+
+        said = says("node1 slots=1\nnode2 slots=1\nnode1 slots=2\n")
+        assert "hosts:3: node1 is listed twice (first on line 1)" in said
+        said = says("node1 slots=1\nnode2 slots=1\n", ranks=5)
+        assert "5 ranks, but the 2 hosts" in said
+        assert "have 2 slots" in said
+        said = says("node1 slots=1\nnode7 slots=1\n")
+        assert "host node7: has no address" in said
+        with (cluster.state / "etc-hosts").open("a") as names:
+            names.write(f"{cluster.address(2)} twin\n")
+        said = says("node1 slots=1\nnode2 slots=1\ntwin slots=1\n", ranks=3)
+        assert "host twin: calls itself node2, as node2 does" in said
+        cluster.unplug(2)
+        said = says("node1 slots=1\nnode2 slots=1\n")
+        assert "host node2: " in said
+        assert "is node2 switched on" in said
+
+
+def test_a_host_with_another_pipeinfer(tmp_path):
+    """On node2 the environment that holds pipeinfer is an empty directory."""
+    with Cluster(2, private=[launch.ROOT / ".venv"]) as cluster:
+        done = cluster.pipeinfer(GENERATE, timeout=60)
+    assert done.returncode == 2
+    assert "host node2: has no " in done.stderr
+    assert "under the same path" in done.stderr
+
+
+def test_hosts_without_the_model_get_their_layers(tmp_path, one_process):
+    """Disks of their own: the model's directory and the cache are empty on node2 and node3."""
+    models, cache = tmp_path / "models", tmp_path / "cache"
+    models.mkdir()
+    cache.mkdir()
+    embedded = launch.ROOT / "pipeinfer" / "models" / "embedded"
+    for name in ("target.gguf", "draft.gguf"):
+        (models / name).write_bytes((embedded / name).read_bytes())
+    request = [*GENERATE, "-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
+    with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:
+        done = cluster.pipeinfer(request, timeout=60, PIPEINFER_CACHE=str(cache))
+        assert done.returncode == 3, done.stderr
+        assert "target.gguf does not exist on node" in done.stderr
+        received = []
+        for _ in range(2):
+            done = cluster.pipeinfer([*request, "--distribute"], timeout=120,
+                                     PIPEINFER_CACHE=str(cache))
+            assert done.returncode == 0, done.stderr
+            answer = json.loads(done.stdout)
+            assert answer["tokens"] == one_process
+            received.append(sum(s["received_bytes"] for s in answer["stats"]["stages"].values()))
+            there = [sum(p.stat().st_size for p in cluster.state.glob(f"disk-{node}-1/*.gguf"))
+                     for node in (2, 3)]
+        assert received == [sum(there), 0]
+        assert cluster.sent_bytes(1) > sum(there) > 10 << 20
+        assert not list(cache.glob("*.gguf"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_stays_when_the_program_is_killed(number):
+    command = [sys.executable, "-m", "tests.cluster.namespaces", "--nodes", "2", "--cpu", "0.5",
+               "--", "sleep", "600"]
+    before = set(namespaces.STATE.glob("*"))
+    process = subprocess.Popen(command, cwd=launch.ROOT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 40
+        sleeping = []
+        while not sleeping:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            made = [path.name for path in set(namespaces.STATE.glob("*")) - before]
+            sleeping = [name for name in made if b"sleep" in b"".join(
+                Path(f"/proc/{pid}/cmdline").read_bytes()[:6] for pid in
+                namespaces._pids(f"{name}n1"))]
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.wait(timeout=20)
+        while traces(sleeping[0]):
+            assert time.monotonic() < deadline + 20, traces(sleeping[0])
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait(timeout=10)

@@ -1,0 +1,114 @@
+"""What a rank measures about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+
+from pipeinfer import host
+from pipeinfer.backends.toy import ToyBackend
+from pipeinfer.config import Config
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard_cache import recall, remember
+from pipeinfer.planning import measure
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    return ModelFile(write_random_model(path, RandomSpec(n_layer=3)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "_WINDOW", 0.01)
+    return tmp_path / "cache"
+
+
+def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
+    found = measure.figures_here(Config(), model, 1)
+    assert set(found.seconds) == set(measure.ROWS)
+    assert found.layer_bytes == model.layer_bytes[1]
+    assert found.bandwidth > 1e6
+    assert found.per_byte == pytest.approx(found.seconds[1] / model.layer_bytes[1])
+    assert [path.name for path in cache.iterdir()] == [measure._name(Config(), model, 1)]
+
+    def never(*args):
+        raise AssertionError("a remembered figure was measured again")
+
+    monkeypatch.setattr(measure, "_measure", never)
+    assert measure.figures_here(Config(), model, 1) == found
+    with pytest.raises(AssertionError):
+        measure.figures_here(Config(), model, 1, again=True)
+    with pytest.raises(AssertionError):
+        measure.figures_here(Config(), model, 2)
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "{}", '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 1}}',
+    '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 0, "2": 1, "4": 1}}',
+    '{"bandwidth": 1e999, "layer_bytes": 1, "seconds": {"1": 1, "2": 1, "4": 1}}',
+])
+def test_a_damaged_memory_is_measured_anew(model, cache, text):
+    cache.mkdir(exist_ok=True, mode=0o700)
+    path = cache / measure._name(Config(), model, 1)
+    path.write_text(text)
+    found = measure.figures_here(Config(), model, 1)
+    assert measure.from_json(recall(path)) == found
+    with contextlib.suppress(ValueError):  # the same in a note that is intact
+        remember(path, json.loads(text))
+        found = measure.figures_here(Config(), model, 1)
+        assert measure.from_json(recall(path)) == found
+
+
+def test_a_quota_and_a_gpu_have_figures_of_their_own(model, monkeypatch):
+    name = measure._name(Config(), model, 1)
+    assert measure._name(Config(gpu_layers=1), model, 1) != name
+    assert measure._name(Config(seed=1), model, 1) == name
+    monkeypatch.setattr(host, "quota", lambda: 0.25)
+    assert measure._name(Config(), model, 1) != name
+
+
+def test_what_goes_wrong_is_an_answer(model, tmp_path):
+    path = model.paths[0]
+    answer = measure.try_figures(Config(), path, "other", 1)
+    assert "another file" in answer["error"]
+    answer = measure.try_figures(Config(), tmp_path / "absent.gguf", "x", 1)
+    assert "absent.gguf" in answer["error"]
+    answer = measure.try_figures(Config(), path, model.fingerprint, 1)
+    assert measure.from_json(answer["figures"]).layer_bytes == model.layer_bytes[1]
+
+
+@pytest.mark.parametrize("n_layer", [1, 3])
+def test_a_host_without_the_model_measures_a_hollow_layer(tmp_path, cache, n_layer):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=n_layer)))
+    hollow = json.loads(json.dumps(measure.Hollow.of(model).to_json()))
+    absent = tmp_path / "absent.gguf"
+    answer = measure.try_figures(Config(), absent, model.fingerprint, 1, hollow)
+    found = measure.from_json(answer["figures"])
+    assert found.layer_bytes == model.layer_bytes[n_layer // 2]
+    # remembered under the same name as the real model's, and no file of zeros stays
+    assert [path.name for path in cache.iterdir()] == [measure._name(Config(), model, 1)]
+    answer = measure.try_figures(Config(), model.paths[0], "other", 1, hollow)
+    assert "another file" in answer["error"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_timing_leaves_the_cache_empty(start):
+    backend = ToyBackend.load(None, start, start + 1, n_ctx=4, n_seq_max=1, n_batch=4, log=True)
+    seen = measure.layer_seconds(backend, window=0.005)
+    assert set(seen) == set(measure.ROWS)
+    assert {len(entry[1]) for entry in backend.log if entry[0] == "decode"} == set(measure.ROWS)
+    assert measure.layer_seconds(backend, window=0.005).keys() == seen.keys()
+
+
+def test_row_cost_is_relative_to_one_row():
+    figures = measure.Figures(1e9, 1000, {1: 1.0, 2: 1.5, 4: 2.5})
+    assert figures.row_cost == pytest.approx(0.5)
+    assert measure.from_json(json.loads(json.dumps(figures.to_json()))) == figures
+    with pytest.raises(ValueError, match="no figures"):
+        measure.from_json(None)

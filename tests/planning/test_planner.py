@@ -1,0 +1,341 @@
+"""Plans: who holds what, who is left out, what `pipeinfer plan` says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.cli import main, terminal
+from pipeinfer.cluster.placement import members_of
+from pipeinfer.config import Config
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.planning import partition, planner
+from pipeinfer.planning.measure import Figures
+from pipeinfer.planning.partition import Load, Member, measure
+
+GIB = 2.0**30
+
+
+def load(n, size=1.0, head=0.0):
+    return Load((1.0,) * n, (size,) * n, last_cost=head)
+
+
+def hosts(*names, **settings):
+    return [{"host": name, "memory_available": 8 * GIB, "settings": settings} for name in names]
+
+
+def iterative(split):
+    return planner.estimate(split, Policy.ITERATIVE, 0.0)
+
+
+def make(members, n=12, config=None, where=None, head=0.0, predict=iterative):
+    candidates = list(range(1, len(members) + 1))
+    where = where or hosts("zero", *(f"host{i}" for i in candidates))
+    return planner.make_plan(config or Config(), load(n, head=head), members, candidates, where,
+                             predict, timed=True)
+
+
+def test_equal_ranks_get_equal_shares():
+    plan = make([Member(str(i), 1.0) for i in range(5)])
+    assert plan.split.counts == (3, 3, 2, 2, 2)
+    assert plan.line() == ""
+    assert plan.ranks == (1, 2, 3, 4, 5)
+    assert plan.ranges == [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
+
+
+def test_a_slightly_better_split_is_not_worth_being_unequal():
+    members = [Member("a", 1.0), Member("b", 1.0)]
+    assert make(members, n=24, head=1.0).split.counts == (12, 12)
+    assert make(members, n=24, head=8.0).split.counts == (16, 8)
+
+
+@given(st.lists(st.floats(0.96, 1.04), min_size=2, max_size=6), st.integers(6, 40))
+def test_noise_makes_no_plan(noise, n):
+    where = hosts("zero", *(f"host{i}" for i in range(len(noise))))
+    candidates = range(1, len(noise) + 1)
+    figures = {rank: Figures(1e9, 1, {1: 1e-3 * x, 2: 2e-3, 4: 4e-3})
+               for rank, x in zip(candidates, noise, strict=True)}
+    members = members_of(candidates, [None] * len(noise), where, figures)
+    assert len({member.per_cost for member in members}) == 1
+    assert make(members, n, where=where).line() == ""
+
+
+def test_speeds_apart_stay_apart():
+    assert partition.level({1: 1.0, 2: 1.05, 3: 2.0, 4: 2.1, 5: 9.0}) == {
+        1: 1.025, 2: 1.025, 3: 2.05, 4: 2.05, 5: 9.0}
+
+
+def test_a_slow_rank_gets_less_and_the_line_says_so():
+    plan = make([Member("a", 1e-3), Member("b", 4e-3), Member("c", 1e-3)],
+                predict=lambda split: 1 / split.slowest)
+    assert plan.split.counts == (6, 1, 5)
+    assert plan.line() == ("plan: layers 6, 1, 5 on ranks 1, 2, 3; slowest stage 6.0 ms instead "
+                           "of 16.0 ms with equal shares")
+
+
+def test_a_rank_that_slows_all_is_left_out():
+    plan = make([Member("a", 1.0), Member("b", 40.0), Member("c", 1.0)])
+    assert plan.split.counts == (6, 0, 6)
+    assert plan.ranks == (1, 3)
+    assert "rank 2 left out (takes 40.0 times as long" in plan.line()
+
+
+def test_equal_ranks_are_never_left_out():
+    plan = make([Member(str(i), 1.0, overhead=5.0) for i in range(4)])
+    assert plan.split.counts == (3, 3, 3, 3)
+
+
+def test_a_needed_rank_stays_however_slow():
+    members = [Member("a", 1.0, memory=6.0), Member("b", 40.0, memory=6.0)]
+    assert make(members).split.counts == (6, 6)
+
+
+def test_ranks_of_one_host_share_its_memory():
+    members = [Member("a", 1.0, memory=9.0), Member("b", 1.0, memory=9.0),
+               Member("c", 3.0, memory=9.0)]
+    where = hosts("zero", "one", "one", "two")
+    plan = make(members, where=where)
+    assert sum(plan.split.sizes[:2]) <= 9.0
+    assert plan.split.counts == (4, 4, 4)
+    with pytest.raises(PlanError, match=r"ranks 1, 2 on one need 8\.0 GiB together"):
+        planner.make_plan(
+            Config(split="equal"), load(12, GIB),
+            [Member("a", 1.0, memory=7 * GIB)] * 2 + [Member("c", 1.0, memory=7 * GIB)],
+            [1, 2, 3], where, iterative, timed=True)
+
+
+def random_cluster(rng):
+    """Members on up to three hosts with little memory each, the load, and each member's host."""
+    n = rng.randint(2, 4)
+    names = [rng.choice("abc") for _ in range(n)]
+    room = {name: rng.choice([3.0, 4.0, 6.0, 12.0]) for name in "abc"}
+    speed = {name: rng.choice([1.0, 3.0]) for name in "abc"}
+    count = rng.randint(n, 9)
+    weights = Load((1.0,) * count, (1.0,) * count, scratch=0.1, first_bytes=0.3, last_cost=0.5,
+                   last_bytes=0.5)
+    return weights, [Member(str(i), speed[name], memory=room[name])
+                     for i, name in enumerate(names, 1)], names, room
+
+
+def fits_hosts(split, names, room):
+    return all(sum(size for size, name in zip(split.sizes, names, strict=True) if name == host)
+               <= room[host] + 1e-9 for host in room)
+
+
+def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
+    rng = random.Random(3)
+    refused = 0
+    for _ in range(300):
+        weights, members, names, room = random_cluster(rng)
+        n = len(weights.costs)
+        candidates = list(range(1, len(members) + 1))
+        try:
+            plan = planner.make_plan(Config(), weights, members, candidates,
+                                     hosts("zero", *names), iterative, timed=True)
+        except PlanError:
+            refused += 1
+            splits = (measure(weights, members, counts) for counts in
+                      itertools.product(range(1, n + 1), repeat=len(members)) if sum(counts) == n)
+            assert not any(fits_hosts(split, names, room) for split in splits)
+            continue
+        assert fits_hosts(plan.split, names, room)
+        assert set(plan.left_out) == set(candidates) - set(plan.ranks)
+    assert 10 < refused < 250
+
+
+def test_split_equal_is_equal_and_still_checked():
+    members = [Member("rank 1", 1.0), Member("rank 2", 9.0)]
+    assert make(members, config=Config(split="equal")).split.counts == (6, 6)
+    tight = [Member("rank 1", 1.0), Member("rank 2 on two", 9.0, memory=5.0)]
+    with pytest.raises(PlanError, match="rank 2 on two needs"):
+        make(tight, config=Config(split="equal"))
+
+
+MODEL = SimpleNamespace(n_layers=12)
+
+
+def test_what_sets_the_layers():
+    where = hosts("zero", "one", "two", "three")
+    ranks = [1, 2, 3]
+
+    def ask(whole=None, **config):
+        return planner.asked_counts(Config(**config), MODEL, ranks, where, whole)
+
+    assert ask() == [None, None, None]
+    assert ask(layers="6,4,2") == [6, 4, 2]
+    assert ask(layers="6, 0, 6") == [6, 0, 6]
+    assert ask(whole=(2, 4, 6)) == [2, 4, 6]
+    assert ask(whole=(2, 4, 6), layers="4,4,4") == [4, 4, 4]
+    where[2]["settings"] = {"role": "spare"}
+    where[3]["settings"] = {"layers": 5}
+    assert ask() == [None, 0, 5]
+    assert ask(layers="6,6") == [6, 0, 6]
+    for layers, error, says in (("6,x,6", UsageError, "give counts like"),
+                                ("", None, ""), ("6,5", PlanError, "adds up to 11"),
+                                ("3,3,3,3", PlanError, "4 counts for 3 ranks"),
+                                ("12", PlanError, "1 counts for 3 ranks")):
+        if error is not None:
+            with pytest.raises(error, match=says):
+                ask(layers=layers)
+
+
+def test_set_counts_reach_the_plan():
+    members = [Member("a", 1.0, layers=7), Member("b", 1.0, layers=0), Member("c", 9.0, layers=5)]
+    plan = make(members)
+    assert plan.split.counts == (7, 0, 5)
+    assert plan.line().endswith("rank 2 left out (set to hold no layers)")
+    mixed = make([Member("a", 1.0), Member("b", 1.0, layers=2), Member("c", 1.0)])
+    assert mixed.split.counts == (5, 2, 5)
+    with pytest.raises(PlanError, match="add up to 13"):
+        make([Member("a", 1.0, layers=13), Member("b", 1.0)])
+
+
+def test_the_draft_takes_memory_of_its_host():
+    where = hosts("zero", "zero", "one")
+    members = members_of([1, 2], [None, None], where, {}, head_bytes=int(3 * GIB))
+    assert [member.memory for member in members] == [5 * GIB, 8 * GIB]
+
+
+def test_the_estimate_follows_its_formula():
+    split = planner.measure(load(4), [Member("a", 1.0), Member("b", 3.0)], (3, 1))
+    assert planner.estimate(split, Policy.ITERATIVE, 0.5) == pytest.approx(1 / (3 + 3 + 1.5))
+    fast = planner.estimate(split, Policy.PIPEINFER, 0.5, 0.75)
+    assert fast == pytest.approx((1 + 3) / (7.5 + 3 * 3))
+    assert planner.estimate(split, Policy.PIPEINFER, 0.5, 0.0) == planner.estimate(
+        split, Policy.ITERATIVE, 0.5)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    monkeypatch.setattr("pipeinfer.experiments.forecast.TOKENS", 32)
+    monkeypatch.setattr(terminal, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+
+    def run(*args, code=0):
+        result = CliRunner().invoke(main.main, ["plan", *args])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+HETERO = ("--dry-run", "--hostfile", "hostfiles/beowulf-hetero")
+
+
+def test_dry_run_on_unequal_nodes(plan):
+    found = json.loads(plan("dolphin-70b", *HETERO, "--json"))
+    assert sum(stop - start for start, stop in (s["layers"] for s in found["stages"])) == 80
+    seconds = [stage["seconds"] for stage in found["stages"]]
+    xeons = [s for s in found["stages"] if s["rank"] <= 7]
+    assert len(xeons) == 7
+    assert max(seconds) == pytest.approx(max(s["seconds"] for s in xeons), rel=0.01)
+    for stage in found["stages"]:
+        assert stage["bytes"] <= found["ranks"][stage["rank"]]["memory"]
+    held = {s["rank"] for s in found["stages"]} | set(map(int, found["left_out"]))
+    assert held == set(range(1, 13))
+    speeds = found["tokens_per_second"]
+    assert speeds["pipeinfer"] > speeds["speculative"] > speeds["iterative"] > 0
+    assert [d["draft"] for d in found["drafts"]] == ["tinyllama", "orca-2-7b"]
+    assert all("as rank 0" in note for note in found["notes"])
+    text = plan("dolphin-70b", *HETERO)
+    assert "optiplex5  i7-4790" in text
+    assert "tokens/s" in text
+    assert "equal shares would make the slowest stage" in text
+
+
+def test_planned_beats_equal_on_unequal_nodes(plan):
+    speeds = {split: json.loads(plan("dolphin-70b", *HETERO, "--split", split, "--json"))
+              ["tokens_per_second"]["pipeinfer"] for split in ("planned", "equal")}
+    assert speeds["planned"] > 1.3 * speeds["equal"]
+
+
+def test_cluster_profile_and_own_split(plan):
+    text = plan("goliath-120b", "--dry-run", "--cluster", "a", "--draft", "xwin-7b",
+                "--layers", "20,20,20,20,20,20,17", "--link", "wan-25ms")
+    assert "20 (0-19)" in text
+    assert "17 (120-136)" in text
+    assert "wide area, 25 ms" in text
+
+
+def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
+    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+
+    path = write_random_model(tmp_path / "tiny.gguf", RandomSpec(n_layer=9, qtype="Q8_0"))
+    text = plan(str(path), "--dry-run", "--cluster", "gpu", "-md", str(path), "--acceptance", "0.5")
+    assert "tiny.gguf: 9 layers" in text
+    assert "acceptance 50%" in text
+    text = plan(str(path), "--dry-run", "--cluster", "gpu")
+    assert "only iterative" in text
+    assert "pipeinfer  " not in text
+
+
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (("dolphin-70b", "--dry-run", "--cluster", "c", "--acceptance", "nan"), 2, "not a number"),
+    (("dolphin-70b", "--dry-run", "--cluster", "c", "-c", "-5"), 2, "-5 is not in the range"),
+    (("dolphin-7b", "--dry-run", "--cluster", "a"), 2, "did you mean dolphin-70b?"),
+    (("dolphin-70b", "--dry-run"), 2, "either --hostfile FILE or --cluster NAME"),
+    (("dolphin-70b", *HETERO, "--cluster", "a"), 2, "either --hostfile FILE or --cluster NAME"),
+    (("dolphin-70b",), 2, "one process has nothing to plan"),
+    (("dolphin-70b", "--dry-run", "--cluster", "q"), 2, "there are a, b, c, gpu"),
+    (("dolphin-70b", "--dry-run", "--cluster", "a", "--link", "wan"), 2, "no link profile 'wan'"),
+    (("dolphin-70b", "--dry-run", "--hostfile", "hostfiles/localhost"), 2, "names no profile"),
+    (("dolphin-70b", *HETERO, "--layers", "80"), 4, "1 counts for 12 ranks"),
+    (("falcon-180b", "--dry-run", "--cluster", "gpu", "--draft", "falcon-7b"), 4, "it lacks"),
+    (("dolphin-70b", *HETERO, "--draft", "tinylama"), 2, "did you mean tinyllama?"),
+    (("absent.gguf", "--dry-run", "--cluster", "a"), 3, "no such file"),
+    (("dolphin-70b", *HETERO, "--profiles", "absent.toml"), 2, "can not read profiles"),
+])
+def test_mistakes_are_one_line(plan, args, code, says):
+    assert says in plan(*args, code=code)
+
+
+def test_a_nodes_file_with_an_unknown_profile(plan, tmp_path):
+    hostfile = tmp_path / "home"
+    hostfile.write_text("ant slots=2\nbee\n")
+    nodes = tmp_path / "home.toml"
+    nodes.write_text('[defaults]\nprofile = "i7-4970"\n')
+    says = plan("yi-9b", "--dry-run", "--hostfile", str(hostfile), code=2)
+    assert "no node profile 'i7-4970'; did you mean i7-4790?" in says
+    nodes.write_text('[defaults]\nprofile = "i7-4790"\n[node.bee]\nrole = "spare"\n')
+    text = plan("yi-9b", "--dry-run", "--hostfile", str(hostfile))
+    assert "gigabit is assumed" in text
+    assert "left out: rank 2 on bee, set to hold no layers" in text
+    hostfile.unlink()
+    assert "can not read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
+                                           code=2)
+    hostfile.write_text("ant\n")
+    nodes.unlink()
+    assert "has no nodes file beside it" in plan("yi-9b", "--dry-run", "--hostfile",
+                                                 str(hostfile), code=2)
+
+
+def test_fewer_threads_are_slower(plan, tmp_path):
+    hostfile, nodes = tmp_path / "h", tmp_path / "h.toml"
+    hostfile.write_text("a\nb\nc\n")
+
+    def slowest(text):
+        nodes.write_text('link = "gigabit"\n[defaults]\nprofile = "i5-2400"\n' + text)
+        found = json.loads(plan("yi-9b", "--dry-run", "--hostfile", str(hostfile), "--json"))
+        return max(stage["seconds"] for stage in found["stages"])
+
+    assert slowest("threads = 2") > 1.8 * slowest("threads = 4")
+
+
+def test_a_slow_machine_that_would_do_as_rank_0_is_named():
+    """The draft may be as slow as a stage: the desktops are better heads than the Xeons."""
+    done = CliRunner().invoke(main.main, ["plan", "dolphin-70b", "--dry-run", "--cluster", "b"])
+    assert done.exit_code == 0
+    note = next(line for line in done.output.splitlines() if "as rank 0" in line)
+    assert "i5-4590" in note or "i7-4790" in note
+    same = CliRunner().invoke(main.main, ["plan", "dolphin-70b", "--dry-run", "--cluster", "a"])
+    assert "as rank 0" not in same.output

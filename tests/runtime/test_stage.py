@@ -1,0 +1,91 @@
+"""What stages tell about their work."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.messages import Cancel, Decode, LaneOpen, RunCancelled, RunFinished, Tag
+from pipeinfer.core.types import SamplingParams, make_rows
+from pipeinfer.runtime.stage import Stage
+from pipeinfer.transport.inproc import local_ports
+
+SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
+
+
+def step(stage):
+    stage._handle(stage._receive())
+
+
+def test_a_run_brings_back_when_each_stage_worked_on_it():
+    ports = local_ports(4)
+    stages = [Stage(ports[k], 3, ToyBackend.load(SPEC, k - 1, k)) for k in (1, 2, 3)]
+    before = time.time()
+    ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
+    for run_id, parent in ((0, -1), (1, 0), (2, 1)):
+        rows = make_rows([(3, run_id, (0,), True)])
+        ports[0].send(1, Tag.TRANSACTION,
+                      Decode(run_id, parent, rows, np.zeros(1, np.int32), speculative=run_id > 0))
+    for stage in stages[:1]:
+        for _ in range(4):
+            step(stage)
+    ports[0].send(2, Tag.CANCEL, Cancel((1,)))
+    for stage in stages[1:]:
+        for _ in range(4):
+            step(stage)
+    done = [ports[0].take(Tag.RESULT).message for _ in range(3)]
+    after = time.time()
+    assert [type(message) for message in done] == [RunFinished, RunCancelled, RunCancelled]
+    for message in done:
+        starts, seconds = message.spans.T
+        assert len(starts) == 3
+        assert before <= starts[0] <= starts[1] <= starts[2] <= after
+        assert (seconds < after - before).all()
+    worked = [(message.spans[:, 1] > 0).tolist() for message in done]
+    assert worked == [[True] * 3, [True, False, False], [True, False, False]]
+    assert done[0].slowest == done[0].spans[:, 1].max()
+    assert abs(done[0].computed - done[0].spans[:, 1].sum()) < 1e-12
+
+
+class Cancelling:
+    """A backend between whose layers the head's cancellation arrives."""
+
+    def __init__(self, inner, port):
+        self.inner, self.port = inner, port
+        self.info, self.capabilities = inner.info, inner.capabilities
+        self.seq_rm, self.seq_cp, self.seq_keep = inner.seq_rm, inner.seq_cp, inner.seq_keep
+
+    def decode(self, rows, hidden=None, should_stop=None):
+        asked = 0
+
+        def stop():
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                self.port.send(1, Tag.CANCEL, Cancel((0,)))
+                time.sleep(0.002)  # stages do not look more often than every half millisecond
+            return should_stop()
+
+        return self.inner.decode(rows, hidden, None if should_stop is None else stop)
+
+
+@pytest.mark.parametrize(("outputs", "speculative", "stopped"), [
+    ((False, False, True), False, True),  # the end of a prompt, whose client has left
+    ((True,), True, True),  # a guess
+    ((True,), False, False),  # an accepted token: computed to its end
+])
+def test_what_can_be_stopped_inside_a_run(outputs, speculative, stopped):
+    ports = local_ports(2)
+    stage = Stage(ports[1], 1, Cancelling(ToyBackend.load(SPEC), ports[0]))
+    ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
+    rows = make_rows([(3, k, (0,), wanted) for k, wanted in enumerate(outputs)])
+    ports[0].send(1, Tag.TRANSACTION, Decode(0, -1, rows, np.zeros(len(rows), np.int32),
+                                             speculative=speculative))
+    step(stage)
+    step(stage)
+    answer = ports[0].take(Tag.RESULT).message
+    assert isinstance(answer, RunCancelled if stopped else RunFinished)
+    assert stage.stats.runs["stopped" if stopped else "computed"] == 1

@@ -1,0 +1,380 @@
+"""Several requests at once over the simulated pipeline: every interleaving, every budget.
+
+Whatever is shared, copied, evicted, preempted or cancelled, each request gets plain decoding's
+tokens, from cells that were computed as if it were alone.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import Request
+from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, StopDraft, Submit
+from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.settings import Limits
+from tests.support.simulated import Pipeline, plain
+
+N_VOCAB = 7
+
+LIMITS = st.builds(
+    Limits,
+    n_ctx=st.just(90),
+    policy=st.sampled_from([Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER,
+                            Policy.PIPEINFER]),
+    chunk=st.sampled_from([1, 4, 7]),
+    exact_width=st.sampled_from([1, 2, 4, 8]),
+    credit=st.sampled_from([1, 2, 4, 9]),
+    partitions=st.sampled_from([0, 2, 5]),
+    draft_max=st.sampled_from([1, 3]),
+    tree_max=st.sampled_from([2, 8]),
+    alternatives=st.sampled_from([0, 2]),
+    eager=st.booleans(),
+    join_tip=st.booleans(),
+    parallel=st.sampled_from([1, 2, 3, 6]),
+    cells=st.sampled_from([0, 90, 120, 200]),
+    kept=st.sampled_from([0, 1, 3]),
+    alone=st.booleans(),
+    guess_rows=st.sampled_from([0, 6]),
+    share=st.sampled_from([(), (1,), (1, 1, 2), (1, 2, 2, 4)]),
+)
+
+BASES = tuple(tuple(random.Random(k).choices(range(N_VOCAB), k=45)) for k in range(2))
+
+
+@st.composite
+def prompts(draw):
+    """Prompts that often start alike."""
+    base = draw(st.sampled_from(BASES))
+    own = draw(st.lists(st.integers(0, N_VOCAB - 1), max_size=6))
+    return (*base[:draw(st.integers(0, 45))], *own) or (1,)
+
+
+@given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]),
+       accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_each_request_gets_its_own_tokens(data, limits, n_stages, accuracy, seed):
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed)
+    asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([0, 1, 6, 30])),
+                     eos_ids=data.draw(st.sampled_from([frozenset(), frozenset({0})])))
+             for i in range(data.draw(st.integers(1, 7)))]
+    for request in asked:
+        pipeline.submit(request)
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
+            pipeline.step(pick)
+        if data.draw(st.integers(0, 4)) == 0:
+            pipeline.abort(data.draw(st.sampled_from(asked)).request_id)
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    check_at_rest(pipeline)
+
+
+def check_outputs(pipeline, asked):
+    for request in asked:
+        wanted = plain(request.prompt, request.max_tokens, N_VOCAB, request.eos_ids)
+        wanted = wanted[: pipeline.scheduler.limits.n_ctx - len(request.prompt)]
+        got = pipeline.output[request.request_id]
+        if pipeline.finished[request.request_id] == "abort":
+            assert got == wanted[: len(got)]
+        else:
+            assert got == wanted
+
+
+def check_at_rest(pipeline):
+    """Only remembered prompts are left, and they can be dropped without a trace."""
+    scheduler = pipeline.scheduler
+    admission = scheduler.admission
+    assert scheduler.idle
+    assert scheduler.flight.useful == scheduler.flight.plain == 0
+    assert scheduler.flight.chunks == scheduler.flight.guess_rows == 0
+    assert not scheduler.flight.tips
+    assert not scheduler._filling
+    assert len(admission.prefixes.kept) <= scheduler.limits.kept
+    held = set(admission.pool.owner)
+    assert held == {-1 - holder for holder in admission.prefixes.kept}
+    assert sorted([*admission.pool.free, *held]) == list(range(admission.pool.size))
+    cells = {cell for stage in pipeline.stages[:1] for cell in stage.kv.cells}
+    assert len(cells) == admission.prefixes.cells
+    admission.forget_all()
+    ops = admission.pool.take_ops()
+    for stage in pipeline.stages:
+        stage.kv.apply(ops)
+        assert not stage.kv.cells
+    assert not admission.prefixes.root.children
+    assert admission.prefixes.cells == 0
+
+
+def run_all(limits, asked, **options):
+    pipeline = Pipeline(limits, n_vocab=N_VOCAB, **options)
+    for request in asked:
+        pipeline.submit(request)
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    return pipeline
+
+
+def rows_by_kind(pipeline):
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    return runs, [run for run in runs if len(set(run.lanes)) > 1]
+
+
+def stats_of(pipeline, request_id):
+    return next(i.stats for i in pipeline.log
+                if isinstance(i, Finish) and i.request_id == request_id)
+
+
+def test_lanes_share_runs_when_the_pipeline_is_full():
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, exact_width=4, credit=3, parallel=6,
+                    chunk=8, partitions=0)
+    asked = [Request(i, (1, 2, i), 40) for i in range(6)]
+    pipeline = run_all(limits, asked, n_stages=2, seed=1)
+    _, shared = rows_by_kind(pipeline)
+    assert shared
+    assert max(len(run.rows) for run in shared) <= 4
+
+
+def test_nothing_is_shared_where_a_further_row_costs_more_than_a_run():
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, exact_width=4, credit=3, parallel=6,
+                    chunk=8, partitions=0, share=(1, 1, 1, 1))
+    asked = [Request(i, (1, 2, i), 40) for i in range(6)]
+    pipeline = run_all(limits, asked, n_stages=2, seed=1)
+    assert not rows_by_kind(pipeline)[1]
+
+
+def test_a_shared_run_is_cancelled_only_when_all_its_rows_are_dead():
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, exact_width=4, credit=2, parallel=4,
+                    chunk=8, partitions=0)
+    pipeline = Pipeline(limits, n_stages=3, n_vocab=N_VOCAB, seed=2)
+    asked = [Request(i, (1, 2, i), 60) for i in range(4)]
+    for request in asked:
+        pipeline.submit(request)
+    scheduler = pipeline.scheduler
+
+    def shared_run():
+        return next((run for run in scheduler.runs.values()
+                     if run.useful and len(run.lanes) > 1), None)
+
+    while shared_run() is None:
+        assert pipeline.step()
+    run = shared_run()
+    first, *others = run.lanes
+    pipeline.feed(Abort(first.request.request_id, "abort"))
+    assert run.useful
+    for lane in others:
+        pipeline.feed(Abort(lane.request.request_id, "abort"))
+    assert not run.useful
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+
+
+def test_guesses_fade_as_requests_fill_the_pipeline_and_return():
+    limits = Limits(n_ctx=300, exact_width=4, credit=4, parallel=8, chunk=8)
+    alone = run_all(limits, [Request(0, (1, 2), 120)], n_stages=3, seed=3)
+    assert stats_of(alone, 0).speculative_runs > 20
+    asked = [Request(i, (1, 2, i), 120 if i == 0 else 40) for i in range(8)]
+    crowd = run_all(limits, asked, n_stages=3, seed=3)
+    others = [stats_of(crowd, i).speculative_runs for i in range(1, 8)]
+    assert stats_of(crowd, 0).speculative_runs > 10  # it was alone in the end
+    assert sum(others) < 20
+    loud = run_all(Limits(n_ctx=300, exact_width=4, credit=4, parallel=8, chunk=8, alone=True),
+                   asked, n_stages=3, seed=3)
+    assert sum(stats_of(loud, i).speculative_runs for i in range(1, 8)) > 60
+
+
+def test_a_long_prompt_does_not_stall_a_running_stream():
+    """Between two chunks of a newcomer every running lane gets its token into the pipeline."""
+    limits = Limits(n_ctx=400, policy=Policy.ITERATIVE, exact_width=4, credit=3, parallel=3,
+                    chunk=8, partitions=0)
+    pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=4)
+    pipeline.submit(Request(0, (1, 2), 200))
+    while len(pipeline.output[0]) < 5:
+        pipeline.step()
+    start = len(pipeline.log)
+    pipeline.submit(Request(1, tuple(i % N_VOCAB for i in range(240)), 4))
+    pipeline.drain()
+    kinds = ["chunk" if len(i.rows) == 8 else "token" for i in pipeline.log[start:]
+             if isinstance(i, IssueRun)]
+    kinds = kinds[: len(kinds) - kinds[::-1].index("chunk")]
+    assert kinds.count("chunk") == 30
+    longest = max(len(part) for part in "".join(k[0] for k in kinds).split("t"))
+    assert longest <= 4, kinds
+
+
+def test_prompts_that_start_alike_are_computed_once():
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, chunk=8, credit=4, parallel=4, kept=2,
+                    partitions=0)
+    asked = [Request(i, (*BASES[0][:40], i), 5) for i in range(4)]
+    pipeline = run_all(limits, asked, n_stages=3, seed=5)
+    prompt_rows = sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun)
+                      and i.rows.positions[0] < 41)
+    assert prompt_rows == 40 + 4  # each one's last, partial chunk is its own
+    assert sorted(stats_of(pipeline, i).reused for i in range(4)) == [0, 40, 40, 40]
+    check_at_rest(pipeline)
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_last_prompt():
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, chunk=8, credit=4, kept=1, partitions=0)
+    pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=6)
+    first = Request(0, BASES[0][:30], 9)
+    pipeline.submit(first)
+    pipeline.drain()
+    second = Request(1, (*first.prompt, *pipeline.output[0], 1, 2, 3), 9)
+    pipeline.submit(second)
+    pipeline.drain()
+    check_outputs(pipeline, [first, second])
+    assert stats_of(pipeline, 1).reused == 24  # whole chunks of the first prompt, no output
+    assert len(pipeline.scheduler.admission.prefixes.kept) == 1
+    check_at_rest(pipeline)
+
+
+def test_the_least_recently_used_prompt_goes_first():
+    limits = Limits(n_ctx=60, policy=Policy.ITERATIVE, chunk=4, credit=4, kept=3, partitions=0,
+                    cells=60)
+    pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=7)
+
+    def ask(request_id, head):
+        pipeline.submit(Request(request_id, (head,) * 17, 2))
+        pipeline.drain()
+        return stats_of(pipeline, request_id).reused
+
+    assert [ask(0, 1), ask(1, 2), ask(2, 1)] == [0, 0, 16]
+    assert ask(3, 3) == 0
+    assert ask(4, 4) == 0  # no cells for four: prompt 2 was not used for the longest time
+    assert [ask(5, 3), ask(6, 1)] == [16, 16]
+    assert ask(7, 2) == 0
+
+
+@pytest.mark.parametrize("n_kept", [1, 4, 16])
+def test_remembered_prompts_give_way_to_a_request_that_is_alone(n_kept):
+    limits = Limits(n_ctx=60, policy=Policy.ITERATIVE, chunk=4, credit=2, parallel=4, cells=60,
+                    kept=n_kept, partitions=0)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, seed=7)
+    asked = [*(Request(i, (i % N_VOCAB,) * 13, 1) for i in range(4)), Request(4, (5, 6), 58)]
+    for request in asked:
+        pipeline.submit(request)
+        pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 60
+    check_at_rest(pipeline)
+
+
+@pytest.mark.parametrize("options", [{"policy": Policy.SPECULATIVE}, {"join_tip": True}])
+def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
+    limits = Limits(n_ctx=256, chunk=4, exact_width=16, credit=2, parallel=32, cells=640, kept=4,
+                    draft_max=8, tree_max=15, alone=True, guess_rows=64, **options)
+    pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, accuracy=0.2, seed=3)
+    asked = [Request(i, (1, 2, i % N_VOCAB), 60) for i in range(32)]
+    for request in asked:
+        pipeline.submit(request)
+    while pipeline.scheduler.lanes:  # a stage that is slower than the draft
+        options = pipeline.choices()
+        quick = [i for i, (kind, _) in enumerate(options) if kind != "stage"]
+        pipeline.step(quick[0] if quick else 0)
+        assert pipeline.scheduler.flight.guess_rows <= 64
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    assert pipeline.max_cells <= 640 + 64
+
+
+def test_the_youngest_gives_way_when_cells_run_out_and_is_replayed():
+    limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
+    asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
+    pipeline = run_all(limits, asked, n_stages=2, seed=8)
+    preempted = [stats_of(pipeline, i).preempted for i in range(3)]
+    assert preempted[0] == 0
+    assert preempted[2] > 0
+    order = [i.request_id for i in pipeline.log if isinstance(i, Finish)]
+    assert order == [0, 1, 2]
+
+
+def test_a_request_goes_on_from_tokens_that_another_cluster_made():
+    limits = Limits(n_ctx=100, chunk=4, credit=4, exact_width=4)
+    prompt = BASES[1][:11]
+    wanted = plain(prompt, 40, N_VOCAB)
+    for done in (1, 2, 17, 39, 40):
+        pipeline = Pipeline(limits, n_stages=3, n_vocab=N_VOCAB, seed=done)
+        pipeline.output[0] = []
+        pipeline.feed(Submit(Request(0, prompt, 40), tuple(wanted[:done])))
+        pipeline.drain()
+        assert pipeline.output[0] == wanted[done:]
+        assert pipeline.finished[0] == "length"
+
+
+def test_a_request_that_waits_can_leave():
+    limits = Limits(n_ctx=100, parallel=1)
+    pipeline = Pipeline(limits, n_vocab=N_VOCAB, seed=1)
+    for request_id in range(3):
+        pipeline.submit(Request(request_id, (1, 2), 9))
+    pipeline.abort(1)
+    assert pipeline.finished[1] == "abort"
+    pipeline.drain()
+    assert pipeline.finished == {0: "length", 1: "abort", 2: "length"}
+
+
+def test_the_draft_hears_of_a_request_that_leaves_during_its_prompt():
+    limits = Limits(n_ctx=200, exact_width=4, credit=2, chunk=8, parallel=2)
+    pipeline = Pipeline(limits, n_vocab=N_VOCAB, seed=1)
+    pipeline.submit(Request(0, BASES[0], 9))
+    (job,) = (i for i in pipeline.log if isinstance(i, StartDraft))
+    assert job.max_tokens == 0
+    pipeline.abort(0)
+    assert StopDraft(job.job_id) in pipeline.log
+
+
+def test_lanes_take_turns():
+    """No lane falls behind others that started with it."""
+    limits = Limits(n_ctx=300, policy=Policy.ITERATIVE, exact_width=2, credit=3, parallel=5,
+                    chunk=8, partitions=0)
+    pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=9)
+    asked = [Request(i, (1, i), 100) for i in range(5)]
+    for request in asked:
+        pipeline.submit(request)
+    while not pipeline.finished:
+        pipeline.step()
+        counts = [len(pipeline.output[i]) for i in range(5)]
+        assert max(counts) - min(counts) <= 6
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+
+
+def test_the_simulation_notices_cells_of_another_prompt(monkeypatch):
+    """Negative control: a prefix copied from the wrong place must not go unseen."""
+    def share(self, src, dst, start, stop):
+        others = [i for i in range(self.size) if i not in (src, dst) and i in self.owner]
+        real(self, others[0] if others else src, dst, start, stop)
+
+    real = SequencePool.share
+    monkeypatch.setattr(SequencePool, "share", share)
+    limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, chunk=8, credit=4, parallel=2, kept=4,
+                    partitions=0)
+    asked = [Request(i, (*BASES[i % 2][:40], i), 5) for i in range(6)]
+    with pytest.raises(AssertionError):
+        run_all(limits, asked, n_stages=3, seed=5)
+
+
+def test_events_of_a_request_end_with_its_terminal_one():
+    limits = Limits(n_ctx=120, exact_width=4, credit=4, parallel=4, kept=2, chunk=8, cells=200)
+    pipeline = Pipeline(limits, n_stages=3, n_vocab=N_VOCAB, seed=11)
+    rng = random.Random(12)
+    for request_id in range(40):
+        pipeline.submit(Request(request_id, BASES[request_id % 2][: rng.randint(1, 40)],
+                                rng.randint(1, 30)))
+        for _ in range(rng.randint(0, 80)):
+            pipeline.step()
+        if rng.random() < 0.3:
+            pipeline.abort(rng.randrange(request_id + 1))
+    pipeline.drain()
+    ended: set[int] = set()
+    for item in pipeline.log:
+        if isinstance(item, Emit):
+            assert item.request_id not in ended
+        elif isinstance(item, Finish):
+            assert item.request_id not in ended
+            ended.add(item.request_id)
+    assert ended == set(range(40))
+    check_at_rest(pipeline)

@@ -1,0 +1,327 @@
+"""The pure scheduler over a simulated pipeline: every interleaving gives plain decoding's tokens.
+
+The simulated choice after a row is a hash of the tokens that the row can really see, at a stage
+that applied exactly the operations and rows it was sent, so wrong cells mean wrong tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.types import END, Choice, Request, SeqRemove
+from pipeinfer.errors import ContextOverflow, ProtocolError
+from pipeinfer.scheduler.events import (
+    Abort,
+    CancelRuns,
+    Drafted,
+    Emit,
+    Finish,
+    IssueRun,
+    Refuse,
+    RunDone,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.state import Flight
+from tests.support.simulated import Pipeline, plain
+
+LIMITS = st.builds(
+    Limits,
+    n_ctx=st.just(200),
+    policy=st.sampled_from(Policy),
+    ablations=st.frozensets(st.sampled_from(Ablation), max_size=2),
+    chunk=st.sampled_from([1, 4, 7, 64]),
+    exact_width=st.sampled_from([1, 2, 4, 8]),
+    credit=st.sampled_from([1, 2, 4, 9]),
+    partitions=st.sampled_from([0, 1, 2, 5]),
+    draft_max=st.sampled_from([1, 2, 4]),
+    tree_max=st.sampled_from([1, 2, 8]),
+    branches=st.sampled_from([1, 2, 4]),
+    alternatives=st.sampled_from([0, 2]),
+    path_min=st.sampled_from([0.0, 0.05, 0.5]),
+    eager=st.booleans(),
+    p_decay=st.sampled_from([0.0, 0.1]),
+    p_recovery=st.sampled_from([0.0, 0.2]),
+    join_tip=st.booleans(),
+)
+
+
+@st.composite
+def requests(draw, n_vocab):
+    count = draw(st.integers(1, 3))
+    token = st.integers(0, n_vocab - 1)
+    return [
+        Request(i, tuple(draw(st.lists(token, min_size=1, max_size=20))),
+                draw(st.sampled_from([0, 1, 5, 40])),
+                eos_ids=frozenset({0}) if draw(st.booleans()) else frozenset(),
+                ignore_eos=draw(st.booleans()))
+        for i in range(count)
+    ]
+
+
+@given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 3, 5]),
+       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, accuracy, seed):
+    n_vocab = data.draw(st.sampled_from([3, 11]))
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed)
+    asked = data.draw(requests(n_vocab))
+    for request in asked:
+        pipeline.submit(request)
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
+            pipeline.step(pick)
+        if data.draw(st.integers(0, 9)) == 0:
+            pipeline.abort(request.request_id)
+    pipeline.drain()
+    for request in asked:
+        eos = frozenset() if request.ignore_eos else request.eos_ids
+        wanted = plain(request.prompt, request.max_tokens, n_vocab, eos)
+        got = pipeline.output[request.request_id]
+        if pipeline.finished[request.request_id] == "abort":
+            assert got == wanted[: len(got)]
+        else:
+            assert got == wanted
+    check_at_rest(pipeline)
+
+
+def check_at_rest(pipeline):
+    """Cache hygiene (T4): nothing left on any stage, every id free, no run, no lane."""
+    assert pipeline.scheduler.idle
+    assert all(not stage.kv.cells for stage in pipeline.stages)
+    pool = pipeline.scheduler.pool
+    assert sorted(pool.free) == list(range(pool.size))
+    assert not pool.owner
+    assert not pool.warm
+    assert not pool.ops
+
+
+def long_run(limits, **options):
+    pipeline = Pipeline(limits, n_vocab=7, accuracy=0.7, **options)
+    request = Request(0, (1, 2, 3, 4, 5), 150)
+    pipeline.submit(request)
+    pipeline.drain()
+    return pipeline, request
+
+
+@pytest.mark.parametrize("break_it", ["truncate", "release"])
+def test_a_missing_cache_operation_is_noticed(monkeypatch, break_it):
+    """Negative control of the taint test T6: the simulation must be able to fail."""
+    if break_it == "truncate":
+        monkeypatch.setattr(SequencePool, "truncate", lambda self, seq_id, length: None)
+    else:
+        def release(self, seq_id, warm):
+            self.owner.pop(seq_id)
+            self.free.append(seq_id)
+
+        monkeypatch.setattr(SequencePool, "release", release)
+    limits = Limits(n_ctx=400, exact_width=8, branches=3, credit=4)
+
+    def many_runs():
+        for seed in range(20):
+            long_run(limits, seed=seed)
+
+    with pytest.raises(AssertionError):
+        many_runs()
+
+
+def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
+    """The reference's corruption (ALGORITHMS 1.9): a live run that reads cells of a skipped one.
+
+    Cancelling a run whose tokens are still wanted must end in an error, not in wrong tokens.
+    """
+    def cancel_anything(self, runs):
+        for run in list(self.runs.values())[:1]:
+            self.retire(run)
+            self.out.append(CancelRuns((run.run_id,)))
+
+    monkeypatch.setattr(Flight, "cancel", cancel_anything)
+    noticed = 0
+    for seed in range(20):
+        try:
+            pipeline, request = long_run(Limits(n_ctx=400, exact_width=8), seed=seed)
+            noticed += pipeline.output[0] != plain(request.prompt, 150, 7)
+        except (AssertionError, ProtocolError):
+            noticed += 1
+    assert noticed == 20
+
+
+def test_speculation_really_happens_and_cancels():
+    pipeline, _ = long_run(Limits(n_ctx=400, exact_width=4, credit=6, branches=2), seed=3,
+                           n_stages=4)
+    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    assert stats.accepted == 150
+    assert stats.accepted_speculative > 40
+    assert stats.cancelled_runs > 10
+    assert stats.skipped_runs > 0
+    assert stats.guesses_tested >= stats.accepted_speculative
+
+
+def test_no_run_is_issued_twice_for_a_path():
+    """A token is issued once per path, so no run can become superfluous."""
+    pipeline, request = long_run(Limits(n_ctx=400, exact_width=4, credit=6), seed=5, n_stages=4)
+    accepted = [i.choice.token for i in pipeline.log if isinstance(i, Emit)]
+    issued = sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
+    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    wasted = stats.issued_speculative - stats.accepted_speculative
+    assert issued == len(request.prompt) + len(accepted) - 1 + wasted
+
+
+@pytest.mark.parametrize("ablation", list(Ablation))
+def test_what_an_ablation_switches_off(ablation):
+    limits = Limits(n_ctx=400, ablations=frozenset({ablation}), exact_width=8, credit=6,
+                    branches=3, draft_max=2)
+    pipeline, request = long_run(limits, seed=1)
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    cancels = [i for i in pipeline.log if isinstance(i, CancelRuns)]
+    widest = max(len({s for group in r.rows.seq_ids for s in group}) for r in runs)
+    speculative = [r for r in runs if r.speculative]
+    assert pipeline.output[0] == plain(request.prompt, 150, 7)
+    match ablation:
+        case Ablation.CANCEL:
+            assert not cancels
+        case Ablation.MULTIBUFFER:
+            assert widest == 1
+        case Ablation.ASYNC:
+            assert not speculative
+            assert max(len(r.rows) for r in runs) > 1
+        case Ablation.CONTINUOUS:
+            assert speculative
+            assert max(len(r.rows) for r in speculative) > 2
+
+
+def test_limits_on_rows_and_runs():
+    limits = Limits(n_ctx=400, exact_width=3, credit=2, draft_max=8, chunk=4)
+    scheduler = Scheduler(limits)
+    out = scheduler.handle(Submit(Request(0, tuple(range(10)), 20)))
+    chunks = [i for i in out if isinstance(i, IssueRun)]
+    assert [len(c.rows) for c in chunks] == [4, 4]
+    assert [c.parent_id for c in chunks] == [-1, 0]
+    out = scheduler.handle(RunDone(0, ()))
+    last = next(i for i in out if isinstance(i, IssueRun))
+    assert last.rows.positions.tolist() == [8, 9]
+    assert last.rows.outputs.tolist() == [False, True]
+    job = next(i for i in out if isinstance(i, StartDraft))  # ahead of the room for its guesses
+    assert job.max_tokens == 3
+    assert job.base == 10
+
+
+def test_early_sharing_and_a_miss():
+    """The non-speculative token goes out alone and at once; a guess below it follows; a wrong
+    guess is cancelled and its cells are removed before the right token."""
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    issue = next(i for i in out if isinstance(i, IssueRun))
+    assert (issue.rows.tokens.tolist(), issue.rows.positions.tolist()) == ([7], [2])
+    job = next(i for i in out if isinstance(i, StartDraft))
+    out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(0, 9))))
+    guess = next(i for i in out if isinstance(i, IssueRun))
+    assert guess.speculative
+    assert guess.parent_id == issue.run_id
+    assert guess.rows.positions.tolist() == [3, 4]
+    out = scheduler.handle(RunDone(issue.run_id, (Choice(1),)))
+    assert [i for i in out if isinstance(i, CancelRuns)] == [CancelRuns((guess.run_id,))]
+    assert any(isinstance(i, StopDraft) for i in out)
+    right = next(i for i in out if isinstance(i, IssueRun))
+    assert right.rows.tokens.tolist() == [1]
+    assert right.ops == (SeqRemove(0, 3, END),)
+    assert scheduler.handle(RunDone(guess.run_id, None)) is not None
+
+
+def test_a_skipped_live_run_is_an_error():
+    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    with pytest.raises(ProtocolError, match="live rows"):
+        scheduler.handle(RunDone(0, None))
+
+
+@pytest.mark.parametrize("event", [RunDone(99, ()), RunDone(0, (Choice(1), Choice(2)))])
+def test_results_that_do_not_fit(event):
+    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    with pytest.raises(ProtocolError):
+        scheduler.handle(event)
+
+
+def test_the_context_ends_a_request_and_a_long_prompt_is_refused():
+    scheduler = Scheduler(Limits(n_ctx=8, policy=Policy.ITERATIVE))
+    out = scheduler.handle(Submit(Request(0, tuple(range(8)), 4)))
+    assert isinstance(out[0], Refuse)
+    assert isinstance(out[0].error, ContextOverflow)
+    pipeline = Pipeline(Limits(n_ctx=8, exact_width=4), n_vocab=5)
+    pipeline.submit(Request(1, (1, 2, 3), 50))
+    pipeline.drain()
+    assert pipeline.finished[1] == "context"
+    assert len(pipeline.output[1]) == 5
+    check_at_rest(pipeline)
+
+
+def test_abort_of_a_waiting_and_of_an_unknown_request():
+    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler.handle(Submit(Request(0, (1,), 5)))
+    scheduler.handle(Submit(Request(1, (1,), 5)))
+    out = scheduler.handle(Abort(1, "left"))
+    assert [(i.request_id, i.reason) for i in out if isinstance(i, Finish)] == [(1, "left")]
+    assert not scheduler.handle(Abort(42, "left"))
+
+
+def test_reconfigure_only_when_idle():
+    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler.handle(Submit(Request(0, (1,), 5)))
+    with pytest.raises(ProtocolError):
+        scheduler.reconfigure(Limits(n_ctx=50))
+
+
+def test_decay_does_not_ask_for_ever():
+    """Empty drafts lower the cutoff until it can not matter any more, then wait for a result."""
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    asked = 0
+    while jobs := [i for i in out if isinstance(i, StartDraft)]:
+        asked += 1
+        assert asked < 20
+        out = scheduler.handle(Drafted(jobs[0].job_id, ()))
+    assert 3 <= asked <= 5
+
+
+def test_a_joined_tip_travels_with_its_first_guesses():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    assert not [i for i in out if isinstance(i, IssueRun)]
+    job = next(i for i in out if isinstance(i, StartDraft))
+    out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(-1, 9))))
+    run = next(i for i in out if isinstance(i, IssueRun))
+    assert run.rows.tokens.tolist() == [7, 8, 9]
+    assert run.rows.seq_ids[0] == (0, 1)
+    assert any(isinstance(i, StartDraft) for i in out)
+
+
+def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0))
+    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[7]]
+
+
+def test_alternatives_that_are_not_named_count_as_wrong():
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4))
+    out = scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    before = scheduler.calibration.second
+    job = next(i for i in reversed(out) if isinstance(i, StartDraft))
+    scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8),)))
+    scheduler.handle(RunDone(0, (Choice(7),)))
+    assert scheduler.calibration.second < before
+
+
+def test_unknown_events_are_refused():
+    with pytest.raises(ProtocolError):
+        Scheduler(Limits(n_ctx=10)).handle("hello")

@@ -1,0 +1,565 @@
+"""The HTTP process against a scripted engine: answers, limits, leaving, failing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from pipeinfer.cli.client import Remote
+from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, front
+
+pytestmark = pytest.mark.slow
+MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with front(MODEL, parallel=2, queue=1, log_requests=True) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    shared.peer.reset()
+    yield shared
+    shared.until(lambda: "pipeinfer_open_choices 0.0" in shared.get("/metrics").text)
+
+
+def events(response):
+    lines = [line for line in response.iter_lines() if line.startswith(b"data: ")]
+    return [json.loads(x[6:]) for x in lines if x != b"data: [DONE]"], lines[-1:]
+
+
+def error(response, status):
+    assert response.status_code == status, response.text
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    return body
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def test_a_request_reaches_the_engine_with_its_fields(server):
+    body = {"prompt": [1, 2, 3], "max_tokens": 7, "seed": 5, "temperature": 0.5, "top_k": 3,
+            "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.5, "presence_penalty": 1,
+            "frequency_penalty": -1, "repeat_last_n": 9, "logit_bias": {"4": -100},
+            "ignore_eos": True, "logprobs": 2}
+    assert server.post("/v1/completions", body).status_code == 200
+    frame = server.peer.wait_for("submit")
+    key = frame["params"].pop("key")
+    assert frame["prompt"] == [1, 2, 3]
+    assert frame["max_tokens"] == 7
+    assert frame["ignore_eos"] is True
+    assert frame["params"] == {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.5,
+        "presence_penalty": 1, "frequency_penalty": -1, "repeat_last_n": 9,
+        "logit_bias": [[4, -100.0]], "n_logprobs": 2}
+    from pipeinfer.core.sampling import noise_key
+
+    assert key == noise_key(5, 0)
+
+
+def test_choices_differ_in_their_key_only_and_prompts_do_not(server):
+    body = {"prompt": ["a", "b"], "n": 1, "seed": 3, "max_tokens": 3}
+    assert len(server.post("/v1/completions", body).json()["choices"]) == 2
+    keys = [server.peer.wait_for("submit", i)["params"]["key"] for i in (1, 2)]
+    assert keys[0] == keys[1]
+    server.peer.reset()
+    server.post("/v1/completions", {"prompt": "a", "n": 2, "seed": 3})
+    assert server.peer.wait_for("submit", 2)["params"]["key"] != keys[0] == \
+        server.peer.wait_for("submit", 1)["params"]["key"]
+
+
+def test_usage_timings_and_cached_tokens(server):
+    server.peer.answer = lambda f: server.peer.say(
+        f["id"], "abc", "length", reused=2, drafted=9, accepted_speculative=4)
+    answer = server.post("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 9}).json()
+    count = len(server.tokenizer.encode("abc", add_bos=False))
+    assert answer["usage"] == {
+        "prompt_tokens": 4, "completion_tokens": count, "total_tokens": 4 + count,
+        "prompt_tokens_details": {"cached_tokens": 2}}
+    assert answer["timings"]["prompt_n"] == 2
+    assert answer["timings"]["drafted_n"] == 9
+    assert answer["timings"]["accepted_n"] == 4
+    assert answer["choices"][0] == {"index": 0, "text": "abc", "logprobs": None,
+                                    "finish_reason": "length"}
+
+
+def test_a_stream_opens_with_the_role_and_closes_with_usage(server):
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    chunks, last = events(server.post("/v1/chat/completions", body, stream=True))
+    assert last == [b"data: [DONE]"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+    assert text == "ok"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["timings"]["predicted_n"] > 0
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert all(c["usage"] is None for c in chunks[:-1])
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+
+
+def test_tokens_that_come_together_are_one_chunk(server):
+    text = "def f(x):\n    return x\n"
+    server.peer.answer = lambda f: server.peer.say(f["id"], text)
+    chunks, _ = events(server.post("/v1/completions", {"prompt": "x", "stream": True},
+                                   stream=True))
+    assert [c["choices"][0]["text"] for c in chunks] == [text, ""]
+
+
+def test_a_stop_string_across_tokens_ends_the_answer_and_the_engines_work(server):
+    tokens = [t for part in ("one ", "tw", "o th", "ree ", "four") for t in
+              server.tokenizer.encode(part, add_bos=False)]
+    server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=tokens)
+    body = {"prompt": "x", "stop": ["never", "two three"], "logprobs": 0, "max_tokens": 99}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert choice["text"] == "one "
+    assert choice["finish_reason"] == "stop"
+    assert "".join(choice["logprobs"]["tokens"]) == "one "
+    assert server.peer.wait_for("abort")["reason"] == "stop"
+
+
+def test_text_that_might_begin_a_stop_string_comes_at_the_end(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], "ab st", "length")
+    answer = server.post("/v1/completions", {"prompt": "x", "stop": "stop"}).json()
+    assert answer["choices"][0]["text"] == "ab st"
+
+
+def test_logprobs_of_a_chat_name_bytes_and_alternatives(server):
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    content = server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    assert "".join(c["token"] for c in content) == "ok"
+    assert bytes(b for c in content for b in c["bytes"]) == b"ok"
+    assert all(len(c["top_logprobs"]) == 2 for c in content)
+    assert server.peer.wait_for("submit")["params"]["n_logprobs"] == 2
+
+
+def test_text_offsets_follow_each_other_and_the_echo(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], "def f")
+    body = {"prompt": "xy", "logprobs": 1, "stream": True}
+    chunks, _ = events(server.post("/v1/completions", body, stream=True))
+    found = chunks[0]["choices"][0]["logprobs"]
+    ends = [a + len(t) for a, t in zip(found["text_offset"], found["tokens"], strict=True)]
+    assert found["text_offset"] == [0, *ends[:-1]]
+    answer = server.post("/v1/completions", {"prompt": "xy", "echo": True}).json()
+    assert answer["choices"][0]["text"] == "xydef f"
+
+
+def test_detail_says_which_tokens_were_speculated(server):
+    answer = server.post("/v1/chat/completions", {**CHAT, "pipeinfer": {"detail": True}}).json()
+    detail = answer["pipeinfer"]
+    assert "".join(detail["texts"]) == "ok"
+    assert detail["speculated"] == [i % 2 == 1 for i in range(len(detail["tokens"]))]
+    assert "pipeinfer" not in server.post("/v1/chat/completions", CHAT).json()
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", b'{"prompt": "\\ud83d", "echo": true, "max_tokens": 1}'),
+    ("/apply-template", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+])
+def test_half_a_surrogate_pair_is_answered_as_it_came(server, path, body):
+    answer = requests.post(server.url + path, data=body, timeout=10,
+                           headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
+    assert "\\ud83d" in answer.text
+
+
+def test_tokens_and_back(server):
+    text = "def f(x): pass é"
+    tokens = server.post("/tokenize", {"content": text}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+    pieces = server.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    assert [p["id"] for p in pieces] == tokens
+    error(server.post("/detokenize", {"tokens": [10**6]}), 400)
+    prompt = server.post("/apply-template", {"messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "a"},
+                                          {"type": "text", "text": "b"}]}]}).json()["prompt"]
+    assert prompt == "<|im_start|>system\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_terminals_client_takes_the_address_of_the_api_too(server, path):
+    remote = Remote(server.url + path, timeout=SECONDS)
+    assert remote.model() == "m"
+
+
+def test_models_props_and_slots(server):
+    assert [m["id"] for m in server.get("/v1/models").json()["data"]] == ["m"]
+    assert server.get("/v1/models/m").json()["id"] == "m"
+    assert error(server.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert server.get("/props").json()["n_ctx"] == FACTS["n_ctx"]
+    server.peer.send({"op": "status", "waiting": 1, "lanes": [{"request": 5}]})
+    server.until(lambda: server.get("/slots").json()[0]["is_processing"])
+    slots = server.get("/slots").json()
+    assert [s["is_processing"] for s in slots] == [True, False]
+    assert slots[0]["lane"] == {"request": 5}
+    figures = server.get("/metrics").text
+    assert "pipeinfer_waiting 1.0" in figures
+    assert "pipeinfer_lanes 1.0" in figures
+
+
+def test_the_page_may_load_nothing_from_elsewhere(server):
+    answer = server.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert error(server.get("/../openai.py"), 404)
+    assert error(server.get("/%2e%2e/openai.py"), 404)
+
+
+def test_the_pipeline_is_watched_only_while_somebody_looks(server):
+    with server.get("/pipeline", stream=True) as response:
+        assert server.peer.wait_for("watch")["on"] is True
+        server.peer.send({"op": "runs", "items": [{"id": 1}]})
+        seen = []
+        for line in response.iter_lines():
+            if line.startswith(b"data: "):
+                seen.append(json.loads(line[6:]))
+                if seen[-1]["op"] == "runs":
+                    break
+        assert seen[0]["op"] == "facts"
+        assert seen[-1]["items"] == [{"id": 1}]
+    assert server.peer.wait_for("watch", on=False)
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("body", "param", "says"), [
+    ({"prompt": "x", "suffix": "y"}, "suffix", "only continued"),
+    ({"prompt": "x", "no_such": 1}, "no_such", "not known"),
+    ({"prompt": "x", "no[such": 1}, "no[such", "not known"),
+    ({"prompt": "x", "Such": 1}, "Such", "not known"),
+    ({"prompt": "x", "str": 1}, "str", "not known"),
+    ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
+    ({"prompt": "x", "n": 129}, "n", "128"),
+    ({"prompt": "x", "n": 4}, "n", "takes 3"),
+    ({"prompt": "x", "temperature": "1"}, "temperature", "number"),
+    ({"prompt": "x", "temperature": -1}, "temperature", "greater"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop", "16"),
+    ({"prompt": "x", "stop": ""}, "stop", "at least 1"),
+    ({"prompt": []}, "prompt", "at least 1"),
+    ({"prompt": [10**6]}, "prompt", "vocabulary"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+    ({"prompt": "x", "logit_bias": [[1, 101]]}, "logit_bias", "-100 to 100"),
+    ({"prompt": "x", "logprobs": 6}, "logprobs", "5"),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "echo"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({}, "prompt", "required"),
+    ({"prompt": "x", "grammar": "root ::= ("}, "grammar", "grammar"),
+    ({"prompt": "x", "grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos", "ends"),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+])
+def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, says):
+    found = error(server.post("/v1/completions", body), 400)
+    assert found["param"] == param
+    assert says in found["message"]
+    assert not [f for f in server.peer.seen if f["op"] == "submit"]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages.0.content.0.type", "text"),
+    ({**CHAT, "modalities": ["audio"]}, "modalities.0", "text"),
+    ({**CHAT, "audio": {}}, "audio", "text only"),
+    ({**CHAT, "functions": []}, "functions", "use tools"),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice", "no tools"),
+    ({**CHAT, "prediction": {"type": "content"}}, "prediction", "draft"),
+])
+def test_a_bad_chat_is_a_400_that_names_the_field(server, body, param, says):
+    found = error(server.post("/v1/chat/completions", body), 400)
+    assert found["param"] == param
+    assert says in found["message"]
+
+
+def test_null_is_not_given(server):
+    body = {**CHAT, "audio": None, "functions": None, "tools": None, "stop": None, "user": None,
+            "modalities": ["text"], "store": True, "metadata": {"a": "b"}}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+
+
+def test_a_prompt_that_does_not_fit_the_context(server):
+    found = error(server.post("/v1/completions", {"prompt": [1] * 256}), 400)
+    assert found["code"] == "context_length_exceeded"
+    assert "256" in found["message"]
+    assert server.post("/v1/completions", {"prompt": [1] * 255}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/props", "/slots", "/v1/models"])
+def test_head_is_get_without_a_body(server, path):
+    found = requests.head(server.url + path, timeout=SECONDS)
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["Content-Type"] == server.get(path).headers["Content-Type"]
+
+
+def test_other_models_paths_methods_and_bodies(server):
+    other = error(server.post("/v1/completions", {"model": "gpt-4", "prompt": "x"}), 404)
+    assert other["code"] == "model_not_found"
+    assert server.post("/v1/completions", {"model": "m", "prompt": "x"}).status_code == 200
+    error(server.get("/nowhere"), 404)
+    answer = server.get("/v1/completions")
+    error(answer, 405)
+    assert answer.headers["Allow"] == "POST"
+    for data, kind in ((b"{", "application/json"), (b"x", "text/plain"), (b"", "application/json"),
+                       (b"[" * 100_000, "application/json"), (b"\xff", "application/json")):
+        error(requests.post(server.url + "/v1/completions", data, timeout=SECONDS,
+                            headers={"Content-Type": kind}), 400)
+
+
+def test_an_engine_that_refuses_a_request_is_that_requests_error(server):
+    server.peer.answer = lambda f: [["error", f["id"], "request", "the grammar allows no token"]]
+    found = error(server.post("/v1/completions", {"prompt": "x"}), 400)
+    assert found["message"] == "the grammar allows no token"
+    chunks, last = events(server.post("/v1/completions", {"prompt": "x", "stream": True},
+                                      stream=True))
+    assert chunks[-1]["error"]["code"] == "request_refused"
+    assert last != [b"data: [DONE]"]
+    server.peer.reset()
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_a_token_that_can_not_be_shown_is_that_requests_error(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[10**8])
+    assert error(server.post("/v1/completions", {"prompt": "x"}), 500)
+    assert server.peer.wait_for("abort")["reason"] == "error"
+    server.peer.reset()
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+
+def read_all(client):
+    while client.recv(1 << 16):
+        pass
+
+
+def open_stream(server, path="/v1/completions", body=None):
+    return requests.post(server.url + path, json={"prompt": "x", "stream": True, **(body or {})},
+                         stream=True, timeout=SECONDS)
+
+
+def test_a_full_queue_is_a_429_and_room_comes_back(server):
+    server.peer.answer = lambda frame: None
+    held = [open_stream(server) for _ in range(3)]
+    server.peer.wait_for("submit", 3)
+    answer = server.post("/v1/completions", {"prompt": "x"})
+    assert error(answer, 429)["code"] == "queue_full"
+    assert int(answer.headers["Retry-After"]) > 0
+    for response in held:
+        response.close()
+    server.peer.wait_for("abort", 3)
+    server.peer.reset()
+    server.until(lambda: server.post("/v1/completions", {"prompt": "x"}).status_code == 200)
+
+
+def raw_client(server, **more):
+    """A connection that has sent a request and reads nothing."""
+    client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), SECONDS)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    body = json.dumps({"prompt": "x", **more}).encode()
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                   b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_lane(server, stream):
+    server.peer.answer = lambda frame: None
+    with raw_client(server, stream=stream):
+        request_id = server.peer.wait_for("submit")["id"]
+    assert server.peer.wait_for("abort")["id"] == request_id
+    assert server.peer.wait_for("abort")["reason"] == "disconnected"
+
+
+def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
+    """A token wakes the request that the client's leaving cancels: neither may hide the other."""
+    token = server.tokenizer.encode("a", add_bos=False)[0]
+    open_ids, over = set(), threading.Event()
+
+    def answer(frame):
+        open_ids.add(frame["id"])
+
+    def feed():
+        while not over.wait(0.0003):
+            for request_id in list(open_ids):
+                server.peer.news([["t", request_id, token, False, None, [], None]])
+
+    server.peer.answer = answer
+    thread = threading.Thread(target=feed)
+    thread.start()
+    try:
+        for i in range(1, 101):
+            client = raw_client(server, stream=bool(i % 2), max_tokens=10**6)
+            request_id = server.peer.wait_for("submit", i)["id"]
+            time.sleep(i % 10 / 1000)  # another moment every time
+            client.close()
+            server.peer.wait_for("abort", id=request_id)
+            open_ids.discard(request_id)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_bodies_have_a_limit_also_without_a_length():
+    with front(MODEL, max_body=2000) as server:
+        error(server.post("/v1/completions", {"prompt": "x" * 2000}), 413)
+        error(requests.post(server.url + "/v1/completions", iter([b"x" * 500] * 8),
+                            timeout=SECONDS, headers={"Content-Type": "application/json"}), 413)
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_keys_open_the_server_and_are_nowhere_to_be_seen():
+    keys = ["first-secret-key", "second-secret-key"]
+    with front(MODEL, api_keys=keys, cors_origins=["https://a.example"]) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": keys[0]},
+                        {"Authorization": "Bearer "}):
+            answer = server.post("/v1/completions", {"prompt": "x"}, headers=headers)
+            assert error(answer, 401)["code"] == "invalid_api_key"
+        for headers in ({"Authorization": f"Bearer {keys[1]}"}, {"X-Api-Key": keys[0]}):
+            answer = server.post("/v1/completions", {"prompt": "x"}, headers=headers)
+            assert answer.status_code == 200
+        assert server.get("/").status_code == 200
+        error(server.get("/metrics"), 401)
+        error(server.get("/pipeline"), 401)
+        preflight = requests.options(server.url + "/v1/completions", timeout=SECONDS, headers={
+            "Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,x-stainless-lang"})
+        assert preflight.status_code == 200  # the JavaScript client sends headers of its own
+        assert preflight.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        proc = Path(f"/proc/{server.child.process.pid}")
+        for name in ("cmdline", "environ"):
+            assert b"secret" not in (proc / name).read_bytes()
+
+
+def test_other_origins_are_not_let_in(server):
+    answer = server.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_a_request_that_takes_too_long_is_a_504():
+    with front(MODEL, request_timeout=0.2) as server:
+        server.peer.answer = lambda frame: None
+        assert error(server.post("/v1/completions", {"prompt": "x"}), 504)["code"] == "timeout"
+        assert server.peer.wait_for("abort")["reason"] == "timeout"
+        chunks, _ = events(open_stream(server))
+        assert chunks[-1]["error"]["code"] == "timeout"
+
+
+def test_a_client_that_takes_nothing_is_dropped_and_others_go_on():
+    with front(MODEL, client_timeout=1.0) as server:
+        token = server.tokenizer.encode("a", add_bos=False)[0]
+        server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[token] * 60000)
+        slow = raw_client(server, stream=True, logprobs=2, pipeinfer={"detail": True})
+        server.peer.wait_for("submit")
+        server.peer.answer = lambda f: server.peer.say(f["id"], "ok")
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+        assert server.peer.wait_for("abort")["reason"] == "disconnected"
+        with pytest.raises(ConnectionResetError):
+            read_all(slow)
+        slow.close()
+
+
+@pytest.mark.parametrize(("begun", "answer"), [
+    (b"", b""), (b"POST /v1/comp", b""),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+     b"Content-Length: 100\r\n\r\n{", b"HTTP/1.1 408 "),
+])
+def test_a_request_that_does_not_arrive_is_not_waited_for(begun, answer):
+    with front(MODEL, client_timeout=0.5) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as client:
+            client.settimeout(SECONDS)
+            client.sendall(begun)
+            assert client.recv(4096)[:13] == answer
+
+
+# --- states -----------------------------------------------------------------------------------
+
+
+def test_until_the_model_is_there_requests_are_told_to_come_back():
+    with front(MODEL, ready=False) as server:
+        server.peer.send({"op": "loading", "stages": {"1": {"phase": "loading"}}})
+        server.until(lambda: server.get("/health").json().get("stages"))
+        answer = server.get("/health")
+        assert answer.status_code == 503
+        assert answer.json() == {"status": "loading", "stages": {"1": {"phase": "loading"}}}
+        answer = server.post("/v1/completions", {"prompt": "x"})
+        assert error(answer, 503)["code"] == "loading"
+        assert answer.headers["Retry-After"]
+        assert server.get("/v1/models").status_code == 200
+        server.ready()
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["failed", "eof", "nonsense"])
+def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
+    with front(MODEL) as server:
+        server.peer.answer = lambda frame: None
+        stream = open_stream(server)
+        server.peer.wait_for("submit")
+        if how == "failed":
+            server.peer.send({"op": "failed", "message": "rank 2 on b failed: oh"})
+        elif how == "nonsense":
+            server.peer.send({"op": "news", "items": 5})
+        else:
+            server.child.link.close()
+        reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
+                  "nonsense": "rank 0 is not understood: 'int' object is not iterable"}[how]
+        chunks, last = events(stream)
+        assert reason in chunks[-1]["error"]["message"]
+        assert last != [b"data: [DONE]"]
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "failed", "reason": reason}
+        assert error(server.post("/v1/completions", {"prompt": "x"}), 503)["code"] == \
+            "cluster_failed"
+        assert server.child.process.wait(10) == 1
+
+
+def test_draining_takes_nothing_new_and_lets_the_running_end():
+    with front(MODEL) as server:
+        server.peer.answer = lambda frame: None
+        stream = open_stream(server)
+        frame = server.peer.wait_for("submit")
+        server.peer.send({"op": "draining", "seconds": 30})
+        server.until(lambda: server.get("/health").json()["status"] == "draining")
+        assert error(server.post("/v1/completions", {"prompt": "x"}), 503)["code"] == \
+            "shutting_down"
+        server.peer.news(server.peer.say(frame["id"], "bye"))
+        server.peer.send({"op": "bye"})
+        chunks, last = events(stream)
+        assert "".join(c["choices"][0]["text"] for c in chunks) == "bye"
+        assert last == [b"data: [DONE]"]
+        assert server.child.process.wait(10) == 0
+
+
+def test_what_does_not_end_in_time_is_told_so():
+    with front(MODEL) as server:
+        server.peer.answer = lambda frame: None
+        stream = open_stream(server)
+        frame = server.peer.wait_for("submit")
+        server.peer.news([["end", frame["id"], "shutdown", {}]])
+        chunks, _ = events(stream)
+        assert chunks[-1]["error"]["code"] == "shutting_down"
+
+
+def test_the_child_ends_at_once_when_its_parent_is_gone_before_the_start():
+    start = time.monotonic()
+    with front(MODEL, ready=False) as server:
+        server.child.link.close()
+        assert server.child.process.wait(SECONDS) == 1
+    assert time.monotonic() - start < SECONDS

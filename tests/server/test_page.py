@@ -1,0 +1,389 @@
+"""The page in a real browser against a real server: type, stream, stop, errors, the pipeline.
+
+Set PIPEINFER_SCREENSHOTS to a folder to get pictures of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.experiments.rig.served import serve
+
+CHROMIUM = next(filter(None, map(shutil.which, (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
+]
+#: what keeps the controller from finding that guesses do not pay here
+GUESSING = ("--no-adapt", "--draft-max", "2", "--credit", "5")
+PROMPT = "Write a function that reverses a string"
+#: what a browser itself writes: an answer is an error, no answer comes, this test reads pixels
+OWN = re.compile(r"Failed to load resource|net::ERR_|getImageData are faster")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(1, "--parallel", "2", *GUESSING) as served:
+        served.wait_until_ready()
+        yield served
+
+
+class Page:
+    """A tab, and everything that its console said."""
+
+    def __init__(self, browser, url, **options):
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800},
+                                              **options})
+        self.context.set_default_timeout(20_000)
+        self.tab = self.context.new_page()
+        self.said = []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.add_init_script(
+            "document.addEventListener('securitypolicyviolation', "
+            "e => console.error('CSP: ' + e.violatedDirective + ' ' + e.blockedURI));")
+        self.tab.goto(url + "/")
+
+    def ready(self):
+        self.tab.wait_for_selector("#state[data-state=ready]")
+        return self
+
+    def ask(self, text=PROMPT):
+        self.tab.fill("#prompt", text)
+        self.tab.press("#prompt", "Enter")
+
+    def set(self, **fields):
+        """Fill fields of the settings."""
+        self.tab.click("#open-settings")
+        for name, value in fields.items():
+            self.tab.fill(f"#{name.replace('__', '-')}", value)
+        self.tab.click("#settings-form .primary")
+
+    def until(self, script):
+        """Wait for a script to be true. (Playwright's own way needs eval: the page forbids it.)"""
+        self.wait(lambda: self.tab.evaluate(script), script)
+
+    def wait(self, true, what):
+        deadline = time.monotonic() + 20
+        while not true():
+            assert time.monotonic() < deadline, what
+            self.tab.wait_for_timeout(50)
+
+    def answer(self):
+        """The text of the last answer, once it is complete."""
+        self.tab.wait_for_selector(".answer:last-child:not([aria-busy]) .foot")
+        return self.tab.inner_text(".answer:last-child .text")
+
+    def problem(self):
+        return self.tab.inner_text(".answer:last-child .problem")
+
+    def pixels(self, selector):
+        """How many different colours a canvas shows, and a checksum of it."""
+        return self.tab.evaluate(
+            """(selector) => {
+                const canvas = document.querySelector(selector);
+                const data = canvas.getContext('2d')
+                    .getImageData(0, 0, canvas.width, canvas.height).data;
+                const colours = new Map();
+                let sum = 0;
+                for (let i = 0; i < data.length; i += 4) {
+                    const colour = (data[i] << 16) | (data[i + 1] << 8) | data[i + 2];
+                    if (data[i + 3] === 255) colours.set(colour, (colours.get(colour) ?? 0) + 1);
+                    sum = (sum * 31 + colour + data[i + 3]) >>> 0;
+                }
+                return [[...colours].filter(([, n]) => n > 8).map(([c]) => c), sum];
+            }""", selector)
+
+    def close(self):
+        """Nothing was said in the console but what the browser says of its own accord."""
+        self.context.close()
+        assert [text for text in self.said if not OWN.search(text)] == []
+
+
+@pytest.fixture
+def page(browser, server):
+    opened = Page(browser, server.url).ready()
+    yield opened
+    opened.close()
+
+
+def test_a_message_is_answered_as_a_stream(page):
+    tab = page.tab
+    page.set(seed="3", max_tokens="60", temperature="0.8", top_k="40", system="You write Python.")
+    with tab.expect_request("**/v1/chat/completions") as asked:
+        page.ask()
+    body = asked.value.post_data_json
+    assert body["messages"] == [{"role": "system", "content": "You write Python."},
+                                {"role": "user", "content": PROMPT}]
+    given = {name: body.get(name) for name in ("seed", "max_tokens", "temperature", "top_k")}
+    assert given == {"seed": 3, "max_tokens": 60, "temperature": 0.8, "top_k": 40}
+    assert body["stream"] is True
+    assert "min_p" not in body
+    first = page.answer()
+    assert len(first) > 20
+    assert tab.inner_text(".user .text") == PROMPT
+    assert "tokens" in tab.inner_text(".answer .foot")
+    assert "guessed ahead" in tab.inner_text(".answer .foot")
+    guessed = "".join(tab.eval_on_selector_all(
+        ".answer .guess", "spans => spans.map(s => s.textContent)"))
+    assert 0 < len(guessed) < len(first)
+    assert tab.input_value("#prompt") == ""
+    with tab.expect_request("**/v1/chat/completions") as again:
+        page.ask("And now in one line")
+    roles = [message["role"] for message in again.value.post_data_json["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    page.answer()
+    tab.click("#new-chat")
+    assert tab.is_visible("#empty")
+    page.ask()
+    assert page.answer() == first  # the same seed
+
+
+def test_keys_send_break_lines_and_stop(page, server):
+    tab = page.tab
+    page.set(temperature="1.4", seed="1")
+    tab.focus("#prompt")
+    tab.keyboard.type("one")
+    tab.keyboard.press("Shift+Enter")
+    tab.keyboard.type("two")
+    assert tab.input_value("#prompt") == "one\ntwo"
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector(".answer[aria-busy] .para")
+    assert tab.is_visible("#stop")
+    tab.keyboard.press("Escape")
+    page.answer()
+    assert "stopped" in tab.inner_text(".answer .foot")
+    assert tab.is_visible("#send")
+    server.until(lambda: all(not slot["is_processing"] for slot in server.get("/slots")[1]),
+                 "the end of the stopped request")
+
+
+def test_everything_can_be_reached_by_keyboard(page):
+    tab = page.tab
+    tab.focus(".skip")
+    assert tab.evaluate("document.activeElement.getBoundingClientRect().top") >= 0
+    seen = []
+    while "hold" not in seen and len(seen) < 20:
+        tab.keyboard.press("Tab")
+        seen.append(tab.evaluate("document.activeElement.id || document.activeElement.className"))
+    wanted = ["new-chat", "open-settings", "prompt", "send", "span", "hold"]
+    assert [name for name in seen if name in wanted] == wanted
+    assert tab.evaluate("document.activeElement.matches(':focus-visible')")
+    tab.focus("#open-settings")
+    tab.keyboard.press("Enter")
+    assert tab.evaluate("document.querySelector('#settings').open")
+    tab.keyboard.press("Escape")
+    assert tab.evaluate("document.activeElement.id") == "open-settings"
+    names = tab.evaluate(
+        """() => [...document.querySelectorAll('button, input, textarea, select, canvas')]
+            .filter(e => !(e.labels?.length || e.textContent.trim() || e.ariaLabel
+                           || e.getAttribute('aria-labelledby')))
+            .map(e => e.outerHTML)""")
+    assert names == []
+
+
+def test_the_pipeline_is_drawn_while_runs_pass(page):
+    tab = page.tab
+    before = {name: page.pixels(name)[1] for name in ("#lanes", "#rate-chart",
+                                                       "#acceptance-chart")}
+    page.set(temperature="0", max_tokens="400")
+    page.ask()
+    page.until("document.querySelector('#rate').textContent > 0")
+    page.until("/guessed, right \\d+/.test(document.querySelector('#legend').textContent)")
+    wanted = tab.evaluate(
+        """() => ['plain', 'accepted', 'rejected'].map(name => parseInt(getComputedStyle(
+            document.documentElement).getPropertyValue('--' + name).trim().slice(1), 16))""")
+    page.wait(lambda: len(set(wanted) & set(page.pixels("#lanes")[0])) >= 2, "bars in colours")
+    tab.press("#prompt", "Escape")
+    page.answer()
+    assert re.fullmatch(r"\d+ %", tab.inner_text("#acceptance"))
+    assert "1 stage (12 layers)" in tab.inner_text("#facts")
+    for name, checksum in before.items():  # at rest the status comes every 5 s
+        page.wait(lambda name=name, checksum=checksum: page.pixels(name)[1] != checksum, name)
+    page.until("/\\d+ runs, of them/.test(document.querySelector('#lanes-text').textContent)")
+    tab.click("#hold")
+    held = page.pixels("#lanes")
+    box = tab.query_selector("#lanes").bounding_box()
+    found = False
+    for x in range(70, int(box["width"]), 3):
+        tab.mouse.move(box["x"] + x, box["y"] + 0.6 * box["height"])
+        if tab.is_visible("#tip"):
+            found = True
+            break
+    assert found
+    assert re.match(r"run \d+, \d+ row", tab.inner_text("#tip"))
+    assert page.pixels("#lanes") == held
+
+
+def test_an_error_of_the_request_says_what_to_do(page):
+    tab = page.tab
+    page.set(max_tokens="100000")
+    page.ask("word " * 4000)
+    page.answer()
+    assert "too long for the model" in page.problem()
+    assert "The server said: " in page.problem()
+    tab.click(".problem button:has-text('New chat')")
+    assert tab.is_visible("#empty")
+    page.set(max_tokens="8")
+    page.ask()
+    page.answer()
+    assert "cut off at the limit" in tab.inner_text(".answer .foot")
+
+
+def test_settings_are_kept_and_the_key_for_the_tab_only(browser, server):
+    opened = Page(browser, server.url).ready()
+    opened.set(top_p="0.5", seed="7", api__key="secret")
+    opened.tab.reload()
+    opened.ready()
+    opened.tab.click("#open-settings")
+    assert opened.tab.input_value("#top_p") == "0.5"
+    assert opened.tab.input_value("#api-key") == "secret"
+    assert opened.tab.evaluate("JSON.stringify(localStorage)").count("secret") == 0
+    other = opened.context.new_page()
+    other.goto(server.url + "/")
+    assert other.input_value("#top_p") == "0.5"
+    assert other.input_value("#api-key") == ""
+    other.close()
+    opened.tab.click("#reset")
+    assert opened.tab.input_value("#top_p") == ""
+    assert opened.tab.get_attribute("#top_p", "placeholder") == "0.95"
+    opened.close()
+
+
+@pytest.mark.parametrize("width", [360, 390])
+def test_on_a_phone_nothing_is_cut_off(browser, server, width):
+    opened = Page(browser, server.url, viewport={"width": width, "height": 740}, is_mobile=True,
+                  has_touch=True, reduced_motion="reduce").ready()
+    tab = opened.tab
+    opened.set(max_tokens="40", seed="2")
+    opened.ask()
+    opened.answer()
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert not tab.is_visible("#lanes")
+    assert tab.get_attribute("#fold", "aria-expanded") == "false"
+    tab.tap("#fold")
+    assert tab.is_visible("#lanes")
+    opened.until("document.querySelector('#lanes').width > 0")
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    small = tab.evaluate(
+        """() => [...document.querySelectorAll('.bar button, .composer button')]
+            .filter(b => b.offsetParent && b.getBoundingClientRect().height < 36)
+            .map(b => b.id)""")
+    assert small == []
+    opened.close()
+
+
+TEXT = """A stack keeps **on top** what `push` put there:
+
+```python
+class Stack:
+    pass
+```
+
+Next <b>😀</b> `open"""
+
+
+def test_answers_are_shown_as_text_code_and_emphasis(page):
+    shown = page.tab.evaluate(
+        """async (text) => {
+            const {render, element} = await import('/text.js');
+            const target = element('div');
+            const marks = [];
+            for (let i = 0; i < text.length; i += 5) marks.push([5, i % 2 === 0]);
+            render(target, text, marks);
+            const plain = element('div');
+            render(plain, text, []);
+            return [target.textContent, target.querySelectorAll('b').length, plain.innerHTML,
+                    [...target.querySelectorAll('.guess')].map(s => s.textContent)];
+        }""", TEXT)
+    text, tags, plain, guessed = shown
+    assert tags == 0
+    assert "class Stack:\n    pass\n" in text
+    assert '<strong>on top</strong> what <code>push</code> put' in plain
+    assert "&lt;b&gt;😀&lt;/b&gt; `open" in plain
+    assert '<pre tabindex="0"><code>class Stack:\n    pass\n</code></pre>' in plain
+    assert all(part.strip() == part and "\n" not in part for part in guessed)
+    assert "".join(guessed).startswith("A sta")
+
+
+def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
+    with serve(1, "--api-key", "sesame") as served:
+        served.wait_until_ready()
+        opened = Page(browser, served.url)
+        opened.tab.wait_for_selector("#state[data-state=locked]")
+        opened.ask()
+        opened.answer()
+        assert "wants an API key" in opened.problem()
+        opened.tab.click(".problem button:has-text('Open settings')")
+        assert opened.tab.evaluate("document.activeElement.id") == "api-key"
+        opened.tab.fill("#api-key", "wrong")
+        opened.tab.press("#api-key", "Enter")
+        opened.tab.click(".problem button:has-text('Try again')")
+        opened.tab.wait_for_selector(".answer:last-child .problem")
+        opened.set(api__key="sesame", max_tokens="8")
+        opened.ready()
+        opened.tab.click(".problem button:has-text('Try again')")
+        opened.tab.wait_for_selector(".answer:last-child:not(:has(.problem)) .foot")
+        assert opened.answer()
+        assert opened.tab.locator(".answer").count() == 1
+        opened.close()
+
+
+def test_a_server_that_goes_is_told_of(browser):
+    with serve(1) as served:
+        served.wait_until_ready()
+        opened = Page(browser, served.url).ready()
+        opened.set(temperature="1.4", seed="1")
+        opened.ask()
+        opened.tab.wait_for_selector(".answer[aria-busy] .para")
+        os.killpg(served.process.pid, signal.SIGKILL)
+        served.process.wait(20)
+        opened.answer()
+        assert "Try again" in opened.problem()
+        assert re.search("does not answer|broke off|has failed", opened.problem())
+        opened.tab.wait_for_selector("#state[data-state=gone], #state[data-state=failed]")
+        opened.tab.wait_for_selector("#state[data-state=gone]")
+        opened.tab.click(".problem button:has-text('Try again')")
+        opened.tab.wait_for_selector(".problem:has-text('does not answer')")
+        opened.close()
+
+
+@pytest.mark.skipif("PIPEINFER_SCREENSHOTS" not in os.environ, reason="no folder for pictures")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844)])
+def test_pictures(browser, name, width, height, scheme):
+    folder = Path(os.environ["PIPEINFER_SCREENSHOTS"])
+    with serve(4, *GUESSING) as served:
+        served.wait_until_ready()
+        opened = Page(browser, served.url, viewport={"width": width, "height": height},
+                      color_scheme=scheme).ready()
+        opened.set(seed="8", temperature="1", max_tokens="700")
+        for text in ("Write a function that reverses a string", "What is a pipeline stage?"):
+            opened.ask(text)
+            opened.answer()
+        opened.tab.click("#new-chat")
+        opened.set(seed="11", temperature="1")
+        opened.ask("Write a class for a stack")
+        if name == "phone":
+            opened.tab.click("#fold")
+        opened.until("document.querySelector('.answer:last-child').textContent.length > 500")
+        opened.tab.screenshot(path=folder / f"page-{name}-{scheme}.png")
+        opened.close()

@@ -1,0 +1,188 @@
+"""Tokens to text with stop strings, and calls of functions in a text, in every cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.tools import CallParser, forced_grammar, parse_call
+
+MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = open_tokenizer(MODEL)
+    yield made
+    made.close()
+
+
+def spelled(tokenizer, text, cuts):
+    """Tokens of a text that is cut somewhere first, so that one text has many spellings."""
+    ends = [*sorted({c % (len(text) + 1) for c in cuts}), len(text)]
+    start, tokens = 0, []
+    for end in ends:
+        tokens += tokenizer.encode(text[start:end], add_bos=False)
+        start = end
+    return tokens
+
+
+@given(text=st.text("ab é漢\n", max_size=30),
+       stops=st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3),
+       cuts=st.lists(st.integers(0, 30), max_size=8), looks=st.lists(st.booleans(), max_size=40))
+def test_text_and_pieces_do_not_depend_on_spelling_or_on_who_looks_when(
+        tokenizer, text, stops, cuts, looks):
+    generation = Generation(1, 0, 3, tokenizer, stops, asyncio.Event())
+    seen, pieces, stopped = "", [], False
+    look = iter(looks)
+    for token in spelled(tokenizer, text, cuts):
+        stopped = generation.push(token, False, None, []) or stopped
+        if next(look, False):
+            delta = generation.take()
+            assert delta.offset == len(seen)
+            seen, pieces = seen + delta.text, pieces + delta.pieces
+    generation.end("length", {})
+    delta = generation.take()
+    seen, pieces = seen + delta.text, pieces + delta.pieces
+    at = [i for i in (text.find(s) for s in stops) if i >= 0]
+    assert stopped == bool(at)
+    assert generation.reason == ("stop" if at else "length")
+    # Which stop string is met first depends on the spelling when they overlap, its place does not
+    # for one alone.
+    if len(stops) < 2:
+        assert seen == (text[: at[0]] if at else text)
+    assert text.startswith(seen)
+    assert not any(s in seen for s in stops)
+    assert "".join(p.text for p in pieces) == seen
+
+
+def test_a_failure_is_the_end_and_stays_it(tokenizer):
+    generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
+    generation.fail(Failure("failed", "oh"))
+    generation.end("stop", {})
+    assert generation.reason == "error"
+    assert generation.failure == Failure("failed", "oh")
+    assert not generation.push(5, False, None, [])
+    assert generation.take().text == ""
+
+
+def test_an_unfinished_character_is_told_at_the_end(tokenizer):
+    generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
+    byte = next(t for t in range(tokenizer.n_vocab) if tokenizer.piece(t) == b"\xc3")
+    generation.push(byte, False, None, [])
+    assert generation.take().text == ""
+    generation.end("length", {})
+    assert generation.take().text == "\ufffd"
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+CALL = '{"name": "f", "arguments": {"a": "<tool_call>", "b": 1}}'
+
+
+def cut(text, places):
+    ends = [*sorted({p % (len(text) + 1) for p in places}), len(text)]
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def parse(parser, parts):
+    content, calls = "", []
+    for part in parts:
+        more, found = parser.push(part)
+        content, calls = content + more, calls + found
+    more, found = parser.finish()
+    return content + more, calls + found
+
+
+@given(st.lists(st.integers(0, 200), max_size=12))
+def test_hermes_calls_are_found_however_the_text_is_cut(places):
+    text = f'so <b>: <tool_call>\n{CALL}\n</tool_call>\n' \
+           '<tool_call>{"name":"g","arguments":{}}</tool_call> and'
+    content, calls = parse(CallParser(hermes=True), cut(text, places))
+    assert content.split() == ["so", "<b>:", "and"]
+    assert [(c.name, json.loads(c.arguments)) for c in calls] == [
+        ("f", {"a": "<tool_call>", "b": 1}), ("g", {})]
+    assert len({c.call_id for c in calls}) == 2
+
+
+@given(st.lists(st.integers(0, 100), max_size=8))
+def test_llama_calls_are_found_however_the_text_is_cut(places):
+    text = '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
+    content, calls = parse(CallParser(hermes=False), cut(text, places))
+    assert content == ""
+    assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("hermes", [True, False])
+@pytest.mark.parametrize("text", [
+    "plain text", "a < b, <tool", "{not json}", '{"name": 1}', "<tool_call>oh</tool_call>",
+    "<tool_call>{", "", "  ", '{"name": "f"}', "<|python",
+])
+def test_what_is_no_call_is_content(hermes, text):
+    for places in ([], [1], [3, 5]):
+        assert parse(CallParser(hermes), cut(text, places)) == (text, [])
+
+
+def test_content_is_not_held_back_longer_than_needed():
+    parser = CallParser(hermes=True)
+    assert parser.push("hello <to")[0] == "hello "
+    assert parser.push("day")[0] == "<today"
+    parser = CallParser(hermes=False)
+    assert parser.push("hello")[0] == "hello"
+    assert parser.push(' {"name"')[0] == ' {"name"'
+
+
+def test_arguments_may_be_text_and_depth_is_no_trap():
+    assert parse_call('{"name": "f", "arguments": "{}"}').arguments == "{}"
+    assert parse_call("[" * 100_000) is None
+    assert parse_call('{"name": "f", "arguments": [1]}') is None
+
+
+@pytest.mark.parametrize("hermes", [True, False])
+def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
+    from pipeinfer.models.text.constraint import Constraint
+    from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+
+    functions = [{"name": "f", "parameters": {"type": "object", "properties": {
+        "x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}},
+        {"name": "g"}]
+    vocabulary = Vocabulary.of(tokenizer)
+    compiled = compile_grammar("lark", forced_grammar(functions, hermes, False), vocabulary)
+    constraint = Constraint(vocabulary, compiled)
+    key = "arguments" if hermes else "parameters"
+    for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
+                        (f'{{"name": "h", "{key}": {{"x": 12}}}}', False),
+                        (f'{{"name": "f", "{key}": {{"y": 12}}}}', False)):
+        whole = f"<tool_call>\n{text}\n</tool_call>" if hermes else text
+        mask = constraint.allowed(tokenizer.encode(whole, add_bos=False))
+        assert (mask is not None and any(mask[i] for i in tokenizer.eog_ids)) == right
+        if right:
+            assert [c.name for c in parse(CallParser(hermes), [whole])[1]] == ["f"]
+
+
+def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
+    from pipeinfer.models.text.constraint import Constraint
+    from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+
+    tokens = [*(bytes([i]) for i in range(256)), b"\xff<tool_call>", b"\xff</tool_call>",
+              b"\xff<|end|>"]
+    mark, close, end = 256, 257, 258
+    vocabulary = Vocabulary(tokens, [end])
+    compiled = compile_grammar("lark", forced_grammar([{"name": "f"}], True, True), vocabulary)
+    constraint = Constraint(vocabulary, compiled)
+
+    def allowed(path):
+        return set(constraint.allowed(path).nonzero()[0].tolist())
+
+    text = list(b'\n{"name": "f", "arguments": {}}\n')
+    assert allowed([]) == {mark}
+    assert allowed([mark]) == {ord("\n")}
+    assert close in allowed([mark, *text])
+    assert allowed([mark, *text, close]) == {end}

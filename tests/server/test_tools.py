@@ -1,0 +1,121 @@
+"""Tools over HTTP, with a model whose chat template knows them and a scripted engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeinfer.experiments import random_model
+from pipeinfer.experiments.rig.server_peer import front
+from tests.server.test_http import error, events
+
+pytestmark = pytest.mark.slow
+TEMPLATE = (
+    "{% if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %} "
+    "Write <tool_call> around a call.\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}\n{% endfor %}{% if thinking %}think{% endif %}")
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+    "additionalProperties": False}}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+BODY = {"messages": [{"role": "user", "content": "1+1"}], "tools": [TOOL, OTHER]}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tools.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_model, "CHAT_TEMPLATE", TEMPLATE)
+        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    with front(path, facts={"n_ctx": 2048}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    shared.peer.reset()
+    return shared
+
+
+def ask(server, **more):
+    return server.post("/v1/chat/completions", BODY | more)
+
+
+def test_the_template_gets_tools_calls_as_objects_and_variables(server):
+    prompt = server.post("/apply-template", {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "1", "type": "function",
+                 "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"}],
+        "tools": [TOOL], "chat_template_kwargs": {"thinking": True}}).json()["prompt"]
+    assert '"name": "add"' in prompt
+    assert 'assistant: [add {"a": 1}]tool: 2think' in prompt
+    assert "<b>" in server.post("/apply-template", {**BODY, "tools": [
+        {"type": "function", "function": {"name": "f", "description": "<b>"}}]}).json()["prompt"]
+
+
+def test_a_call_becomes_tool_calls(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], f"Let me see. {CALL}")
+    choice = ask(server).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see. "
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert call["type"] == "function"
+    assert call["id"]
+    assert "grammar" not in server.peer.wait_for("submit")["params"]
+
+
+def test_a_streamed_call_is_never_content(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], f"ok {CALL}\n{CALL}")
+    response = server.post("/v1/chat/completions", {**BODY, "stream": True}, stream=True)
+    deltas = [c["choices"][0] for c in events(response)[0]]
+    assert "".join(d["delta"].get("content") or "" for d in deltas).strip() == "ok"
+    calls = [call for d in deltas for call in d["delta"].get("tool_calls", ())]
+    assert [c["index"] for c in calls] == [0, 1]
+    assert {c["function"]["arguments"] for c in calls} == {'{"a": 1}'}
+    assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_without_a_call_is_content(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], "no <tool")
+    choice = ask(server).json()["choices"][0]
+    assert choice["message"]["content"] == "no <tool"
+    assert choice["finish_reason"] == "stop"
+    assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(("choice", "names"), [
+    ("required", {"add", "other"}),
+    ({"type": "function", "function": {"name": "add"}}, {"add"}),
+])
+def test_a_required_call_is_a_grammar(server, choice, names):
+    server.peer.answer = lambda f: server.peer.say(f["id"], CALL)
+    assert ask(server, tool_choice=choice).json()["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = server.peer.wait_for("submit")["params"]["grammar"]
+    assert {name for name in ("add", "other") if json.dumps(name) in grammar} == names
+
+
+def test_none_hides_the_tools_and_finds_no_calls(server):
+    server.peer.answer = lambda f: server.peer.say(f["id"], CALL)
+    message = ask(server, tool_choice="none").json()["choices"][0]["message"]
+    assert message["content"] == CALL
+    with_tools = len(server.peer.wait_for("submit")["prompt"])
+    ask(server)
+    assert len(server.peer.wait_for("submit", 2)["prompt"]) > with_tools
+
+
+@pytest.mark.parametrize(("more", "param"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+])
+def test_choices_that_can_not_be_are_refused(server, more, param):
+    assert error(ask(server, **more), 400)["param"].startswith(param)

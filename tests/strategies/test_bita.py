@@ -1,0 +1,282 @@
+"""BiTA's decoding: the tree, the groups of masks, what rows see; no token depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import choose, likeliest
+from pipeinfer.core.types import Choice, Request, SamplingParams
+from pipeinfer.errors import ModelError
+from pipeinfer.scheduler.events import IssueRun, RunDone, Submit
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
+from tests.support.simulated import Cell, KvModel, Pipeline, next_token, plain
+
+MASK, PROMPT_ID = 1000, 99  #: the first mask's token id; the prompts' sequence id
+SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=60)
+
+
+def named(*tokens):
+    """What a mask names, the likeliest first."""
+    return Choice(tokens[0], math.log(0.5), tuple(
+        (token, math.log(0.5 / (k + 1))) for k, token in enumerate(tokens)))
+
+
+def job(tokens, depth=10, most=50, stop=()):
+    return StartDraft(1, 0, tokens, len(tokens), (), SamplingParams(), most, depth, 1, 0.0, 0.0,
+                      frozenset(stop))
+
+
+def tree_of(proposals):
+    """(path, confidence) of each."""
+    paths = []
+    for proposal in proposals:
+        above = paths[proposal.parent] if proposal.parent >= 0 else ()
+        paths.append((*above, proposal.token))
+    return paths
+
+
+# --- the tree -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("masks", "top", "shape", "nodes"), [
+    (3, 5, Shape.EFFICIENT, 12), (4, 5, Shape.EFFICIENT, 14), (2, 2, Shape.EFFICIENT, 3),
+    (3, 1, Shape.EFFICIENT, 3), (3, 2, Shape.FULL, 14), (3, 4, Shape.FULL, 84),
+    (3, 4, Shape.CHAIN, 3)])
+def test_sizes_of_trees(masks, top, shape, nodes):
+    """The published code's upper triangle: 12 nodes for M=3, 14 for M=4; 52 rows for M=3."""
+    assert tree_size(masks, top, shape) == nodes
+    proposer = Bita(MASK, masks, top, None, shape)
+    assert proposer.candidates == nodes
+    assert proposer.rows == masks * (1 if shape is Shape.CHAIN else nodes + 1)
+    if (masks, top) == (3, 5):
+        assert 1 + proposer.candidates + proposer.rows == 52
+
+
+def asked(shape, lists, top=3):
+    """A proposer that has heard `lists` from the masks behind the tip."""
+    proposer = Bita(MASK, len(lists), top, None, shape)
+    proposer.opened(0, [1, 2])
+    from pipeinfer.strategies.proposers.base import Anchor
+
+    rows = proposer.probes(0, [Anchor(-1, 2)], 100)
+    assert [row.token for row in rows] == [MASK + r for r in range(len(lists))]
+    proposer.learn(0, [Choice(5), *(named(*tokens) for tokens in lists)])
+    proposer.accepted(0, [5])
+    return proposer
+
+
+def test_only_the_likeliest_of_a_level_has_children():
+    proposer = asked(Shape.EFFICIENT, [(10, 11, 12, 13), (20, 21, 22), (30, 31)])
+    found = proposer.propose(job([1, 2, 5]))
+    assert tree_of(found) == [(10,), (11,), (12,), (10, 20), (10, 21), (10, 20, 30)]
+    assert [p.spare for p in found] == [False, True, True, False, True, False]
+    assert found[0].confidence == pytest.approx(0.5)
+    assert tree_of(proposer.propose(job([1, 2, 5], depth=1))) == [(10,), (11,), (12,)]
+    assert tree_of(proposer.propose(job([1, 2, 5], most=2))) == [(10,), (11,)]
+    assert tree_of(proposer.propose(job([1, 2, 5], stop=[10]))) == [
+        (11,), (12,), (13,), (11, 20), (11, 21), (11, 20, 30)]
+
+
+def test_a_full_tree_and_a_chain():
+    lists = [(10, 11), (20, 21)]
+    full = tree_of(asked(Shape.FULL, lists, 2).propose(job([1, 2, 5])))
+    assert sorted(full) == [(10,), (10, 20), (10, 21), (11,), (11, 20), (11, 21)]
+    assert tree_of(asked(Shape.CHAIN, lists).propose(job([1, 2, 5]))) == [(10,), (10, 20)]
+
+
+def test_the_group_of_the_last_accepted_token_proposes():
+    """A5: a leaf that is not the likeliest is accepted; its own group names what is next."""
+    from pipeinfer.strategies.proposers.base import Anchor
+
+    anchors = [Anchor(-1, 2), Anchor(0, 10), Anchor(0, 11), Anchor(1, 20)]
+    for new, first in (([5], 100), ([10, 5], 110), ([11, 5], 120), ([10, 20, 5], 130)):
+        proposer = Bita(MASK, 2, 2, PROMPT_ID)
+        proposer.opened(0, [1, 2])
+        rows = proposer.probes(0, anchors, 100)
+        assert [row.parent for row in rows] == [0, 4, 1, 6, 2, 8, 3, 10]
+        assert all(row.sees == (PROMPT_ID,) and row.wanted for row in rows)
+        groups = itertools.chain.from_iterable(
+            (named(100 + 10 * k), named(101 + 10 * k)) for k in range(4))
+        proposer.learn(0, [*(Choice(0),) * 4, *groups])
+        proposer.accepted(0, new)
+        assert tree_of(proposer.propose(job([1, 2, *new]))) == [(first,), (first, first + 1)]
+        proposer.accepted(0, [7])  # the path has gone on without masks
+        assert proposer.propose(job([1, 2, *new, 7])) == ()
+
+
+def test_masks_of_a_chain_shrink_when_their_tokens_are_accepted():
+    """Straightforward decoding: what masks behind the old tip named beyond the new one remains."""
+    from pipeinfer.strategies.proposers.base import Anchor
+
+    proposer = Bita(MASK, 3, 1, None, Shape.CHAIN)
+    proposer.opened(0, [1, 2])
+    rows = proposer.probes(0, [Anchor(-1, 2), Anchor(0, 10)], 100)
+    assert [row.parent for row in rows] == [0, 2, 3]
+    proposer.learn(0, [Choice(0), Choice(0), named(11), named(12), named(13)])
+    proposer.accepted(0, [10, 11])
+    assert tree_of(proposer.propose(job([1, 2, 10, 11]))) == [(12,), (12, 13)]
+
+
+def test_a_group_that_found_no_room_proposes_what_it_can():
+    from pipeinfer.strategies.proposers.base import Anchor
+
+    proposer = Bita(MASK, 2, 2, None)
+    proposer.opened(0, [1, 2])
+    rows = proposer.probes(0, [Anchor(-1, 2), Anchor(0, 10)], 3)
+    assert len(rows) == 2
+    proposer.learn(0, [Choice(0), Choice(0), named(7), None])
+    proposer.accepted(0, [9])
+    assert tree_of(proposer.propose(job([1, 2, 9]))) == [(7,)]
+
+
+# --- what rows see (appendix A5) ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 8])
+def test_visible_sets(width):
+    """M=2, triangle k=2: 12 rows, in one run or the masks in one behind."""
+    proposer = Bita(MASK, 2, 2, PROMPT_ID)
+    scheduler = Scheduler(dataclasses.replace(SYNCHRONOUS, exact_width=width), proposer,
+                          drafts=False)
+    out = scheduler.handle(Submit(Request(0, (1, 2), 50)))
+    runs = [i for i in out if isinstance(i, IssueRun)]
+    out = scheduler.handle(RunDone(0, (Choice(3),)))
+    runs += [i for i in out if isinstance(i, IssueRun)]
+    out = scheduler.handle(RunDone(1, (Choice(4), named(10, 11), named(20, 21))))
+    last = [i for i in out if isinstance(i, IssueRun)]
+    assert [len(run.rows) for run in last] == ([12] if width == 16 else [4, 8])
+    kv, seen = KvModel(), []
+    kv.cells = [Cell(0, {PROMPT_ID}, -1)]  # stands for the learned prompts
+    for run in (*runs, *last):
+        kv.apply(run.ops)
+        rows = run.rows
+        kv.cells += [Cell(p, set(ids), t) for t, p, ids in zip(
+            rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids, strict=True)]
+        for i, views in enumerate(rows.views or rows.seq_ids):
+            pos = int(rows.positions[i])
+            cells = {id(c): c for view in views for c in kv.view(view, pos)}
+            seen.append((pos, [c.token for c in sorted(cells.values(), key=lambda c: (
+                c.pos, c.token))]))
+    n, base = 3, [1, 2, 3, 4]  # the current token 4 is at position 3
+    m1, m2 = MASK, MASK + 1
+    expected = [(n, base), (n + 1, [*base, 10]), (n + 1, [*base, 11]), (n + 2, [*base, 10, 20])]
+    for pos, path in ((n, base), (n + 1, [*base, 10]), (n + 1, [*base, 11]),
+                      (n + 2, [*base, 10, 20])):
+        expected += [(pos + 1, [-1, *path, m1]), (pos + 2, [-1, *path, m1, m2])]
+    assert sorted(seen[-12:]) == sorted(expected)
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+class WithMasks(Pipeline):
+    """Masks name the right token among wrong ones, as often as a draft is right here."""
+
+    def choice_after(self, path):
+        masks = 0
+        while path[-1 - masks] >= MASK:
+            masks += 1
+        if not masks:
+            return super().choice_after(path)
+        future = list(path[:-masks])
+        assert all(token < MASK for token in future)
+        assert list(path[-masks:]) == [MASK + r for r in range(masks)]
+        for _ in range(masks + 1):
+            future.append(next_token(tuple(future), self.n_vocab))
+        names = [self.rng.randrange(self.n_vocab) for _ in range(4)]
+        if self.rng.random() < self.accuracy:
+            names[self.rng.choice([0, 0, 1])] = future[-1]
+        return named(*dict.fromkeys(names))
+
+
+@given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]), drafts=st.booleans(),
+       shape=st.sampled_from(Shape), masks=st.sampled_from([1, 2, 3]), top=st.sampled_from([1, 3]),
+       accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
+                                                   top, accuracy, seed):
+    rows = Bita(MASK, masks, top, None, shape)
+    limits = dataclasses.replace(limits, parallel=data.draw(st.sampled_from([1, 1, 2])),
+                                 partitions=data.draw(st.sampled_from([0, 3, 40])))
+    pipeline = WithMasks(limits, n_stages=n_stages, n_vocab=data.draw(st.sampled_from([3, 11])),
+                         accuracy=accuracy, seed=seed, rows=rows, drafts=drafts)
+    todo = data.draw(requests(pipeline.n_vocab))
+    for request in todo:
+        pipeline.submit(request)
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
+            pipeline.step(pick)
+    pipeline.drain()
+    for request in todo:
+        eos = frozenset() if request.ignore_eos else request.eos_ids
+        assert pipeline.output[request.request_id] == plain(
+            request.prompt, request.max_tokens, pipeline.n_vocab, eos)
+    check_at_rest(pipeline)
+    assert not rows._lanes
+
+
+def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
+    """The longest path is accepted in every step once there are masks, whatever a run's width."""
+    for width in (64, 8):
+        pipeline = WithMasks(dataclasses.replace(SYNCHRONOUS, exact_width=width), n_vocab=500,
+                             accuracy=1.0, rows=Bita(MASK, 3, 3, None), drafts=False)
+        pipeline.rng.choice = lambda options: 0 if options == [0, 0, 1] else options[0]
+        pipeline.submit(Request(0, (1, 2, 3), 81))
+        pipeline.drain()
+        steps = sum(isinstance(i, IssueRun) and i.run_id not in pipeline.probe_runs
+                    for i in pipeline.log) - 1
+        assert steps == 1 + math.ceil((80 - 1) / 4)
+
+
+# --- what a mask names ----------------------------------------------------------------------------
+
+
+def test_what_is_named_follows_the_targets_rule_and_noise():
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 3, 50).astype(np.float32)
+    for params in (SamplingParams(), SamplingParams(0.8, 20, 0.9, key=5), SamplingParams(1.2,
+                                                                                        key=6)):
+        choice = likeliest(logits, params, 17, 4)
+        assert choice.token == choose(logits, params, np.zeros(18, np.int32), 17).token
+        assert choice.top[0][0] == choice.token
+        assert 1 <= len(choice.top) <= 4
+        assert all(p <= 0 for _, p in choice.top)
+    assert [i for i, _ in likeliest(logits, SamplingParams(), 0, 3).top] == \
+        np.argsort(-logits)[:3].tolist()
+    assert len(likeliest(logits[:2], SamplingParams(), 0, 8).top) == 2
+
+
+def test_files_that_are_no_adapter(tmp_path):
+    pytest.importorskip("safetensors")
+    from safetensors.numpy import save_file
+
+    from pipeinfer.models.bita_adapter import BitaAdapter, load_bita, save_bita
+
+    good = BitaAdapter(np.ones((3, 8), np.float32), np.zeros((2, 4, 1, 8), np.float32),
+                       np.zeros((2, 4, 1, 8), np.float32), {"seed": 1})
+    save_bita(tmp_path / "good", good)
+    read = load_bita(tmp_path / "good")
+    assert (read.n_masks, read.n_prompts, read.about) == (3, 4, {"seed": 1})
+    with pytest.raises(ModelError, match="2 layers of 8 elements, the model has 2 of 9"):
+        read.check(2, 9)
+    save_file({"masks": np.ones((3, 8), np.float16)}, tmp_path / "part")
+    (tmp_path / "noise").write_bytes(b"hello")
+    nan = dataclasses.replace(good, masks=np.full((3, 8), np.nan, np.float32))
+    save_bita(tmp_path / "nan", nan)
+    for name, says in (("none", "no such file"), ("part", "it has no"), ("noise", "can not be"),
+                       ("nan", "no numbers")):
+        with pytest.raises(ModelError, match=says):
+            load_bita(tmp_path / name)
+    with pytest.raises(ModelError, match="can not have"):
+        BitaAdapter(np.ones((0, 8), np.float32), good.keys, good.values)

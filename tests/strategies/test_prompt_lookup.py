@@ -1,0 +1,107 @@
+"""What is copied from a text, and that no proposal of any kind changes a token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.strategies.proposers.cascade import Several
+from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
+
+
+def job(tokens, suffix=(), *, lane=0, most=4, depth=9, spares=2, stop=frozenset(), p_min=0.0):
+    return StartDraft(1, lane, list(tokens), len(tokens), tuple(suffix), SamplingParams(), most,
+                      depth, 1, p_min, 0.02, stop, spares)
+
+
+def ask(proposer, *args, **kwargs):
+    return proposer.propose(job(*args, **kwargs), lambda: False)
+
+
+def chain(proposals):
+    return [p.token for p in proposals if not p.spare]
+
+
+def test_what_followed_last_time():
+    text = [1, 2, 3, 4, 5, 9, 9, 2, 3]
+    assert chain(ask(PromptLookup(), text)) == [4, 5, 9, 9]
+    assert chain(ask(PromptLookup(), text, most=2)) == [4, 5]
+    assert chain(ask(PromptLookup(), text, depth=1)) == [4]
+    assert [p.parent for p in ask(PromptLookup(), text)] == [-1, 0, 1, 2]
+
+
+def test_the_longest_agreement_wins_then_the_latest():
+    text = [1, 2, 7, 0, 5, 2, 8, 0, 1, 2]
+    assert chain(ask(PromptLookup(), text))[0] == 7  # "1 2" agrees, later "2" alone does too
+    spares = [p.token for p in ask(PromptLookup(longest=1), text) if p.spare]
+    assert chain(ask(PromptLookup(longest=1), text))[0] == 8
+    assert spares == [7]
+
+
+def test_guesses_in_flight_are_part_of_the_path():
+    text = [1, 2, 3, 4, 5, 6, 0, 1]
+    assert chain(ask(PromptLookup(), text, (2, 3))) == [4, 5, 6, 0]
+
+
+def test_nothing_where_nothing_repeats():
+    assert ask(PromptLookup(), [1, 2, 3, 4]) == ()
+    assert ask(PromptLookup(shortest=2), [1, 2, 3, 1]) == ()
+    assert ask(PromptLookup(), [1, 2, 1], stop=frozenset({2})) == ()
+    assert ask(PromptLookup(), [1, 2, 1], p_min=0.9) == ()
+    assert ask(PromptLookup(), [1, 1, 1], most=0) == ()
+
+
+def test_lanes_do_not_mix_and_the_index_grows():
+    lookup = PromptLookup()
+    assert chain(ask(lookup, [1, 2, 3, 1], lane=0))[0] == 2
+    assert chain(ask(lookup, [1, 5, 3, 1], lane=1))[0] == 5
+    assert chain(ask(lookup, [1, 2, 3, 1, 6, 0, 1], lane=0))[0] == 6
+    with pytest.raises(ValueError, match="can not be compared"):
+        PromptLookup(2, 3)
+
+
+def test_it_finds_what_a_plain_search_finds():
+    rng = random.Random(1)
+    for _ in range(300):
+        text = [rng.randrange(4) for _ in range(rng.randint(2, 40))]
+        found = ask(PromptLookup(longest=3), text, spares=0)
+        best = None
+        for size in (3, 2, 1):
+            for end in range(len(text) - 1, size - 1, -1):
+                if best is None and size <= len(text) and text[end - size : end] == text[-size:]:
+                    best = text[end : end + 4]
+        assert chain(found) == (best or [])
+
+
+class Fixed:
+    """A proposer that always says the same."""
+
+    rows_evaluated, free = 1, False
+
+    def __init__(self, *proposals):
+        self.proposals, self.asked = proposals, 0
+
+    def propose(self, job, stopped):
+        self.asked += 1
+        return self.proposals
+
+    def close(self):
+        self.asked = -1
+
+
+def test_several_ask_the_next_only_where_the_first_is_unsure():
+    sure, unsure = Fixed(Proposal(-1, 3, 0.9)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
+    big = Fixed(Proposal(-1, 7, 0.5), Proposal(0, 8, 0.5))
+    assert ask(Several([sure, big]), [1]) == sure.proposals
+    assert big.asked == 0
+    merged = ask(Several([unsure, big]), [1])
+    assert chain(merged) == [7, 8]
+    assert [(p.token, p.parent) for p in merged if p.spare] == [(3, -1)]
+    assert ask(Several([unsure, Fixed()]), [1]) == unsure.proposals
+    both = Several([unsure, big])
+    assert both.rows_evaluated == 2
+    both.close()
+    assert (unsure.asked, big.asked) == (-1, -1)

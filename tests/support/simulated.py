@@ -1,0 +1,290 @@
+"""A pipeline without a model, clock or transport, for tests of the scheduler.
+
+Every stage keeps its own cells; a row's choice is a hash of the tokens that it can really see, so
+a wrong sequence operation, a cell that a skipped run never wrote, or a doubled position changes
+the output. `Pipeline` lets the test choose which thing happens next.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.types import ALL_SEQS, Choice, Request, SeqCopy, SeqKeep, SeqRemove
+from pipeinfer.scheduler.events import (
+    Abort,
+    CancelRuns,
+    CloseLane,
+    Drafted,
+    Emit,
+    Finish,
+    IssueRun,
+    OpenLane,
+    Refuse,
+    SendOps,
+    StopDraft,
+    Submit,
+)
+from pipeinfer.scheduler.scheduler import Scheduler
+
+TAINTED = object()
+
+
+def next_token(path: tuple[int, ...], n_vocab: int, salt: int = 0) -> int:
+    """The 'model': a token after a path."""
+    value = salt
+    for token in path:
+        value = (value * 1000003 + token + 1) & 0xFFFFFFFF
+        value ^= value >> 13
+    return (value * 2654435761 >> 7) % n_vocab
+
+
+def plain(prompt: tuple[int, ...], count: int, n_vocab: int, eos: frozenset[int] = frozenset()
+          ) -> list[int]:
+    """Plain decoding."""
+    path = list(prompt)
+    while len(path) < len(prompt) + count:
+        token = next_token(tuple(path), n_vocab)
+        if token in eos:
+            break
+        path.append(token)
+    return path[len(prompt):]
+
+
+@dataclass(eq=False)
+class Cell:
+    pos: int
+    ids: set[int]
+    token: int
+    made: tuple[int, int] = (0, 1)  # first position and rows of the run that computed it
+
+
+@dataclass
+class KvModel:
+    """Cells by the rules of DESIGN section 3."""
+
+    cells: list[Cell] = field(default_factory=list)
+
+    def apply(self, ops):
+        for op in ops:
+            match op:
+                case SeqRemove(seq_id, p0, p1):
+                    for cell in self.cells:
+                        if p0 <= cell.pos < p1:
+                            if seq_id == ALL_SEQS:
+                                cell.ids.clear()
+                            cell.ids.discard(seq_id)
+                case SeqCopy(src, dst, p0, p1):
+                    for cell in self.cells:
+                        if src in cell.ids and p0 <= cell.pos < p1:
+                            cell.ids.add(dst)
+                case SeqKeep(seq_id):
+                    for cell in self.cells:
+                        cell.ids &= {seq_id}
+            self.cells = [c for c in self.cells if c.ids]
+
+    def view(self, seq_id, pos):
+        return sorted((c for c in self.cells if seq_id in c.ids and c.pos <= pos),
+                      key=lambda c: c.pos)
+
+
+@dataclass
+class Stage:
+    kv: KvModel = field(default_factory=KvModel)
+    queue: deque = field(default_factory=deque)
+    cancelled: set = field(default_factory=set)
+    skipped: set = field(default_factory=set)
+
+
+class Pipeline:
+    """Scheduler, stages, cancels and a draft, advanced one random step at a time."""
+
+    def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
+                 respect_cancel=True, strict=True, rows=None, drafts=True):
+        self.rng = random.Random(seed)
+        self.scheduler = Scheduler(limits, rows, drafts=drafts)
+        self.drafts = drafts
+        self.probe_runs: set[int] = set()
+        self.stages = [Stage() for _ in range(n_stages)]
+        self.results: deque = deque()
+        self.jobs: dict[int, StartDraft] = {}
+        self.cancels: list[list] = []  # [stage index, ids]
+        self.n_vocab, self.accuracy = n_vocab, accuracy
+        self.respect_cancel, self.strict = respect_cancel, strict
+        self.output: dict[int, list[int]] = {}
+        self.finished: dict[int, str] = {}
+        self.log: list = []
+        self.max_cells = 0
+
+    def feed(self, event):
+        for instruction in self.scheduler.handle(event):
+            self.log.append(instruction)
+            match instruction:
+                case IssueRun(run_id):
+                    if self.scheduler.runs[run_id].probe:
+                        self.probe_runs.add(run_id)
+                    else:
+                        assert len(instruction.rows) <= max(
+                            self.scheduler.limits.exact_width, self.scheduler.limits.chunk)
+                    self.stages[0].queue.append((instruction, False))
+                case SendOps() | OpenLane() | CloseLane():
+                    self.stages[0].queue.append((instruction, False))
+                case CancelRuns(ids):
+                    self.cancels.append([len(self.stages) - 1, ids])
+                case StartDraft():
+                    assert self.drafts
+                    self.jobs[instruction.job_id] = instruction
+                case StopDraft(job_id):
+                    if self.rng.random() < 0.5:
+                        self.jobs.pop(job_id, None)
+                case Emit(request_id, choice, _):
+                    assert request_id not in self.finished
+                    self.output[request_id].append(choice.token)
+                case Finish(request_id, reason, _) | Refuse(request_id, reason):
+                    assert request_id not in self.finished
+                    self.finished[request_id] = reason
+
+    def submit(self, request: Request):
+        self.output[request.request_id] = []
+        self.feed(Submit(request))
+
+    def abort(self, request_id):
+        self.feed(Abort(request_id, "abort"))
+
+    def choices(self):
+        out = [("stage", k) for k, s in enumerate(self.stages) if s.queue]
+        out += [("cancel", k) for k in range(len(self.cancels))]
+        out += [("job", j) for j in self.jobs]
+        if self.results:
+            out.append(("result", 0))
+        return out
+
+    def step(self, pick=None):
+        options = self.choices()
+        if not options:
+            return False
+        kind, index = options[pick % len(options)] if pick is not None else \
+            self.rng.choice(options)
+        match kind:
+            case "stage":
+                self._run_stage(index)
+            case "cancel":
+                self._move_cancel(index)
+            case "job":
+                self._draft(self.jobs.pop(index))
+            case "result":
+                self.feed(self.results.popleft())
+        return True
+
+    def drain(self, limit=200_000):
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError("the pipeline does not come to rest")
+
+    def _move_cancel(self, index):
+        stage, ids = self.cancels[index]
+        self.stages[stage].cancelled.update(ids)
+        if stage == 0:
+            del self.cancels[index]
+        else:
+            self.cancels[index][0] -= 1
+
+    def _run_stage(self, index):
+        from pipeinfer.scheduler.events import RunDone
+        stage = self.stages[index]
+        item, skipped = stage.queue.popleft()
+        last = index == len(self.stages) - 1
+        choices: list[Choice] = []
+        if isinstance(item, SendOps):
+            stage.kv.apply(item.ops)
+        elif isinstance(item, IssueRun):
+            stage.kv.apply(item.ops)
+            skip = skipped or (self.respect_cancel and (
+                item.run_id in stage.cancelled or item.parent_id in stage.skipped))
+            if skip:
+                stage.skipped.add(item.run_id)
+            else:
+                choices = self._evaluate(stage, item)
+            skipped = skip
+        self.max_cells = max(self.max_cells, len(stage.kv.cells))
+        if not last:
+            self.stages[index + 1].queue.append((item, skipped))
+        elif isinstance(item, IssueRun):
+            self.results.append(RunDone(item.run_id, None if skipped else tuple(choices)))
+
+    def _evaluate(self, stage, item):
+        rows = item.rows
+        for token, pos, ids in zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
+                                   strict=True):
+            extents = {tuple(f([c.pos for c in stage.kv.cells if i in c.ids] or [-1])
+                             for f in (min, max)) for i in ids}
+            assert len(extents) == 1, (item, ids, extents)  # llama.cpp: coupled ids end alike
+            for seq_id in ids:
+                held = [c.pos for c in stage.kv.cells if seq_id in c.ids]
+                assert not held or max(held) in (pos - 1, pos), (item, seq_id, held)
+            made = (int(rows.positions[0]), len(rows))
+            stage.kv.cells.append(Cell(pos, set(ids), token, made))
+        out = []
+        for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
+            seen = stage.kv.view(ids[0], pos)
+            good = [c.pos for c in seen] == list(range(pos + 1))
+            if self.strict:
+                assert good, (item, [(c.pos, c.ids) for c in seen])
+                if item.run_id not in self.probe_runs:
+                    self._check_widths(item.lanes[i], seen)
+            if rows.outputs[i]:
+                path = tuple(c.token for c in seen)
+                out.append(self.choice_after(path) if good else Choice(-1))
+        return out
+
+    def choice_after(self, path):
+        return Choice(next_token(path, self.n_vocab))
+
+    def _check_widths(self, lane, cells):
+        """Cells of a prompt come from runs cut as if the request were alone, the others from runs
+        that are at most R wide: else the bits of a real backend would differ."""
+        lane = self.scheduler.lanes.get(lane)
+        if lane is None:
+            return
+        chunk, n = self.scheduler.limits.chunk, len(lane.request.prompt)
+        for cell in cells:
+            start = cell.pos - cell.pos % chunk
+            if cell.pos < n:
+                assert cell.made == (start, min(chunk, n - start)), (cell, n)
+            else:
+                assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
+
+    def _draft(self, job: StartDraft):
+        path = [*job.accepted[:job.base], *job.suffix]
+        proposals: list[Proposal] = []
+        spares: list[Proposal] = []
+        level = [(-1, path)]
+        depth = 0
+        while level and len(proposals) < job.max_tokens and depth < job.max_depth:
+            depth += 1
+            following = []
+            for parent, tokens in level:
+                right = next_token(tuple(tokens), self.n_vocab)
+                guess = right if self.rng.random() < self.accuracy else \
+                    self.rng.randrange(self.n_vocab)
+                options = [guess]
+                while len(options) + len(level) + len(following) - 1 < job.branches and \
+                        self.rng.random() < 0.5:
+                    options.append(self.rng.randrange(self.n_vocab))
+                for _ in range(self.rng.randint(0, job.spares)):
+                    spares.append(Proposal(parent, self.rng.randrange(self.n_vocab),
+                                           self.rng.choice([0.05, 0.3]), spare=True))
+                for token in options:
+                    if len(proposals) < job.max_tokens and token not in job.stop_ids:
+                        proposals.append(Proposal(parent, token, 0.9))
+                        following.append((len(proposals) - 1, [*tokens, token]))
+            level = following
+            if self.rng.random() < 0.1:
+                break
+        if self.rng.random() < 0.1:
+            proposals, spares = [], []
+        spares = [p for p in spares if p.parent < len(proposals)]
+        self.feed(Drafted(job.job_id, (*proposals, *spares)))
