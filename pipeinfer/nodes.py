@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer import host
-from pipeinfer.config import Config, Resolved
+from pipeinfer.config import ClusterConfig, JobConfig, Resolved
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
 from pipeinfer.host import Place
@@ -290,19 +290,19 @@ def parse_bytes(value: Any, where: str) -> int:
 # --- use --------------------------------------------------------------------------------------
 
 
-def load(config: Config) -> Nodes | None:
+def load(config: ClusterConfig) -> Nodes | None:
     """The nodes file that the config names, None when it names none."""
     return read_nodes(config.nodes) if config.nodes else None
 
 
 def apply(resolved: Resolved, host: str) -> Resolved:
     """Fill in what the nodes file says about `host`, except what the command line gave."""
-    nodes = load(resolved.config)
+    nodes = load(resolved.config.job.cluster)
     if nodes is None:
         return resolved
-    values = nodes.of(host).options(resolved.config.given)
+    values = nodes.of(host).options(resolved.config.job.given)
     origin = dict.fromkeys(values, f"nodes file {nodes.path}")
-    return Resolved(dataclasses.replace(resolved.config, **values), {**resolved.origin, **origin})
+    return Resolved(resolved.config.replace(**values), {**resolved.origin, **origin})
 
 
 def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
@@ -327,10 +327,10 @@ def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
-def settle(config: Config, place: Place, settings: dict[str, Any]) -> Config:
+def settle(config: JobConfig, place: Place, settings: dict[str, Any]) -> JobConfig:
     """Take what the nodes file says about this host: option values, its GPU, its NUMA node."""
     node = NodeSettings(**settings)
     host.choose_gpu(node.device)
-    if not config.keep_binding:
+    if not config.cluster.keep_binding:
         host.bind_numa(node.numa, place)
-    return dataclasses.replace(config, **node.options(config.given))
+    return config.replace(**node.options(config.given))

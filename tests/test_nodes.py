@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer import host
-from pipeinfer.config import resolve
+from pipeinfer.cli.options import parse
+from pipeinfer.config import JobConfig
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.nodes import (
     HostEntry,
@@ -170,19 +171,20 @@ def test_the_file_beside_the_hostfile(tmp_path):
     assert nodes_file_beside(path) == beside
 
 
-def test_settings_fill_what_the_command_line_left_open(tmp_path):
+def test_settings_fill_what_the_command_line_left_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_GPU_LAYERS", "3")
     path = str(write(tmp_path, NODES, "hosts.toml"))
-    resolved = apply(resolve({"nodes": path, "threads_draft": 1},
-                             {"PIPEINFER_GPU_LAYERS": "3"}), "big")
-    config, origin = resolved.config, resolved.origin
+    resolved = apply(parse(["--nodes", path, "-td", "1"]), "big")
+    config, origin = resolved.config.job.model, resolved.origin
     assert (config.threads, config.threads_draft, config.gpu_layers) == (4, 1, 20)
     assert origin["threads"] == origin["gpu_layers"] == f"nodes file {path}"
     assert origin["threads_draft"] == "command line"
     assert f"nodes file {path}" in resolved.show()
-    without = resolve({}, {})
+    without = parse([])
     assert apply(without, "big") is without
-    by_environment = resolve({}, {"PIPEINFER_NODES": path})
-    assert apply(by_environment, "old1").config.threads == 2
+    monkeypatch.setenv("PIPEINFER_NODES", path)
+    by_environment = parse([])
+    assert apply(by_environment, "old1").config.job.model.threads == 2
 
 
 def test_the_head_is_rank_0(tmp_path):
@@ -251,14 +253,13 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     import socket
 
     from pipeinfer.cluster.launch import open_session
-    from pipeinfer.config import Config
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     before = os.sched_getaffinity(0)
     path = write(tmp_path, f'[node."{socket.gethostname()}"]\nthreads = 1\nnuma = 0\n'
                  'device = "gpu:1"\ngpu_layers = 0\n', "hosts.toml")
     try:
-        with open_session(Config(nodes=str(path), ctx=128)) as session:
+        with open_session(JobConfig.of(nodes=str(path), ctx=128)) as session:
             assert session is not None
             assert session.stages[1]["threads"] == 1
             assert session.hosts[0]["settings"]["device"] == "gpu:1"
@@ -267,5 +268,5 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     path.write_text('[defaults]\nmemory = "1 MiB"\n')
     with (pytest.raises(PlanError, match=r"has 0 MiB: it lacks"),
-          open_session(Config(nodes=str(path)))):
+          open_session(JobConfig.of(nodes=str(path)))):
         pass

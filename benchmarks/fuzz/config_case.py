@@ -153,12 +153,12 @@ def examine(data: bytes, directory: Path) -> str:
 
 
 def _options(path: Path) -> None:
+    from pipeinfer.cli.options import parse
     from pipeinfer.cluster.generate import sampling_params
-    from pipeinfer.config import resolve
 
-    resolved = resolve({}, {}, str(path))
+    resolved = parse(["--config", str(path)])
     assert "secret-key" not in resolved.show()
-    sampling_params(resolved.config, 0)
+    sampling_params(resolved.config.sampling, 0)
 
 
 def _nodes(path: Path) -> None:
@@ -178,9 +178,9 @@ def _hosts(path: Path) -> None:
 
 def _keys(path: Path) -> None:
     from pipeinfer.cli.serve import api_keys
-    from pipeinfer.config import Config
+    from pipeinfer.config import ServeConfig
 
-    assert all(api_keys(Config(api_key_file=str(path))))
+    assert all(api_keys(ServeConfig(api_key_file=str(path))))
 
 
 def _profiles(path: Path) -> None:
@@ -197,10 +197,10 @@ def _prompts(path: Path) -> None:
 
 def _grammar(path: Path) -> None:
     from pipeinfer.cluster.generate import grammar_text
-    from pipeinfer.config import Config
+    from pipeinfer.config import SamplingConfig
     from pipeinfer.models.text.gbnf import to_lark
 
-    to_lark(grammar_text(Config(grammar_file=str(path)))[1])
+    to_lark(grammar_text(SamplingConfig(grammar_file=str(path)))[1])
 
 
 def _schema(path: Path) -> None:

@@ -46,11 +46,11 @@ def loop(model: Path, tokens: int, rounds: int, threads: int) -> None:
     """Part 2: alternate, so that drift of the machine hits both."""
     from pipeinfer.cluster.generate import run_request
     from pipeinfer.cluster.launch import open_session
-    from pipeinfer.config import Config
+    from pipeinfer.config import JobConfig
     from pipeinfer.core.types import SamplingParams
 
     plain = PlainLoop(model, n_ctx=512, n_threads=threads)
-    config = Config(model=str(model), ctx=256, policy="iterative", threads=threads)
+    config = JobConfig.of(model=str(model), ctx=256, policy="iterative", threads=threads)
     ratios, ours, theirs = [], [], []
     with open_session(config) as session:
         assert session is not None

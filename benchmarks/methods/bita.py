@@ -20,7 +20,7 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.scheduler.hint_rows import Probes
@@ -87,9 +87,19 @@ def run(work: Path, texts: int, prompt: int, tokens: int) -> None:
             continue
         path = adapter_path(work, kind)
         learned = load_bita(path)
-        config = Config(model=str(TARGET), backend="torch", device="cpu", bita=str(path), ctx=512,
-                        threads=1, exact="off", tree_max=128, partitions=200, chunk=256,
-                        adapt=False)
+        config = JobConfig.of(
+            model=str(TARGET),
+            backend="torch",
+            device="cpu",
+            bita=str(path),
+            ctx=512,
+            threads=1,
+            exact="off",
+            tree_max=128,
+            partitions=200,
+            chunk=256,
+            adapt=False,
+        )
         with open_session(config) as session:
             assert session is not None
             held_out = prompts(session.tokenizer, texts, prompt)

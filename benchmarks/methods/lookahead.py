@@ -23,7 +23,7 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.hint_rows import Probes
 from pipeinfer.strategies.proposers.lookahead import Lookahead
@@ -91,9 +91,18 @@ def main() -> None:
 @click.option("--tokens", default=129, show_default=True, help="Tokens generated for each.")
 def run(texts: int, prompt: int, tokens: int) -> None:
     """Measure every setting; those that are in the file already stay."""
-    config = Config(policy="speculative", proposer=("lookahead",), exact="off", ctx=1024, threads=1,
-                    partitions=100, lookahead_window=32, lookahead_ngram=7,
-                    lookahead_candidates=32, adapt=False)
+    config = JobConfig.of(
+        policy="speculative",
+        proposer=("lookahead",),
+        exact="off",
+        ctx=1024,
+        threads=1,
+        partitions=100,
+        lookahead_window=32,
+        lookahead_ngram=7,
+        lookahead_candidates=32,
+        adapt=False,
+    )
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     done = {(p["W"], p["N"], p["G"], p["pool"], p["temperature"]) for p in found}
     sampled = SamplingParams(0.8, 40, 0.95, 0.05, key=7)

@@ -90,7 +90,7 @@ def interval(ratios: list[float]) -> str:
 @click.option("--pairs", default=12)
 @click.option("--rounds", default=10, help="Requests of a job that count.")
 @click.option("--tokens", default=400)
-@click.option("--config", default='{"policy": "iterative"}', help="Fields of Config, as JSON.")
+@click.option("--config", default='{"policy": "iterative"}', help="Options, as JSON.")
 @click.option("--seconds", default=30.0, help="For part 1.")
 def main(np_: int, pairs: int, rounds: int, tokens: int, config: str, seconds: float) -> None:
     """Run both parts."""

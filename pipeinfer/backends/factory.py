@@ -13,14 +13,14 @@ from typing import Any
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import BitaAdapter, load_bita
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
 
-def check_bita(config: Config, model: Any, backends: Sequence[str]) -> None:
+def check_bita(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:
     """Whether a BiTA adapter fits. Raises UsageError and ModelError before anything loads."""
     if set(backends) != {"torch"}:
         raise UsageError("--bita needs tokens beyond the vocabulary and rows that look through "
@@ -43,7 +43,11 @@ def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
 
 
 def load_torch(
-    config: Config, path: Path, layers: tuple[int, int], sizes: Mapping[str, Any], threads: int,
+    config: ModelConfig,
+    path: Path,
+    layers: tuple[int, int],
+    sizes: Mapping[str, Any],
+    threads: int,
 ) -> Backend:
     """Layers of a model on the torch backend. Raises UsageError where torch is not installed."""
     require_torch()
@@ -68,7 +72,7 @@ def paced(backend: Backend, widths: Widths, first: float, further: float
     return PacedBackend(backend, seconds), dataclasses.replace(widths, curve=curve)
 
 
-def llama_options(config: Config, *, draft: bool = False, callbacks: bool = False,
+def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
                   gaps: bool = False) -> Any:
     """The llama.cpp side of a config."""
     from pipeinfer.backends.llamacpp.context import LlamaOptions
@@ -99,7 +103,7 @@ def backend_for(asked: str, path: Path) -> str:
     return "torch"
 
 
-def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
+def backends_of(config: JobConfig, model: Any, hosts: Sequence[Mapping[str, Any]]
                 ) -> tuple[str, ...]:
     """The backend of each rank that may hold a stage; hosts: what the ranks told of themselves.
 
@@ -107,16 +111,16 @@ def backends_of(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]
     """
     from pipeinfer.backends.pytorch.options import check_device, check_family, require_torch
 
-    stages = hosts if config.head_stage or len(hosts) == 1 else hosts[1:]
-    kinds = [backend_for(str(rank.get("asked_backend", config.backend)), model.path)
+    stages = hosts if config.cluster.head_stage or len(hosts) == 1 else hosts[1:]
+    kinds = [backend_for(str(rank.get("asked_backend", config.model.backend)), model.path)
              for rank in stages]
     for rank, kind in zip(stages, kinds, strict=True):
         if kind == "torch":
             require_torch(rank.get("torch_missing"), f"rank {rank['rank']} on {rank['host']}: ")
     if "torch" in kinds:
-        if config.distribute:
+        if config.cluster.distribute:
             raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
                              "the model to every host, or share its directory")
-        check_device(config.device)
+        check_device(config.model.device)
         check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())
     return tuple(kinds)

@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol, TextIO
 
@@ -21,9 +21,9 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.client import Remote
-from pipeinfer.cli.options import config_options
+from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, leave, progress_hook
-from pipeinfer.config import Resolved
+from pipeinfer.config import JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -83,7 +83,7 @@ class Interrupts:
             raise self._first
 
 
-@click.command("chat")
+@config_options(*JOB, "sampling")
 @click.option("--url", default="", metavar="URL",
               help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher names "
                    "ranks of its own].")
@@ -92,7 +92,6 @@ class Interrupts:
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("-n", "--n-predict", type=click.IntRange(1, 2**24), default=1024, show_default=True,
               help="Most tokens of an answer.")
-@config_options("model", "runtime", "sampling")
 def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_predict: int) -> None:
     """Talk to a model in the terminal.
 
@@ -101,23 +100,24 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
     pipeinfer chat -m model.gguf
     launch/run 4 chat -m big.gguf -md small.gguf
     """
-    own = bool(resolved.config.model) or host.launched_size() > 1
+    config = resolved.config
+    own = bool(config.job.model.model) or host.launched_size() > 1
     if own and url:
         raise UsageError("give either --url, or a model (-m) for ranks of its own")
     if host.launched_rank() > 0:
         from pipeinfer.cluster.launch import open_session
 
-        with open_session(resolved.config):
+        with open_session(config.job):
             return
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
-            partner: Partner = stack.enter_context(_own_ranks(resolved, n_predict))
+            partner: Partner = stack.enter_context(_own_ranks(config.job, config.sampling, n_predict))
         else:
-            remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], resolved.config.timeout)
-            partner = Server(remote, request_fields(resolved) | {"max_tokens": n_predict})
+            remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
+            partner = Server(remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict})
         try:
-            failed = Chat(partner, lines, out, interrupts, system, resolved.config.seed).run()
+            failed = Chat(partner, lines, out, interrupts, system, config.sampling.seed).run()
         except Stopped:
             if own:
                 leave(INTERRUPTED)
@@ -326,14 +326,13 @@ class Server:
         return _summary(timings.get("predicted_n"), timings.get("predicted_per_second"), reason)
 
 
-def request_fields(resolved: Resolved) -> dict[str, Any]:
+def request_fields(config: SamplingConfig, origin: Mapping[str, str]) -> dict[str, Any]:
     """The sampling options that were given, as a server wants them; it knows the others.
 
     Raises UsageError for options that make no sense here.
     """
     from pipeinfer.cluster.generate import grammar_text, sampling_params
 
-    config, origin = resolved.config, resolved.origin
     fields: dict[str, Any] = {
         theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()
         if origin[ours] != "default"}
@@ -367,22 +366,25 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _own_ranks(resolved: Resolved, n_predict: int) -> Iterator[Partner]:
+def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iterator[Partner]:
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import open_session
+    from pipeinfer.models.locate import model_paths
 
-    config = resolved.config
-    params = dataclasses.replace(sampling_params(config, 0), grammar=compiled_grammar(config))
-    with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
+    params = dataclasses.replace(
+        sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
+    with open_session(job, progress_hook(RequestConfig()), grammars=bool(params.grammar)) as session:
         assert session is not None
-        yield Own(session, params, n_predict)
+        yield Own(session, params, n_predict, sampling)
 
 
 class Own:
     """A `Partner` on this job's ranks."""
 
-    def __init__(self, session: Any, params: Any, n_predict: int) -> None:
+    def __init__(self, session: Any, params: Any, n_predict: int, sampling: SamplingConfig
+                 ) -> None:
         self._session, self._params, self._n_predict = session, params, n_predict
+        self._sampling = sampling
         stages = session.n_stages
         self.name = f"{session.model_name} on {stages} stage{'s' * (stages != 1)}"
 
@@ -396,7 +398,7 @@ class Own:
 
         tokenizer = self._session.tokenizer
         prompt = tokenizer.encode(tokenizer.apply_chat(messages), special=True)
-        key = noise_key(draw_seed(self._session.config) if seed is None else seed)
+        key = noise_key(draw_seed(self._sampling) if seed is None else seed)
         interrupts.expect(None)
         try:
             out = run_request(

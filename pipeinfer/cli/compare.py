@@ -20,14 +20,15 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options import config_options
+from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import progress_hook
 from pipeinfer.cluster.generate import Generated, draw_seed, run_request, sampling_params
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import row_sizes
-from pipeinfer.config import Config, Resolved
+from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
 from pipeinfer.strategies.decomposers.prompts import METHODS, Decomposition
 
@@ -68,7 +69,7 @@ class Answer:
     text: str = field(repr=False, default="")
 
 
-def parse_method(text: str, base: Config) -> Config:
+def parse_method(text: str, base: JobConfig) -> JobConfig:
     """A config for `[decomposer][+proposer ...][@policy]`, or `plain`. Raises UsageError."""
     name, _, policy = text.partition("@")
     parts = [] if name == PLAIN else name.split("+")
@@ -79,29 +80,30 @@ def parse_method(text: str, base: Config) -> Config:
         raise UsageError(
             f"--method {text}: write {PLAIN}, or parts joined by +: at most one of "
             f"{', '.join(METHODS)}, any of {', '.join(PROPOSERS)}; and maybe @speculative")
-    return dataclasses.replace(
-        base, decomposer=decomposers[0] if decomposers else "", proposer=proposers,
+    return base.replace(
+        decomposer=decomposers[0] if decomposers else "", proposer=proposers,
         policy=policy or (Policy.PIPEINFER if proposers else Policy.ITERATIVE).value,
-        speculation="off" if not proposers else base.speculation)
+        speculation="off" if not proposers else base.speculation.speculation)
 
 
-def superset(configs: Sequence[Config], base: Config) -> Config:
+def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
     """What has to be loaded so that every one of `configs` can be used."""
-    decomposers = {config.decomposer for config in configs} - {""}
-    proposers = tuple(dict.fromkeys(p for config in configs for p in config.proposer))
+    decomposers = {config.speculation.decomposer for config in configs} - {""}
+    proposers = tuple(dict.fromkeys(p for config in configs for p in config.speculation.proposer))
     first = "pasta" if "pasta" in decomposers else next(iter(sorted(decomposers)), "")
-    whole = dataclasses.replace(base, decomposer=first, proposer=proposers, policy="",
-                                speculation=base.speculation if proposers else "off")
-    rows = row_sizes(whole)
-    if rows.paths and decomposers and base.partitions < 0:
-        threads = 1 + base.decompose_threads
-        whole = dataclasses.replace(whole, partitions=16 + rows.paths * threads)
+    whole = base.replace(decomposer=first, proposer=proposers, policy="",
+                         speculation=base.speculation.speculation if proposers else "off")
+    rows = row_sizes(whole.speculation)
+    if rows.paths and decomposers and base.speculation.partitions < 0:
+        threads = 1 + base.speculation.decompose_threads
+        whole = whole.replace(partitions=16 + rows.paths * threads)
     return whole
 
 
-def ask(session: Session, config: Config, prompt: Prompt, method: str, seed: int) -> Answer:
+def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params: SamplingParams,
+        n_predict: int) -> Answer:
     """One prompt by the method that the session is set to."""
-    name = config.decomposer
+    name = config.speculation.decomposer
     opening = Decomposition.of(session, config).opening(
         name, [{"role": "user", "content": prompt.question}])
     out, cells = Generated(), 0
@@ -112,16 +114,15 @@ def ask(session: Session, config: Config, prompt: Prompt, method: str, seed: int
 
     session.head.observe(True)
     started = time.monotonic()
-    run_request(session, opening, sampling_params(config, seed), config.n_predict, seed=seed,
-                into=out, on_text=sample)
+    run_request(session, opening, params, n_predict, into=out, on_text=sample)
     seconds = time.monotonic() - started
-    session.head.drain(config.timeout)
+    session.head.drain(config.cluster.timeout)
     busy, wasted = use_of_stages(session.head.take_runs())
     session.head.observe(False)
     return Answer(
         method, seconds, out.lane.accepted, out.visible, out.lane.steps, out.lane.runs, cells,
         busy / (seconds * session.n_stages), wasted / busy if busy else 0.0,
-        out.acceptance if config.proposer else None,
+        out.acceptance if config.speculation.proposer else None,
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text)
 
@@ -240,7 +241,7 @@ def _equal(wanted: str, text: str) -> bool:
     return text.strip() == wanted
 
 
-@click.command("compare")
+@config_options(*JOB, "sampling", "request")
 @click.option("--method", "methods", multiple=True, metavar="M",
               help="plain, or [decomposer][+proposer...][@policy], like pasta, lookahead, "
                    "pasta+lookahead, draft@speculative (repeatable) [default: plain and what the "
@@ -252,7 +253,6 @@ def _equal(wanted: str, text: str) -> bool:
               help='Own prompts: a line each, or JSON lines with "question" and "answer".')
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
-@config_options("model", "runtime", "sampling", "request")
 def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, kind: str,
                     prompts: Path | None, out: Path | None) -> None:
     """Answer the same prompts by every method and compare.
@@ -261,42 +261,46 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     pipeinfer compare --tasks 10
     mpirun -np 5 pipeinfer compare --backend torch --method plain --method pasta --pace-ms 20
     """
-    base = resolved.config
-    if base.decomposer or base.proposer or base.policy:
+    base, request = resolved.config.job, resolved.config.request
+    own = base.speculation
+    if own.decomposer or own.proposer or own.policy:
         raise UsageError("compare takes methods by --method, not by --decomposer, --proposer or "
                          "--policy")
-    if not base.model:
-        base = dataclasses.replace(base, model="task")
-    torch = base.backend == "torch" or Path(base.model).is_dir()
+    if not base.model.model:
+        base = base.replace(model="task")
+    torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
     if not methods:
         methods = (PLAIN, *(("pasta",) if torch else ()), "pdos", "skeleton", "apar",
                    "prompt-lookup", "lookahead")
     names = tuple(dict.fromkeys((PLAIN, *methods)))
     configs = {name: parse_method(name, base) for name in names}
     whole = superset(list(configs.values()), base)
-    configs = {name: dataclasses.replace(config, partitions=whole.partitions)
+    configs = {name: config.replace(partitions=whole.speculation.partitions)
                for name, config in configs.items()}
     asked = file_prompts(prompts) if prompts else list(task_prompts(tasks, kind, 1))
-    seed = draw_seed(base)
+    params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
-    with open_session(whole, progress_hook(base)) as session:
+    with open_session(whole, progress_hook(request)) as session:
         if session is None:
             return
         session.use(configs[PLAIN])
-        ask(session, configs[PLAIN], asked[0], PLAIN, seed)  # what is slow only once
+        ask(
+            session, configs[PLAIN], asked[0], PLAIN, params, request.n_predict
+        )  # what is slow only once
         for name in names:
             session.use(configs[name])
             for number, prompt in enumerate(asked, 1):
                 click.echo(f"\r\x1b[K{name}: {number}/{len(asked)}", nl=False, err=True)
                 try:
-                    answers[name].append(ask(session, configs[name], prompt, name, seed))
+                    answers[name].append(
+                        ask(session, configs[name], prompt, name, params, request.n_predict))
                 except RequestError as error:
                     raise UsageError(f"{name}, prompt {number}: {error}") from error
         click.echo("\r\x1b[K", nl=False, err=True)
         stages = session.n_stages
         notes = session.notes
     table = rows_of(answers)
-    pace = f", {base.pace_ms:g} ms per decode" if base.pace_ms else ""
+    pace = f", {base.cluster.pace_ms:g} ms per decode" if base.cluster.pace_ms else ""
     title = f"{len(asked)} prompts, {stages} stages{pace}"
     click.echo(f"{title}\n\n{table_text(table)}")
     for note in notes:

@@ -26,7 +26,7 @@ from pipeinfer import host
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
 from pipeinfer.cluster.handshake import hello
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, PlanError
 from pipeinfer.models import locate
 from pipeinfer.planning import planner
@@ -50,7 +50,7 @@ def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks:
 
         findings = check_hosts(hostfile, ranks)
     else:
-        findings = examine(Config(model=model, ctx=ctx, head_stage=head_stage))
+        findings = examine(JobConfig.of(model=model, ctx=ctx, head_stage=head_stage))
     if findings is None:
         return
     if as_json:
@@ -65,9 +65,9 @@ def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks:
         raise SystemExit(1)
 
 
-def examine(config: Config) -> list[Finding] | None:
+def examine(config: JobConfig) -> list[Finding] | None:
     """Every finding on rank 0, None on other ranks."""
-    place = launch.find_place(config)
+    place = launch.find_place(config.cluster)
     mine = {**hello(config, place), "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
         everyone = [mine]
@@ -162,15 +162,19 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
     return found
 
 
-def _check_plan(config: Config, everyone: list[dict[str, Any]]) -> list[Finding]:
+def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Finding]:
     """Whether the model fits, with all ranks taken as equally fast."""
     try:
         path, _ = locate.model_paths(config)
         model = locate.open_model(path)
-        candidates = range(0 if config.head_stage or len(everyone) == 1 else 1, len(everyone))
-        load = planner.load_of(model, locate.context_size(config, model), config.chunk)
+        candidates = range(
+            0 if config.cluster.head_stage or len(everyone) == 1 else 1, len(everyone)
+        )
+        load = planner.load_of(
+            model, locate.context_size(config.model, model), config.speculation.chunk
+        )
         members = placement.members_of(candidates, [None] * len(candidates), everyone, {})
-        plan = planner.make_plan(config, load, members, candidates, everyone,
+        plan = planner.make_plan(config.cluster, load, members, candidates, everyone,
                                  lambda split: -split.slowest, timed=False)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pipeinfer import host
-from pipeinfer.cli.options import config_options
+from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import (
     INTERRUPTED,
     Stopped,
@@ -22,14 +22,13 @@ from pipeinfer.cli.terminal import (
     talk_past_the_launcher,
     watch_signals,
 )
-from pipeinfer.config import Config, Resolved
+from pipeinfer.config import RequestConfig, Resolved
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RequestError, UsageError
 from pipeinfer.files import check_writable
 
 
-@click.command()
-@config_options("model", "runtime", "sampling", "request")
+@config_options(*JOB, "sampling", "request")
 def generate(resolved: Resolved) -> None:
     """Continue a prompt and stream the text.
 
@@ -39,49 +38,53 @@ def generate(resolved: Resolved) -> None:
     """
     from pipeinfer.cluster import generate as gen
     from pipeinfer.cluster.launch import open_session
+    from pipeinfer.models.locate import model_paths
     from pipeinfer.strategies.decomposers.prompts import Decomposition
     from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
 
     config = resolved.config
+    job, request, sampling = config.job, config.request, config.sampling
+    decomposer, trace = job.speculation.decomposer, job.cluster.trace
     out = gen.Generated()
     interrupts = watch_signals()
-    text, params, seed = "", SamplingParams(), gen.draw_seed(config)
+    text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads
-        check_decomposer(config)
-        text, params = _prompt_text(config), gen.sampling_params(config, seed)
-        params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
-        if config.trace:
-            check_writable(Path(config.trace))
-    with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
+        check_decomposer(job.speculation, sampling)
+        text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
+        params = dataclasses.replace(
+            params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
+        if trace:
+            check_writable(Path(trace))
+    with open_session(job, progress_hook(request), grammars=bool(params.grammar)) as session:
         if session is None:
             return
         prompt: Any
-        if config.decomposer:
-            prompt = Decomposition.of(session, config).opening(
-                config.decomposer, [{"role": "user", "content": text}])
-        elif config.chat:
+        if decomposer:
+            prompt = Decomposition.of(session, job).opening(
+                decomposer, [{"role": "user", "content": text}])
+        elif request.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)
         else:
             prompt = session.tokenizer.encode(text)
-        bare = not (config.chat or config.decomposer)
-        if not config.json and not config.no_display_prompt and bare:
+        bare = not (request.chat or decomposer)
+        if not request.json and not request.no_display_prompt and bare:
             _write(text)
         try:
             gen.run_request(
-                session, prompt, params, config.n_predict,
-                stops=config.stop, ignore_eos=config.ignore_eos, seed=seed, into=out,
-                on_text=None if config.json else _write,
+                session, prompt, params, request.n_predict,
+                stops=request.stop, ignore_eos=request.ignore_eos, seed=seed, into=out,
+                on_text=None if request.json else _write,
                 interrupted=lambda: bool(interrupts),
             )
         except Stopped:
             out.reason = "interrupted"
             talk_past_the_launcher()
-            _report(config, out, session, {})
+            _report(request, out, session, {})
             leave(INTERRUPTED)
-    _report(config, out, session, session.reports)
-    if config.trace:
-        _write_trace(Path(config.trace), session)
+    _report(request, out, session, session.reports)
+    if trace:
+        _write_trace(Path(trace), session)
     if out.reason == "interrupted":
         raise SystemExit(INTERRUPTED)
     if out.reason == "poison":
@@ -95,7 +98,7 @@ def generate(resolved: Resolved) -> None:
         raise SystemExit(RequestError.exit_code)
 
 
-def _prompt_text(config: Config) -> str:
+def _prompt_text(config: RequestConfig) -> str:
     if config.prompt and config.file:
         raise UsageError("give either -p or -f, not both")
     if not config.file:
@@ -122,7 +125,9 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _report(config: Config, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]) -> None:
+def _report(
+    config: RequestConfig, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]
+) -> None:
     from pipeinfer.cli.summary import summary
 
     figures = out.stats()

@@ -1,58 +1,274 @@
-"""Options of the command line from the declarations of `config`."""
+"""Options of the command line from the declarations of `config`.
+
+The command line wins over the environment (`PIPEINFER_<NAME>`), the environment over a TOML file
+(`--config`), the file over defaults; click keeps where each value came from.
+"""
 
 from __future__ import annotations
 
+import difflib
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pipeinfer import host, nodes
-from pipeinfer.config import Config, Option, options, resolve
+from pipeinfer.config import BASIC, SECTIONS, Config, Option, Resolved, options
+from pipeinfer.errors import UsageError
+from pipeinfer.files import read_toml
+
+ENV_PREFIX = "PIPEINFER_"
+JOB = ("model", "cluster", "speculation")
+_TITLES = {
+    "model": "Models", "cluster": "Ranks and hosts", "speculation": "Speculation and scheduling",
+    "sampling": "Sampling", "request": "Prompt and output", "serve": "Server",
+}
+_FILE, _NP = "pipeinfer.config_file", "pipeinfer.np"
+_KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (int, "a whole number"), "float": ((int, float), "a number"), "str": (str, "a text"),
+    "flag": (bool, "true or false"), "list": (list, "a list of texts"),
+}
 
 
-def config_options(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of these groups, collected into one `given` mapping of values on the line."""
+def config_options(*sections: str, **defaults: Any
+                   ) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command with all options of these sections; it takes them as `resolved: Resolved`.
 
-    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
-        names = [n for n, o in options().items() if o.group in groups]
+    defaults: values that this command has where nothing is given. Replaces `click.command`.
+    """
 
-        def inner(config_file: str | None, show_config: bool, **values: Any) -> Any:
-            given = {n: values.pop(n) for n in names if n in values}
-            given = {n: v for n, v in given.items() if v is not None and v != ()}
-            resolved = resolve(given, config_file=config_file)
-            if show_config:
-                if host.launched_rank() == 0:
-                    if "runtime" in groups:  # every rank takes its settings when it starts
-                        resolved = nodes.apply(resolved, socket.gethostname())
-                    click.echo(resolved.show())
-                return None
-            return command(resolved=resolved, **values)
+    def wrap(function: Callable[..., Any]) -> click.Command:
+        def inner(show_config: bool, **values: Any) -> Any:
+            resolved = resolve(click.get_current_context(), sections, values)
+            if not show_config:
+                return function(resolved=resolved, **values)
+            if host.launched_rank() == 0:
+                if "cluster" in sections:  # every rank takes its settings when it starts
+                    resolved = nodes.apply(resolved, socket.gethostname())
+                click.echo(resolved.show())
+            return None
 
-        inner.__doc__ = command.__doc__
-        inner.__name__ = command.__name__
-        decorated: Callable[..., Any] = inner
-        for name in reversed(names):
-            decorated = _click_option(name, options()[name])(decorated)
-        decorated = click.option("--show-config", is_flag=True,
-                                 help="Print every value and where it came from.")(decorated)
-        return click.option("--config", "config_file", metavar="FILE",
-                            help="TOML file with option values.")(decorated)
+        inner.__doc__ = function.__doc__
+        name = function.__name__.removesuffix("_command").replace("_", "-")
+        own = list(getattr(function, "__click_params__", ()))[::-1]
+        params = [*own, *(_option(name, option, defaults) for name, option in
+                          options(*sections).items()), *_common()]
+        return _Command(name, callback=inner, params=params, help=function.__doc__,
+                        sections=sections)
 
     return wrap
 
 
-def _click_option(name: str, option: Option) -> Callable[[Any], Any]:
-    default = {f.name: f.default for f in Config.__dataclass_fields__.values()}[name]
+def parse(arguments: Sequence[str], *sections: str, **defaults: Any) -> Resolved:
+    """What a command with these sections (all, if none are named) would make of its arguments.
+
+    Raises click.UsageError, and UsageError for a config file that cannot be read.
+    """
+    sections = sections or tuple(SECTIONS)
+    params = [_option(name, option, defaults) for name, option in options(*sections).items()]
+    command = _Command("pipeinfer", params=[*params, *_common()], sections=sections)
+    context = command.make_context("pipeinfer", list(arguments))
+    return resolve(context, sections, context.params)
+
+
+def resolve(context: click.Context, sections: Sequence[str], values: dict[str, Any]) -> Resolved:
+    """Take the options of `sections` out of `values`.
+
+    Raises UsageError for what cannot go together.
+    """
+    names = list(options(*sections))
+    origin = {name: _origin(context, name) for name in names}
+    given = frozenset(name for name in names if origin[name] == "command line")
+    found = {name: values.pop(name) for name in names}
+    if context.meta.get(_NP) and found.get("policy") == "speculative":
+        raise UsageError(
+            "-np is the short form of --parallel now, as in llama.cpp; with --policy speculative "
+            "it used to be --branches: write --parallel or --branches")
+    return Resolved(Config.of(given=given, **found), origin)
+
+
+class _Command(click.Command):
+    """Shows few options under --help and all, by section, under --help-all."""
+
+    def __init__(self, *args: Any, sections: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Notes whether -np was written that way."""
+        ctx.meta[_NP] = any(part.split("=")[0] == "-np" for part in args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options: everything of the command's own, and of the sections few or all."""
+        declared = options(*self._sections)
+        everything = ctx.meta.get("pipeinfer.help_all", False)
+        records = {p.name: r for p in self.get_params(ctx) if (r := p.get_help_record(ctx))}
+        for section in self._sections:
+            rows = [records[name] for name in options(section)
+                    if name in records and (everything or name in BASIC)]
+            if rows:
+                with formatter.section(_TITLES[section]):
+                    formatter.write_dl(rows)
+        with formatter.section("Other"):
+            formatter.write_dl([r for name, r in records.items() if name not in declared])
+        hidden = len([name for name in declared if name not in BASIC])
+        if hidden and not everything:
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} further options: {ctx.command_path} --help-all")
+
+
+class _Option(click.Option):
+    """Says where a bad value came from, and never shows a secret one."""
+
+    secret = False
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """See click. Raises click.BadParameter."""
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            message = "this value cannot be used." if self.secret else error.message
+            origin = _origin(ctx, self.name or "")
+            if origin != "command line":
+                message += f" (from {origin})"
+            raise click.BadParameter(message, ctx, self) from None
+
+
+def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
+    default = defaults.get(name, _default(name))
     text = option.help
     if option.kind != "flag" and default not in ("", ()) and "[default" not in text:
         text += f" [default: {default}]"
+    more: dict[str, Any] = {"default": default, "envvar": ENV_PREFIX + name.upper(), "help": text}
+    if not option.choices:
+        more["metavar"] = {"int": "N", "float": "X"}.get(option.kind, "TEXT")
     if option.kind == "flag":
+        more.pop("metavar")
         flags = "/".join(filter(None, (" ".join(option.flags), option.off_flag or "")))
-        return click.option(flags, name, default=None, is_flag=True, help=text)
-    kind: Any = {"int": click.INT, "float": click.FLOAT}.get(option.kind, click.STRING)
+        return _Option([*flags.split(" "), name], is_flag=True, **more)
+    made = _Option(
+        [*option.flags, name], type=_type(option), multiple=option.kind == "list", **more
+    )
+    made.secret = option.secret
+    return made
+
+
+def _default(name: str) -> Any:
+    for kind in SECTIONS.values():
+        if name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+            return kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+    raise KeyError(name)
+
+
+def _common() -> list[click.Parameter]:
+    def read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
+        del param
+        if path is not None:
+            ctx.meta[_FILE] = path
+            ctx.default_map = {**(ctx.default_map or {}), **_from_file(path)}
+
+    def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+        del param
+        if wanted:
+            ctx.meta["pipeinfer.help_all"] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    return [
+        click.Option(["--config"], metavar="FILE", is_eager=True, expose_value=False,
+                     callback=read, help="TOML file with option values."),
+        click.Option(["--show-config"], is_flag=True,
+                     help="Print every value and where it came from."),
+        click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False,
+                     callback=show, help="Show every option."),
+    ]
+
+
+def _origin(ctx: click.Context, name: str) -> str:
+    match ctx.get_parameter_source(name):
+        case ParameterSource.COMMANDLINE:
+            return "command line"
+        case ParameterSource.ENVIRONMENT:
+            return f"environment {ENV_PREFIX}{name.upper()}"
+        case ParameterSource.DEFAULT_MAP:
+            return f"file {ctx.meta[_FILE]}"
+        case _:
+            return "default"
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    names = {name: name for name in options()}
+    for name, option in options().items():
+        names |= {flag.lstrip("-").replace("-", "_"): name for flag in option.flags
+                  if flag.startswith("--")}
+    found = {}
+    for key, value in read_toml(path, "config file").items():
+        known = names.get(key.replace("-", "_"))
+        if known is None:
+            near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"config file {path} has an unknown key {key!r}{hint}")
+        option = options()[known]
+        wanted, name = _KINDS[option.kind]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and option.kind != "flag") or (
+                isinstance(value, list) and not all(isinstance(part, str) for part in value)):
+            shown = "what is there" if option.secret else repr(value)[:200]
+            raise UsageError(f"config file {path}: {key} needs {name}, not {shown}")
+        found[known] = value
+    return found
+
+
+# --- types ------------------------------------------------------------------------------------
+
+
+class _Text(click.ParamType[str]):
+    name = "text"
+    envvar_list_splitter = ","
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if "\0" in text:
+            self.fail("there is a NUL character in it.", param, ctx)
+        return text
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [part for part in rv.split(",") if part]
+
+
+class _Choice(click.Choice[str]):
+    """One of some words; the empty one, where it is allowed, means "not given"."""
+
+    def __init__(self, choices: Sequence[str], *, empty: bool) -> None:
+        super().__init__([choice for choice in choices if choice])
+        self._empty = empty
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return "" if self._empty and value == "" else super().convert(value, param, ctx)
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [part for part in rv.split(",") if part]
+
+
+class _Real(click.FloatRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return found
+
+
+def _type(option: Option) -> click.ParamType[Any]:
     if option.choices:
-        kind = click.Choice([c for c in option.choices if c])
-    return click.option(*option.flags, name, default=None, type=kind,
-                        multiple=option.kind == "list", help=text)
+        return _Choice(option.choices, empty="" in option.choices)
+    match option.kind:
+        case "int":
+            low, high = (None if x is None else int(x) for x in (option.low, option.high))
+            return click.IntRange(low, high)
+        case "float":
+            return _Real(option.low, option.high)
+        case _:
+            return _Text()

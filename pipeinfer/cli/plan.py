@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from pipeinfer import host
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
@@ -81,11 +81,11 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if model in profiles.models:
         raise UsageError(f"{model} is a profile, and ranks measure themselves on a file: give a "
                          "GGUF file, or use --dry-run")
-    config = Config(
+    config = JobConfig.of(
         model=model, draft_model=given["draft"], nodes=given["nodes_file"], ctx=given["ctx"],
         layers=given["layers"], split=given["split"], head_stage=given["head_stage"],
         remeasure=given["remeasure"])
-    place = launch.find_place(config)
+    place = launch.find_place(config.cluster)
     from pipeinfer.transport import mpi_startup
 
     if place.rank > 0:

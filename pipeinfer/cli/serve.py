@@ -7,9 +7,8 @@ Knows the order of start and end; what is served is the business of `engine` (ra
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,11 +16,12 @@ from typing import Any
 import click
 
 from pipeinfer import host
-from pipeinfer.cli.options import config_options
+from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import Stopped, progress_hook
+from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import open_session
-from pipeinfer.config import Config, Resolved, options
+from pipeinfer.config import JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.server import http_process
@@ -33,8 +33,7 @@ _CHILD_SECONDS = 10.0
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-@click.command("serve")
-@config_options("model", "runtime", "sampling", "serve")
+@config_options(*JOB, "sampling", "serve", parallel=PARALLEL)
 def serve_command(resolved: Resolved) -> None:
     """Serve the model over HTTP, as the OpenAI API does.
 
@@ -43,26 +42,27 @@ def serve_command(resolved: Resolved) -> None:
     mpirun -np 8 --hostfile hostfiles/xeon pipeinfer serve -m big.gguf -md small.gguf
     """
     config = resolved.config
-    if resolved.origin["parallel"] == "default":
-        config = dataclasses.replace(config, parallel=PARALLEL)
     if host.launched_rank() > 0:
-        with open_session(_shared(config)):
+        with open_session(config.job):
             return
-    serve(config)
+    serve(config.job, config.serve, child_settings(config.job, config.serve, config.sampling),
+          progress_hook(config.request))
 
 
-def serve(config: Config) -> None:
-    """Rank 0's part. Raises whatever ends the job; the HTTP process has been told by then."""
+def serve(job: JobConfig, config: ServeConfig, settings: dict[str, Any],
+          show: ProgressHook | None) -> None:
+    """Rank 0's part. settings: of the HTTP process; show: told how far stages are.
+
+    Raises whatever ends the job; the HTTP process has been told by then.
+    """
     signals = _Signals()
-    if config.trace:
+    if job.cluster.trace:
         raise UsageError("--trace keeps every run in memory, which a server can not: use it with "
                          "generate or bench")
-    settings = child_settings(config)
     listener = http_process.listen(config.host, config.port, config.client_timeout)
     child = http_process.start(settings, listener)
-    show = progress_hook(config)
 
-    def progress(states: Mapping[int, Any]) -> None:
+    def progress(states: Any) -> None:
         child.link.send({"op": "loading", "stages": {
             f"spare rank {s.spare}" if s.spare else str(node):
                 {"phase": s.phase, "done": s.done, "total": s.total}
@@ -70,7 +70,7 @@ def serve(config: Config) -> None:
         if show is not None:
             show(states)
 
-    with _telling(child), open_session(_shared(config), progress) as session:
+    with _telling(child), open_session(job, progress) as session:
         assert session is not None
         engine = Engine(session, child.link, config.drain_seconds)
         signals.engine = engine
@@ -121,27 +121,22 @@ class _Signals:
         self.engine.leave()
 
 
-def _shared(config: Config) -> Config:
-    """Without what only rank 0 has to know: ranks compare (and show) the rest."""
-    plain, mine = Config(), [n for n, option in options().items() if option.group == "serve"]
-    values: dict[str, Any] = {name: getattr(plain, name) for name in mine}
-    return dataclasses.replace(config, **values)
-
-
-def child_settings(config: Config) -> dict[str, Any]:
+def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
+                   ) -> dict[str, Any]:
     """What the HTTP process has to know. Raises UsageError, ModelError."""
-    target, _ = model_paths(config)
+    target, _ = model_paths(job)
     name = target.resolve().name if target.is_dir() else target.stem
     open_model(target)  # what is wrong with the file is said before anything starts
-    params = sampling_params(config, 0)
+    params = sampling_params(sampling, 0)
     return {
-        "model": str(target), "name": config.alias or (name if config.model else "embedded"),
-        "api_keys": api_keys(config), "parallel": config.parallel, "queue": config.queue,
-        "max_body": config.max_body, "request_timeout": config.request_timeout,
-        "client_timeout": config.client_timeout, "cors_origins": list(config.cors_origin),
-        "log_requests": config.log_requests, "seed": config.seed,
-        "decomposer": config.decomposer, "decomposers": methods_for(config),
-        "threads": config.decompose_threads, "positions": config.pasta_positions,
+        "model": str(target), "name": config.alias or (name if job.model.model else "embedded"),
+        "api_keys": api_keys(config), "parallel": job.speculation.parallel,
+        "queue": config.queue, "max_body": config.max_body,
+        "request_timeout": config.request_timeout, "client_timeout": config.client_timeout,
+        "cors_origins": list(config.cors_origin), "log_requests": config.log_requests,
+        "seed": sampling.seed, "decomposer": job.speculation.decomposer,
+        "decomposers": methods_for(job), "threads": job.speculation.decompose_threads,
+        "positions": job.speculation.pasta_positions,
         "defaults": {
             "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p,
             "min_p": params.min_p, "repeat_penalty": params.repeat_penalty,
@@ -153,7 +148,7 @@ def child_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def api_keys(config: Config) -> list[str]:
+def api_keys(config: ServeConfig) -> list[str]:
     """Every key that opens the server. Raises UsageError for a file that can not be used."""
     keys = list(config.api_key)
     if config.api_key_file:

@@ -15,7 +15,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.config import Config
+from pipeinfer.config import RequestConfig
 from pipeinfer.errors import PipeinferError, WorkerFailed
 
 INTERRUPTED = 130
@@ -74,7 +74,7 @@ def own_terminal() -> int | None:
     return None
 
 
-def progress_hook(config: Config) -> Callable[[Mapping[int, Any]], None] | None:
+def progress_hook(config: RequestConfig) -> Callable[[Mapping[int, Any]], None] | None:
     """One line on the terminal that shows how far each stage is; none without a terminal.
 
     mpirun hands its ranks pipes, so there the terminal itself is opened.

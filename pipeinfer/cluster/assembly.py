@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeinfer.cluster.shard_transfer import Sender
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.messages import Notice, ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
@@ -83,7 +83,7 @@ class Assembly:
     """
 
     def __init__(
-        self, config: Config, port: Port, plan: Plan, load: Load, members: Mapping[int, Member],
+        self, config: JobConfig, port: Port, plan: Plan, load: Load, members: Mapping[int, Member],
         hosts: Sequence[Mapping[str, Any]], setup_of: SetupOf, source_of: SourceOf,
         progress: ProgressHook | None, *, survives: bool,
     ) -> None:
@@ -133,7 +133,7 @@ class Assembly:
                 raise
             self.recover(loss)
         self._terms = self.terms
-        if self._config.distribute:
+        if self._config.cluster.distribute:
             self._supply_spares()
         else:
             self._prepare_spares()
@@ -258,7 +258,7 @@ class Assembly:
 
     def _prepare_spares(self) -> None:
         """Let idle ranks bring into their page cache, and measure, what others hold."""
-        if not self._survives or self._config.distribute:
+        if not self._survives or self._config.cluster.distribute:
             return
         for rank in self.spares:
             self._port.order(rank, {"kind": "prepare", "setups": [
@@ -267,7 +267,11 @@ class Assembly:
     def _supply_spares(self) -> None:
         """Send the spares that were asked for what others hold, before there are requests; those
         of one host, which may share a cache, one after the other."""
-        last = list(self._members)[-self._config.spares:] if self._config.spares else []
+        last = (
+            list(self._members)[-self._config.cluster.spares :]
+            if self._config.cluster.spares
+            else []
+        )
         done: set[int] = set()
         while self._survives:
             batch = {self._hosts[rank]["host"]: rank for rank in reversed(self.spares)
@@ -333,7 +337,7 @@ class Assembly:
 
     def _await_ready(self, sender: Sender) -> None:
         """Hear what stages say until each is ready, and send them what they ask for."""
-        port, states, timeout = self._port, self.states, self._config.timeout
+        port, states, timeout = self._port, self.states, self._config.cluster.timeout
         last_news = time.monotonic()
         while not all(state.ready for state in states.values()):
             envelope = take_result(port)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import Config
+from pipeinfer.config import SamplingConfig
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.models.locate import model_paths, open_tokenizer
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.text_stream import StopText
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
@@ -79,7 +79,7 @@ class Generated:
         }
 
 
-def sampling_params(config: Config, seed: int) -> SamplingParams:
+def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
     """The sampling side of a config. Raises UsageError for a malformed logit bias."""
     return SamplingParams(
         temperature=config.temp, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
@@ -89,7 +89,7 @@ def sampling_params(config: Config, seed: int) -> SamplingParams:
     )
 
 
-def grammar_text(config: Config) -> tuple[str, str]:
+def grammar_text(config: SamplingConfig) -> tuple[str, str]:
     """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
 
     Raises UsageError for options that exclude each other or a file that can not be read.
@@ -111,15 +111,15 @@ def grammar_text(config: Config) -> tuple[str, str]:
     return kind, text
 
 
-def compiled_grammar(config: Config) -> str:
-    """The grammar of a config, compiled for its model; empty without one.
+def compiled_grammar(config: SamplingConfig, target: Path) -> str:
+    """The grammar of a config, compiled for the model at `target`; empty without one.
 
     Raises UsageError as `grammar_text` does, and RequestError for one that can not be used.
     """
     kind, text = grammar_text(config)
     if not kind:
         return ""
-    tokenizer = open_tokenizer(model_paths(config)[0])
+    tokenizer = open_tokenizer(target)
     vocabulary = Vocabulary.of(tokenizer)
     try:
         return compile_grammar(kind, text, vocabulary)
@@ -128,7 +128,7 @@ def compiled_grammar(config: Config) -> str:
         tokenizer.close()
 
 
-def draw_seed(config: Config) -> int:
+def draw_seed(config: SamplingConfig) -> int:
     """The seed to use: the one given, or a fresh one."""
     return config.seed if config.seed >= 0 else secrets.randbits(31)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeinfer import __version__, host
 from pipeinfer.backends.pytorch.options import missing_packages
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.codec import VERSION
 from pipeinfer.errors import MismatchError, RankLost
 from pipeinfer.host import Place
@@ -21,17 +21,17 @@ from pipeinfer.nodes import Nodes, check_head
 from pipeinfer.nodes import load as load_nodes
 
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
-                              "keep_binding", "trace", "nodes", "given", "backend", "device"})
+                              "keep_binding", "trace", "nodes", "backend", "device"})
 
 
-def hello(config: Config, place: Place) -> dict[str, Any]:
+def hello(config: JobConfig, place: Place) -> dict[str, Any]:
     """What this rank tells the head: versions, config digest, host facts."""
-    shared = {k: v for k, v in dataclasses.asdict(config).items() if k not in _PER_NODE_FIELDS}
+    shared = {k: v for k, v in config.values().items() if k not in _PER_NODE_FIELDS}
     digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
     return {
         "rank": place.rank, "version": __version__, "protocol": VERSION,
         "backend": llama_version(), "config": digest.hexdigest(),
-        "asked_backend": config.backend, "torch_missing": missing_packages(),
+        "asked_backend": config.model.backend, "torch_missing": missing_packages(),
         "values": {k: repr(v)[:80] for k, v in shared.items()},
         **host.facts(place.cores, place.local_rank, place.local_size).to_json(),
         "bell": _bell(place),
@@ -46,7 +46,7 @@ def _bell(place: Place) -> dict[str, str]:
     return mpi_job.own_bell()
 
 
-def compare(config: Config, place: Place) -> list[dict[str, Any]]:
+def compare(config: JobConfig, place: Place) -> list[dict[str, Any]]:
     """Every rank's hello; raises MismatchError when they can not work together."""
     mine = hello(config, place)
     if place.comm is None:
@@ -79,12 +79,12 @@ def compare(config: Config, place: Place) -> list[dict[str, Any]]:
     return hellos
 
 
-def take_settings(config: Config, hosts: list[dict[str, Any]]) -> None:
+def take_settings(config: JobConfig, hosts: list[dict[str, Any]]) -> None:
     """Put each rank's settings of the nodes file into its hello, and bound its memory by them.
 
     Raises UsageError when the file can not be used or names another host as the head.
     """
-    nodes = load_nodes(config) or Nodes("")
+    nodes = load_nodes(config.cluster) or Nodes("")
     check_head(nodes, [rank["host"] for rank in hosts])
     for rank in hosts:
         settings = nodes.of(rank["host"])

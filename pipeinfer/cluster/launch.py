@@ -45,7 +45,7 @@ from pipeinfer.cluster.sizing import (
 )
 from pipeinfer.cluster.stage_process import StageLife
 from pipeinfer.cluster.watchdog import Watchdog
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
@@ -63,16 +63,16 @@ _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts a
 
 
 @contextlib.contextmanager
-def open_session(config: Config, progress: ProgressHook | None = None, *, grammars: bool = True
+def open_session(config: JobConfig, progress: ProgressHook | None = None, *, grammars: bool = True
                  ) -> Iterator[Session | None]:
     """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks.
 
     grammars: requests may have one, so the last stage and the draft need the vocabulary.
     """
-    parse_faults(config.fault)
-    pulse = Pulse(_HANGS * config.timeout)
-    guard = watch_over(config, pulse)
-    place = find_place(config)
+    parse_faults(config.cluster.fault)
+    pulse = Pulse(_HANGS * config.cluster.timeout)
+    guard = watch_over(config.cluster, pulse)
+    place = find_place(config.cluster)
     if guard is not None:
         guard.arm()
     if place.rank > 0:
@@ -85,7 +85,7 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
     hosts = compare(config, place)
     take_settings(config, hosts)
     config = settle(config, place, hosts[0]["settings"])
-    beats = listen_for(config, hosts)
+    beats = listen_for(config.cluster, hosts)
     job = prepare(config, place, hosts, None if beats is None else beats.meeting)
     port, thread = _head_port(config, place, job.plan, beats, hosts)
     if survivable(place):
@@ -101,7 +101,7 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
         if session.draft is not None:
             session.draft.close(timeout=5.0)
         if not failed:
-            session.head.drain(config.timeout)
+            session.head.drain(config.cluster.timeout)
             session.reports = session.head.shutdown(timeout=10.0)
             told = {session.assembly.held[node - 1].rank for node in session.reports}
             for rank in set(range(1, len(hosts))) - told:  # spares, and stages behind a dead one
@@ -118,7 +118,7 @@ def open_session(config: Config, progress: ProgressHook | None = None, *, gramma
 # --- places -----------------------------------------------------------------------------------
 
 
-def find_place(config: Config) -> Place:
+def find_place(config: ClusterConfig) -> Place:
     """Join MPI when a launcher started several ranks, and take this rank's cores."""
     size = host.launched_size()
     local_rank, local_size = host.local_place()
@@ -149,7 +149,7 @@ def find_place(config: Config) -> Place:
     return Place(rank, size, comm, cores, local_rank, local_size)
 
 
-def _head_port(config: Config, place: Place, plan: Plan, beats: HeadPulse | None,
+def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | None,
                hosts: list[dict[str, Any]]) -> tuple[Port, threading.Thread | None]:
     """The head's port, and the thread of a stage that shares this process."""
     if place.comm is None:
@@ -167,13 +167,13 @@ def _head_port(config: Config, place: Place, plan: Plan, beats: HeadPulse | None
     return port, _stage_thread(config, place, port.local_port(1))
 
 
-def _stage_thread(config: Config, place: Place, port: Port) -> threading.Thread:
+def _stage_thread(config: JobConfig, place: Place, port: Port) -> threading.Thread:
     thread = threading.Thread(target=StageLife(config, place, port).run, name="stage", daemon=True)
     thread.start()
     return thread
 
 
-def _serve_rank(config: Config, place: Place, pulse: Pulse) -> None:
+def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
     from pipeinfer.transport import mpi, mpi_exit, mpi_job, mpi_startup
 
     for number in (signal.SIGINT, signal.SIGUSR1):
@@ -226,7 +226,7 @@ def _cut_off(place: Place) -> None:
 # --- what rank 0 knows first -----------------------------------------------------------------
 
 
-def watch_over(config: Config, pulse: Pulse) -> Watchdog | None:
+def watch_over(config: ClusterConfig, pulse: Pulse) -> Watchdog | None:
     """A process that kills this rank when it hangs; only where the others go on without it."""
     rank, size = host.launched_rank(), host.launched_size()
     if size == 1 or not config.heartbeat:
@@ -234,14 +234,14 @@ def watch_over(config: Config, pulse: Pulse) -> Watchdog | None:
     return Watchdog(f"rank {rank}", config.heartbeat, pulse)
 
 
-def listen_for(config: Config, hosts: list[dict[str, Any]]) -> HeadPulse | None:
+def listen_for(config: ClusterConfig, hosts: list[dict[str, Any]]) -> HeadPulse | None:
     """Heartbeats of other ranks; None where there are none."""
     if not config.heartbeat or len(hosts) == 1:
         return None
     return HeadPulse(config.heartbeat)
 
 
-def prepare(config: Config, place: Place, hosts: list[dict[str, Any]],
+def prepare(config: JobConfig, place: Place, hosts: list[dict[str, Any]],
             meeting: Meeting | None = None) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
     from pipeinfer.models.llama import ensure_llama
@@ -249,20 +249,27 @@ def prepare(config: Config, place: Place, hosts: list[dict[str, Any]],
     model = open_model(target_path)
     backends = backends_of(config, model, hosts)
     policy = choose_policy(config, draft_path)
-    if config.bita:
-        check_bita(config, model, backends)
-    ensure_llama(config.numa)
-    most = place.size if config.head_stage or place.size == 1 else place.size - 1
-    gaps = config.decomposer == "pasta" and "llamacpp" in backends
+    if config.speculation.bita:
+        check_bita(config.speculation, model, backends)
+    ensure_llama(config.model.numa)
+    most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1
+    gaps = config.speculation.decomposer == "pasta" and "llamacpp" in backends
     if gaps:
         GapModel(model)  # says what is wrong with it
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     width, probes = widths_for(config, EXACT_LIMIT)
-    n_batch = max(min(config.chunk, config.ubatch or config.chunk), width, probes)
-    n_ctx = context_size(config, model)
-    cells = cells_for(config, n_ctx) + spare_cells(width, config.credit or most + 1) \
-        + probe_cells(config)
+    n_batch = max(
+        min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
+        width,
+        probes,
+    )
+    n_ctx = context_size(config.model, model)
+    cells = (
+        cells_for(config.speculation, n_ctx)
+        + spare_cells(width, config.speculation.credit or most + 1)
+        + probe_cells(config.speculation)
+    )
     head_bytes = 0
     for path in draft_models(config, draft_path, policy):
         head_bytes += sum(open_model(path).layer_bytes)

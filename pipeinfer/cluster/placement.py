@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.heartbeat import Meeting
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import RankLost, UsageError
 from pipeinfer.host import Place
@@ -51,7 +51,7 @@ class Survey:
 
 
 def agree(
-    config: Config, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
+    config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
     n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None,
 ) -> Survey:
     """Head: plan, and tell every rank.
@@ -60,22 +60,22 @@ def agree(
     PlanError and UsageError.
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
-    candidates = list(range(0 if config.head_stage or place.size == 1 else 1, place.size))
-    whole = config.layout == "replicate"
-    nodes = load_nodes(config)
-    counts = asked_counts(config, model, candidates, hosts,
+    candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
+    whole = config.speculation.layout == "replicate"
+    nodes = load_nodes(config.cluster)
+    counts = asked_counts(config.cluster, model, candidates, hosts,
                           nodes.layers if nodes is not None else None)
-    counts = leave_spares(config, counts)
+    counts = leave_spares(config.cluster, counts)
     counts = [0 if "dead" in hosts[rank] else count
               for rank, count in zip(candidates, counts, strict=True)]
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
     notes: list[str] = []
-    if place.comm is not None and config.split == "planned" and len(free) > 1 and not whole:
+    if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = members_of(candidates, counts, hosts, figures, head_bytes)
     plan = replicate(load, members, candidates) if whole else make_plan(
-        config, load, members, candidates, hosts, lambda split: estimate(split, policy),
+        config.cluster, load, members, candidates, hosts, lambda split: estimate(split, policy),
         timed=bool(figures))
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
@@ -89,7 +89,7 @@ def agree(
     return Survey(plan, load, members, figures, notes)
 
 
-def leave_spares(config: Config, counts: list[int | None]) -> list[int | None]:
+def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:
     """The counts with the last `--spares` candidates holding nothing. Raises UsageError."""
     if not config.spares:
         return counts
@@ -118,7 +118,7 @@ def members_of(
 
 
 def _ask(
-    config: Config, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
+    config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
 ) -> tuple[dict[int, Figures], list[str]]:
     """Figures by rank: ranks of one host and kind share one measurement."""
     from pipeinfer.transport import mpi_startup
@@ -130,7 +130,7 @@ def _ask(
             settings[key] for key in ("threads", "device", "gpu_layers", "numa", "backend"))),
             []).append(rank)
     asked = [group[0] for group in kinds.values()]
-    hollow = Hollow.of(model).to_json() if config.distribute else None
+    hollow = Hollow.of(model).to_json() if config.cluster.distribute else None
     for rank in asked:
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either
@@ -144,7 +144,7 @@ def _ask(
         if rank != 0:
             try:
                 answers[rank] = json.loads(
-                    mpi_startup.receive_json(place.comm, rank, config.timeout))
+                    mpi_startup.receive_json(place.comm, rank, config.cluster.timeout))
             except RankLost as lost:
                 answers[rank] = {"error": str(lost)}
     figures: dict[int, Figures] = {}
@@ -162,7 +162,7 @@ def _ask(
 
 
 def _answer(
-    config: Config, place: Place, settings: dict[str, Any], path: Path, fingerprint: str,
+    config: JobConfig, place: Place, settings: dict[str, Any], path: Path, fingerprint: str,
     hollow: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     from pipeinfer.host import threads_of
@@ -170,8 +170,8 @@ def _answer(
     from pipeinfer.nodes import settle
 
     config = settle(config, place, settings)
-    ensure_llama(config.numa)
-    return try_figures(config, path, fingerprint, threads_of(config.threads, place), hollow)
+    ensure_llama(config.model.numa)
+    return try_figures(config, path, fingerprint, threads_of(config.model.threads, place), hollow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +183,12 @@ class Called:
     bells: list[dict[str, str]]
 
 
-def await_place(config: Config, place: Place) -> Called:
+def await_place(config: JobConfig, place: Place) -> Called:
     """Rank k: answer the head until it says who holds which node."""
     from pipeinfer.transport import mpi_startup
 
     while True:
-        message = json.loads(mpi_startup.receive_json(place.comm, 0, config.timeout))
+        message = json.loads(mpi_startup.receive_json(place.comm, 0, config.cluster.timeout))
         if message["kind"] == "start":
             meeting = message["meeting"]
             return Called(tuple(map(int, message["rank_of"])), meeting and Meeting(**meeting),

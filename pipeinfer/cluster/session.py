@@ -34,7 +34,7 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
     spare_cells,
 )
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place, threads_of
@@ -100,18 +100,24 @@ class Ground:
     prompt_id: int
 
     @classmethod
-    def of(cls, config: Config, place: Place, job: Job, port: Port, *, grammars: bool) -> Ground:
+    def of(cls, config: JobConfig, place: Place, job: Job, port: Port, *, grammars: bool) -> Ground:
         """Read off a config and a plan."""
-        credit = config.credit or len(job.plan.ranks) + 1
+        credit = config.speculation.credit or len(job.plan.ranks) + 1
         spare = spare_cells(job.width, credit)
         tokenizer = open_tokenizer(job.target)
         return cls(
-            job, place, port, tokenizer,
+            job,
+            place,
+            port,
+            tokenizer,
             Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
-            cells_for(config, job.n_ctx) + spare + probe_cells(config), spare,
-            min(config.chunk, config.ubatch or config.chunk), ids_for(config, credit))
+            cells_for(config.speculation, job.n_ctx) + spare + probe_cells(config.speculation),
+            spare,
+            min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
+            ids_for(config.speculation, credit),
+        )
 
-    def assembly(self, config: Config, hosts: list[dict[str, Any]], progress: ProgressHook | None
+    def assembly(self, config: JobConfig, hosts: list[dict[str, Any]], progress: ProgressHook | None
                  ) -> Assembly:
         """Who is to hold which layers; nothing has loaded yet."""
         job, model = self.job, self.job.model
@@ -120,7 +126,7 @@ class Ground:
         def setup_of(holding: Holding) -> dict[str, Any]:
             return {
                 "model": str(job.target), "n_layers": model.n_layers, "n_ctx": self.cells,
-                "n_seq_max": self.prompt_id + bool(config.bita), "n_batch": job.n_batch,
+                "n_seq_max": self.prompt_id + bool(config.speculation.bita), "n_batch": job.n_batch,
                 "fingerprint": model.fingerprint, "prompt_id": self.prompt_id, "gaps": job.gaps,
                 "start": holding.start, "stop": holding.stop,
                 "vocabulary": self.vocabulary.to_json()
@@ -134,7 +140,7 @@ class Ground:
             dict(zip(job.plan.candidates, job.survey.members, strict=True)), hosts, setup_of,
             source_of, progress, survives=survivable(self.place))
 
-    def proposers(self, config: Config, policy: Policy) -> DraftWorker | None:
+    def proposers(self, config: JobConfig, policy: Policy) -> DraftWorker | None:
         """The thread that names guesses for a config. Raises MismatchError for a draft of another
         vocabulary."""
         if policy is Policy.ITERATIVE:
@@ -163,7 +169,7 @@ class Session:
     other stages have taken over; first: the terms of the stages at the start; contended: stages and
     draft want more cores than rank 0's host has."""
 
-    config: Config
+    config: JobConfig
     ground: Ground
     assembly: Assembly
     hosts: list[dict[str, Any]]
@@ -204,10 +210,10 @@ class Session:
         """How many stages hold the target."""
         return len(self.stages)
 
-    def use(self, config: Config) -> None:
+    def use(self, config: JobConfig) -> None:
         """Decode by another config's policy, proposers and knobs from now on; only while nothing
         runs. What stages have loaded stays, so ids and cells must suffice. Raises UsageError."""
-        self.head.drain(config.timeout)
+        self.head.drain(config.cluster.timeout)
         if self.plan.whole:
             raise UsageError("with --layout replicate nothing else can be tried in the same job")
         policy = choose_policy(config, self.ground.job.draft)
@@ -262,12 +268,12 @@ class Session:
         """Begin to compare what the stages take with their best."""
         self.head.pace = StagePace(len(self.assembly.held), self.first.curve)
 
-    def _think(self, config: Config, policy: Policy) -> Brain:
+    def _think(self, config: JobConfig, policy: Policy) -> Brain:
         return think(self.ground, self.assembly, self.first, config, policy,
                      contended=self.contended)
 
 
-def begin(config: Config, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
+def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
     reports that the job can not go on without."""
@@ -276,21 +282,30 @@ def begin(config: Config, place: Place, job: Job, port: Port, hosts: list[dict[s
     worker = ground.proposers(config, job.policy)
     assembly.start()
     drafts = draft_models(config, job.draft, job.policy)
-    contended = _is_contended(config, place, assembly, hosts, drafting=bool(drafts))
-    notes = [*job.survey.notes, *filter(None, [job.plan.line()]), *_doubts(config, job),
-             *map(str, assembly.changes), *_doubts_about(config, job, assembly)]
+    contended = _is_contended(config.model, place, assembly, hosts, drafting=bool(drafts))
+    notes = [*job.survey.notes, *filter(None, [job.plan.line()]), *_doubts(config.speculation, job),
+             *map(str, assembly.changes), *_doubts_about(config.model, job, assembly)]
     first = assembly.terms
     brain = think(ground, assembly, first, config, job.policy, contended=contended)
     head: Head
     if job.plan.whole:
         assert isinstance(brain.rows, Lookahead)
         replicas = ReplicaScheduler(brain.limits, brain.rows, len(assembly.held))
-        head = ReplicaHead(port, replicas, trace=bool(config.trace), timeout=config.timeout)
+        head = ReplicaHead(
+            port, replicas, trace=bool(config.cluster.trace), timeout=config.cluster.timeout
+        )
     else:
         scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None)
-        head = Head(port, len(assembly.held), scheduler, worker,
-                    cancel_path=CancelPath(config.cancel_path), trace=bool(config.trace),
-                    timeout=config.timeout, controller=brain.controller)
+        head = Head(
+            port,
+            len(assembly.held),
+            scheduler,
+            worker,
+            cancel_path=CancelPath(config.cluster.cancel_path),
+            trace=bool(config.cluster.trace),
+            timeout=config.cluster.timeout,
+            controller=brain.controller,
+        )
     session = Session(
         config, ground, assembly, hosts, head, brain.limits, worker,
         drafts[-1].name if drafts else "", notes, time.monotonic() - started, first,
@@ -300,30 +315,41 @@ def begin(config: Config, place: Place, job: Job, port: Port, hosts: list[dict[s
     return session
 
 
-def think(ground: Ground, assembly: Assembly, first: Terms, config: Config, policy: Policy, *,
+def think(ground: Ground, assembly: Assembly, first: Terms, config: JobConfig, policy: Policy, *,
           contended: bool) -> Brain:
     """What decides about runs over the stages that are there. first, contended: see `Session`."""
     job = ground.job
     limits, pinned = limits_for(
-        config, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
-        exact=job.width if config.exact == "off" else assembly.terms.exact,
+        config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
+        exact=job.width if config.model.exact == "off" else assembly.terms.exact,
         n_stages=min(len(assembly.held), len(job.plan.ranks)),  # ids were made for so many
         curve=first.curve, spare=ground.spare)
     rows = None if policy is Policy.ITERATIVE else row_proposer(
-        config, ground.tokenizer.n_vocab, ground.prompt_id)
-    return Brain(limits, rows, controller_for(config, limits, pinned, first.curve, ground.spare,
-                                              contended=contended))
+        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id)
+    return Brain(
+        limits,
+        rows,
+        controller_for(
+            config.speculation, limits, pinned, first.curve, ground.spare, contended=contended
+        ),
+    )
 
 
-def _is_contended(config: Config, place: Place, assembly: Assembly, hosts: list[dict[str, Any]], *,
-                  drafting: bool) -> bool:
+def _is_contended(
+    config: ModelConfig,
+    place: Place,
+    assembly: Assembly,
+    hosts: list[dict[str, Any]],
+    *,
+    drafting: bool,
+) -> bool:
     at_home = sum(int(one["threads"]) for one in assembly.ready.values()
                   if one["host"] == hosts[0]["host"])
     own = threads_of(config.threads_draft, place) if drafting else 0
     return bool(at_home + own > hosts[0]["cores_host"])
 
 
-def _doubts(config: Config, job: Job) -> list[str]:
+def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
     """Options that do not do what one may expect."""
     notes = []
     if {"lookahead", "bita"} <= set(config.proposer):
@@ -338,7 +364,7 @@ def _doubts(config: Config, job: Job) -> list[str]:
     return notes
 
 
-def _doubts_about(config: Config, job: Job, assembly: Assembly) -> list[str]:
+def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:
     """What stages have said that a user may not expect."""
     notes = []
     if config.exact == "off":

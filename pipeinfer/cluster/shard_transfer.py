@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig
 from pipeinfer.core.messages import Message, Notice, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
 from pipeinfer.models.gaps import GapModel
@@ -177,7 +177,7 @@ def own_model(setup: Mapping[str, Any]) -> Path:
     return path
 
 
-def stage_shard(config: Config, port: Port, setup: Mapping[str, Any], report: Report
+def stage_shard(config: ClusterConfig, port: Port, setup: Mapping[str, Any], report: Report
                 ) -> tuple[Path, int]:
     """This stage's shard, and how many bytes of it came from rank 0 just now.
 

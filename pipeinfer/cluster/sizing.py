@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import load_bita
@@ -34,7 +34,9 @@ _MOST_KEPT = 32  #: remembered prompts, each with an id
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
 
 
-def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+def row_proposer(
+    config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
+) -> RowProposer | None:
     """What proposes from rows of its own in the target's runs, if anything does.
 
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
@@ -43,7 +45,9 @@ def row_proposer(config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowPro
     return _make(row_method(config), config, n_vocab, prompt_id)
 
 
-def _make(method: str, config: Config, n_vocab: int = 0, prompt_id: int = 0) -> RowProposer | None:
+def _make(
+    method: str, config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
+) -> RowProposer | None:
     if method == "bita":
         learned = load_bita(config.bita)
         return Bita(n_vocab, learned.n_masks, config.bita_top,
@@ -63,36 +67,36 @@ class RowSizes:
     paths: int = 0
 
 
-def row_sizes(config: Config) -> RowSizes:
+def row_sizes(config: SpeculationConfig) -> RowSizes:
     """What proposers of rows that are named may need, in use or not."""
     found = [_make(method, config) for method in {row_method(config), *config.proposer}]
     return RowSizes(*(max((getattr(rows, name) for rows in found if rows is not None), default=0)
                       for name in ("candidates", "rows", "paths")))
 
 
-def partitions_for(config: Config, credit: int) -> int:
+def partitions_for(config: SpeculationConfig, credit: int) -> int:
     """Sequence ids beside a lane's first."""
     if config.partitions >= 0:
         return config.partitions
     return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
 
 
-def lanes_of(config: Config) -> int:
+def lanes_of(config: SpeculationConfig) -> int:
     """Causal threads at a time."""
     return config.parallel * (1 + threads_of(config))
 
 
-def threads_of(config: Config) -> int:
+def threads_of(config: SpeculationConfig) -> int:
     """Threads of a response beside its main one."""
     return config.decompose_threads if config.decomposer else 0
 
 
-def kept_for(config: Config) -> int:
+def kept_for(config: SpeculationConfig) -> int:
     """Prompts of ended requests that are remembered."""
     return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
 
 
-def ids_for(config: Config, credit: int) -> int:
+def ids_for(config: SpeculationConfig, credit: int) -> int:
     """Sequence ids in all. Raises UsageError beyond what llama.cpp can tell apart."""
     count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
     if count > _ALL_IDS:
@@ -103,7 +107,7 @@ def ids_for(config: Config, credit: int) -> int:
     return count
 
 
-def cells_for(config: Config, n_ctx: int) -> int:
+def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
     """Tokens that requests and remembered prompts hold together. Raises UsageError."""
     if config.cache_tokens and config.cache_tokens < n_ctx:
         raise UsageError(f"--cache-tokens {config.cache_tokens} is less than one request's context "
@@ -117,24 +121,24 @@ def spare_cells(width: int, credit: int) -> int:
     return width * (2 * credit + 4)
 
 
-def probe_cells(config: Config) -> int:
+def probe_cells(config: SpeculationConfig) -> int:
     """Cells for the probes of all lanes, and for learned prompts."""
     learned = load_bita(config.bita).n_prompts if config.bita else 0
     return learned + row_sizes(config).rows * lanes_of(config)
 
 
-def widths_for(config: Config, exact: int) -> tuple[int, int]:
+def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
     """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
     run of probes."""
-    sizes = row_sizes(config)
-    if config.exact == "on":
+    sizes = row_sizes(config.speculation)
+    if config.model.exact == "on":
         return exact, sizes.rows
-    guesses = max(config.tree_max, sizes.candidates + sizes.rows)
-    return max(exact, guesses + 1, config.draft_max), sizes.rows
+    guesses = max(config.speculation.tree_max, sizes.candidates + sizes.rows)
+    return max(exact, guesses + 1, config.speculation.draft_max), sizes.rows
 
 
 def limits_for(
-    config: Config, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
+    config: SpeculationConfig, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
     n_stages: int, curve: Curve, spare: int,
 ) -> tuple[Limits, frozenset[str]]:
     """The limits to start with, and the names of those that the user set.
@@ -175,7 +179,7 @@ def limits_for(
     return limits, frozenset(pinned)
 
 
-def controller_for(config: Config, limits: Limits, pinned: frozenset[str], curve: Curve,
+def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
                    cells: int, *, contended: bool = False) -> Controller | None:
     """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
 
@@ -210,23 +214,25 @@ def sizes_for(row_cost: float) -> Sizes:
     return Sizes(3, 7, join=True)
 
 
-def choose_policy(config: Config, draft: Path | None) -> Policy:
+def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
     """The policy of a config. Raises UsageError where its options contradict one another."""
-    if config.layout == "replicate":
+    if config.speculation.layout == "replicate":
         _check_replicas(config)
         return Policy.SPECULATIVE
-    if config.speculation == "off":
-        if config.policy not in ("", Policy.ITERATIVE):
-            raise UsageError(f"--speculation off and --policy {config.policy}: leave out one")
+    if config.speculation.speculation == "off":
+        if config.speculation.policy not in ("", Policy.ITERATIVE):
+            raise UsageError(
+                f"--speculation off and --policy {config.speculation.policy}: leave out one"
+            )
         return Policy.ITERATIVE
-    if "draft" in config.proposer and draft is None:
+    if "draft" in config.speculation.proposer and draft is None:
         raise UsageError("--proposer draft needs a draft model: give one with -md")
-    if "bita" in config.proposer and not config.bita:
+    if "bita" in config.speculation.proposer and not config.speculation.bita:
         raise UsageError("--proposer bita needs an adapter: give one with --bita")
-    guesses = draft is not None or bool(config.proposer or config.bita)
-    masks = row_method(config) == "bita"
-    if config.policy:
-        policy = Policy(config.policy)
+    guesses = draft is not None or bool(config.speculation.proposer or config.speculation.bita)
+    masks = row_method(config.speculation) == "bita"
+    if config.speculation.policy:
+        policy = Policy(config.speculation.policy)
         if policy is not Policy.ITERATIVE and not guesses:
             raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
     elif masks:
@@ -238,7 +244,7 @@ def choose_policy(config: Config, draft: Path | None) -> Policy:
     return policy
 
 
-def row_method(config: Config) -> str:
+def row_method(config: SpeculationConfig) -> str:
     """Which proposer of rows a config uses: lookahead, bita, or none (empty)."""
     if config.layout == "replicate":
         return "lookahead"
@@ -246,24 +252,36 @@ def row_method(config: Config) -> str:
     return named[0] if named else "bita" if config.bita and not config.proposer else ""
 
 
-def _check_replicas(config: Config) -> None:
+def _check_replicas(config: JobConfig) -> None:
     """Raise UsageError for options that have no meaning with --layout replicate."""
     wrong = {
-        "--policy": config.policy not in ("", Policy.SPECULATIVE),
-        "--proposer": not set(config.proposer) <= {"lookahead"},
-        "-md": config.draft_model, "-mds": config.draft_small, "--bita": config.bita,
-        "--decomposer": config.decomposer, "--parallel": config.parallel > 1,
-        "--layers": config.layers, "--speculation": config.speculation == "off",
-        "--ablate": config.ablate}
+        "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
+        "--proposer": not set(config.speculation.proposer) <= {"lookahead"},
+        "-md": config.model.draft_model,
+        "-mds": config.model.draft_small,
+        "--bita": config.speculation.bita,
+        "--decomposer": config.speculation.decomposer,
+        "--parallel": config.speculation.parallel > 1,
+        "--layers": config.cluster.layers,
+        "--speculation": config.speculation.speculation == "off",
+        "--ablate": config.speculation.ablate,
+    }
     if found := [name for name, given in wrong.items() if given]:
         raise UsageError("--layout replicate deals out the rows of lookahead decoding, one request "
                          f"at a time; it does not go with {', '.join(found)}")
 
 
-def draft_models(config: Config, draft: Path | None, policy: Policy) -> list[Path]:
+def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
     """The draft models to load, the one to ask first first. Raises UsageError."""
-    wanted = "draft" in config.proposer or not (config.proposer or config.bita)
-    if policy is Policy.ITERATIVE or draft is None or not wanted or config.layout == "replicate":
+    wanted = "draft" in config.speculation.proposer or not (
+        config.speculation.proposer or config.speculation.bita
+    )
+    if (
+        policy is Policy.ITERATIVE
+        or draft is None
+        or not wanted
+        or config.speculation.layout == "replicate"
+    ):
         return []
-    small = [Path(config.draft_small)] if config.draft_small else []
+    small = [Path(config.model.draft_small)] if config.model.draft_small else []
     return [*small, draft]

@@ -45,7 +45,7 @@ from pipeinfer.cluster.faults import (
     parse_faults,
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.messages import Notice, Tag, WorkerFailed
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END
@@ -77,10 +77,10 @@ class Part:
 class StageLife:
     """Serves epoch after epoch on one port; see the module docstring."""
 
-    def __init__(self, config: Config, place: Place, port: Port, pulse: Pulse | None = None
+    def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None
                  ) -> None:
         self._config, self._place = config, place
-        self._faults: tuple[Fault, ...] = parse_faults(config.fault)
+        self._faults: tuple[Fault, ...] = parse_faults(config.cluster.fault)
         self._port = faulty_port(port, self._faults, place.rank)
         self._pulse = pulse or Pulse()
         self._recovering = faulty_recovery(self._faults, place.rank)
@@ -136,8 +136,8 @@ class StageLife:
         report = functools.partial(self._report, ", ahead of time")
         for setup in setups:
             config = settle(self._config, self._place, setup["settings"])
-            threads = threads_of(config.threads, self._place)
-            kind = backend_for(config.backend, Path(setup["model"]))
+            threads = threads_of(config.model.threads, self._place)
+            kind = backend_for(config.model.backend, Path(setup["model"]))
             try:
                 part = self._load(config, setup, (setup["start"], setup["stop"]), kind, threads,
                                   report)
@@ -169,7 +169,7 @@ class StageLife:
                 -1 if self._stage is None else self._stage.current_run, summary, trace, code))
 
     def _await_setup(self) -> dict[str, Any]:
-        seconds = self._config.timeout
+        seconds = self._config.cluster.timeout
         deadline = time.monotonic() + seconds
         while True:
             envelope = self._port.take(Tag.TRANSACTION)
@@ -190,8 +190,8 @@ class StageLife:
 
         report = faulty_progress(functools.partial(self._report, ""), self._faults,
                                  self._place.rank)
-        threads = threads_of(config.threads, self._place)
-        kind = backend_for(config.backend, Path(setup["model"]))
+        threads = threads_of(config.model.threads, self._place)
+        kind = backend_for(config.model.backend, Path(setup["model"]))
         layers = (setup["start"], setup["stop"])
         self._make_room(layers, (setup, config, threads, kind))
         for gap in gaps_of(layers, [part.layers for part in self._parts]):
@@ -199,10 +199,12 @@ class StageLife:
             self._parts.sort(key=lambda part: part.layers)
         backend, widths = joined(self._parts)
         backend.seq_rm(ALL_SEQS, 0, END)
-        if config.pace_ms:
-            backend, widths = paced(backend, widths, config.pace_ms / 1e3, config.pace_row_ms / 1e3)
-        if config.bita:
-            learn(backend, load_bita(config.bita), setup["prompt_id"])
+        if config.cluster.pace_ms:
+            backend, widths = paced(
+                backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
+            )
+        if config.speculation.bita:
+            learn(backend, load_bita(config.speculation.bita), setup["prompt_id"])
         report("loading", 1, 1)
         port.send(0, Tag.RESULT, Notice("ready", node, {
             "layers": list(layers), "host": socket.gethostname(), "rank": self._place.rank,
@@ -213,19 +215,31 @@ class StageLife:
             "parts": [list(part.layers) for part in self._parts],
         }))
         last = node if layers[1] == setup["n_layers"] else setup["n_stages"]
-        return Stage(port, last, faulty_backend(backend, self._faults, self._place.rank),
-                     cancel_path=CancelPath(config.cancel_path),
-                     trace=bool(config.trace), timeout=config.timeout, pulse=self._pulse,
-                     vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
-                     extra_report=lambda: {"host": socket.gethostname(), "rank": self._place.rank,
-                                           "exact_width": widths.exact, **host.memory_parts()})
+        return Stage(
+            port,
+            last,
+            faulty_backend(backend, self._faults, self._place.rank),
+            cancel_path=CancelPath(config.cluster.cancel_path),
+            trace=bool(config.cluster.trace),
+            timeout=config.cluster.timeout,
+            pulse=self._pulse,
+            vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
+            extra_report=lambda: {
+                "host": socket.gethostname(),
+                "rank": self._place.rank,
+                "exact_width": widths.exact,
+                **host.memory_parts(),
+            },
+        )
 
     def _make_room(self, layers: tuple[int, int], options: tuple[Any, ...]) -> None:
         """Let go of what is not wanted any more."""
         setup, config, threads, kind = options
         same = (kind, threads, *(setup[key] for key in (
             "model", "n_ctx", "n_seq_max", "n_batch", "gaps")))
-        usable = same == self._options and not config.bita  # learned prompts live in the cache
+        usable = (
+            same == self._options and not config.speculation.bita
+        )  # learned prompts live in the cache
         start, stop = layers
         kept = [part for part in self._parts
                 if usable and start <= part.layers[0] and part.layers[1] <= stop]
@@ -242,29 +256,39 @@ class StageLife:
         for part in parts:
             part.backend.close()
 
-    def _load(self, config: Config, setup: dict[str, Any], layers: tuple[int, int], kind: str,
+    def _load(self, config: JobConfig, setup: dict[str, Any], layers: tuple[int, int], kind: str,
               threads: int, report: Report) -> Part:
         (start, stop), received = layers, 0
         backend: Backend
         if kind == "torch":
             path = own_model(setup)
             report("loading", 0, 1)
-            backend = load_torch(config, path, layers, setup, threads)
+            backend = load_torch(config.model, path, layers, setup, threads)
             version = torch_version()
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
             self._spoil_cache(setup["fingerprint"], start, stop)
-            shard, received = stage_shard(config, self._port, setup | {
+            shard, received = stage_shard(config.cluster, self._port, setup | {
                 "start": start, "stop": stop}, report)
             report("loading", 0, 1)
             whole, version = start == 0 and stop == setup["n_layers"], llama_version()
             backend = LlamaCppBackend.load(
-                shard, layers=layers, n_layers_total=setup["n_layers"], first=start == 0,
-                last=stop == setup["n_layers"], n_ctx=setup["n_ctx"],
-                n_seq_max=setup["n_seq_max"], n_batch=setup["n_batch"], n_threads=threads,
-                options=llama_options(config, callbacks=not whole or config.policy != "iterative",
-                                      gaps=setup["gaps"]))
+                shard,
+                layers=layers,
+                n_layers_total=setup["n_layers"],
+                first=start == 0,
+                last=stop == setup["n_layers"],
+                n_ctx=setup["n_ctx"],
+                n_seq_max=setup["n_seq_max"],
+                n_batch=setup["n_batch"],
+                n_threads=threads,
+                options=llama_options(
+                    config.model,
+                    callbacks=not whole or config.speculation.policy != "iterative",
+                    gaps=setup["gaps"],
+                ),
+            )
         try:
             widths = known_widths(
                 backend, (setup["fingerprint"], version, threads, *host.cpu_features()),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer import nodes
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import PlanError, UsageError
@@ -168,7 +168,7 @@ def view(model: str, profiles: Profiles, ctx: int) -> View:
     if model in profiles.models:
         return _profile_view(profiles.models[model], ctx or 4096)
     if not model:
-        return file_view(locate.model_paths(Config())[0], ctx)
+        return file_view(locate.model_paths(JobConfig())[0], ctx)
     if Path(model).exists() or model.endswith(".gguf"):
         return file_view(Path(model), ctx)
     profiles.model(model)
@@ -189,7 +189,7 @@ def _profile_view(profile: ModelProfile, cells: int) -> View:
 
 def file_view(path: Path, ctx: int) -> View:
     model = locate.open_model(path)
-    cells = locate.context_size(Config(ctx=ctx), model)
+    cells = locate.context_size(ModelConfig(ctx=ctx), model)
     load = planner.load_of(model, cells, 64)
     kind = _FILE_TYPES.get(int(model.get("general.file_type", -1) or -1), "Q8_0")
     return View(path.name, kind, model.n_embd, load,
@@ -342,7 +342,9 @@ class _Scene:
 
 def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | None) -> Plan:
     machines = scene.machines
-    config = Config(split=given["split"], layers=given["layers"], head_stage=given["head_stage"])
+    config = ClusterConfig(
+        split=given["split"], layers=given["layers"], head_stage=given["head_stage"]
+    )
     candidates = list(range(0 if config.head_stage or len(machines) == 1 else 1, len(machines)))
     facts = [{"host": machine.host, "settings": dataclasses.asdict(machine.settings)}
              for machine in machines]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
@@ -15,16 +15,18 @@ EMBEDDED = Path(__file__).parent / "embedded"  #: the models that the package sh
 TASK_MODEL = "task"  #: names the embedded model that knows the methods of `decomposers`
 
 
-def model_paths(config: Config) -> tuple[Path, Path | None]:
+def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
     """Target and draft files; the embedded pair when no target is named."""
-    tasks = config.model == TASK_MODEL or (bool(config.decomposer) and not config.model)
+    tasks = config.model.model == TASK_MODEL or (
+        bool(config.speculation.decomposer) and not config.model.model
+    )
     target = EMBEDDED / ("task.gguf" if tasks else "target.gguf")
-    if config.model and not tasks:
-        target = Path(config.model)
-    if config.draft_model:
-        draft: Path | None = Path(config.draft_model)
+    if config.model.model and not tasks:
+        target = Path(config.model.model)
+    if config.model.draft_model:
+        draft: Path | None = Path(config.model.draft_model)
     else:
-        draft = None if config.model or tasks else EMBEDDED / "draft.gguf"
+        draft = None if config.model.model or tasks else EMBEDDED / "draft.gguf"
     return target, draft
 
 
@@ -44,6 +46,6 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return FolderTokenizer(path) if os.path.isdir(path) else Tokenizer(path)
 
 
-def context_size(config: Config, model: Any) -> int:
+def context_size(config: ModelConfig, model: Any) -> int:
     """Tokens of context: the one asked for, or the model's own up to 8192."""
     return config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)

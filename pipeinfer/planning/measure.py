@@ -28,7 +28,7 @@ import psutil
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.shard import ShardSource
@@ -119,7 +119,7 @@ class Hollow:
         return path
 
 
-def figures_here(config: Config, model: Any, threads: int, *, again: bool = False) -> Figures:
+def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool = False) -> Figures:
     """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
 
     config: with the host's own settings in it. again: measure even if remembered. Raises
@@ -134,7 +134,7 @@ def figures_here(config: Config, model: Any, threads: int, *, again: bool = Fals
     return found
 
 
-def _name(config: Config, model: Any, threads: int) -> str:
+def _name(config: ModelConfig, model: Any, threads: int) -> str:
     """The file of everything that the figures depend on."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.pytorch.options import torch_version
@@ -148,13 +148,13 @@ def _name(config: Config, model: Any, threads: int) -> str:
     return f"speed-{digest}.json"
 
 
-def _on_torch(config: Config, model: Any) -> bool:
+def _on_torch(config: ModelConfig, model: Any) -> bool:
     from pipeinfer.backends.factory import backend_for
 
     return not isinstance(model, Hollow) and backend_for(config.backend, model.path) == "torch"
 
 
-def _measure(config: Config, model: Any, threads: int) -> Figures:
+def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
     from pipeinfer.backends.factory import llama_options, load_torch
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard
@@ -231,7 +231,7 @@ def copy_bandwidth(threads: int, rounds: int = 4) -> float:
 
 
 def try_figures(
-    config: Config, path: Path, fingerprint: str, threads: int,
+    config: JobConfig, path: Path, fingerprint: str, threads: int,
     hollow: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a rank answers the head: its figures, or why there are none.
@@ -244,6 +244,10 @@ def try_figures(
         model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
         if model.fingerprint != fingerprint:
             return {"error": f"{path} is another file than rank 0 has"}
-        return {"figures": figures_here(config, model, threads, again=config.remeasure).to_json()}
+        return {
+            "figures": figures_here(
+                config.model, model, threads, again=config.cluster.remeasure
+            ).to_json()
+        }
     except (PipeinferError, OSError, ValueError) as error:
         return {"error": " ".join(str(error).split())}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.backends.factory import backends_of
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.planning.partition import (
@@ -93,14 +93,14 @@ class Plan:
         return "plan: " + "; ".join(parts)
 
 
-def torch_item_bytes(config: Config, model: Any, hosts: Sequence[Mapping[str, Any]]) -> int:
+def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[Mapping[str, Any]]) -> int:
     """Bytes of a weight where a rank runs torch, 0 where none does."""
     from pipeinfer.backends.pytorch.options import itemsize
 
     if "torch" not in backends_of(config, model, hosts):
         return 0
     devices = {str(rank["settings"].get("device", "")) for rank in hosts}
-    return max(itemsize(config.dtype, device or config.device) for device in devices)
+    return max(itemsize(config.model.dtype, device or config.model.device) for device in devices)
 
 
 def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load:
@@ -133,7 +133,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
         scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + ff)))
 
 
-def asked_counts(config: Config, model: Any, candidates: Sequence[int],
+def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
                  hosts: Sequence[Mapping[str, Any]], whole: Sequence[int] | None
                  ) -> list[int | None]:
     """Layers per candidate where something sets them: --layers, the nodes file, roles.
@@ -200,7 +200,7 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
 
 
 def make_plan(
-    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
     hosts: Sequence[Mapping[str, Any]], predict: Callable[[Split], float], *, timed: bool,
 ) -> Plan:
     """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
@@ -243,7 +243,7 @@ def _fits(split: Split, members: Sequence[Member]) -> bool:
 
 
 def _within_hosts(
-    config: Config, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
     names: Sequence[str], chosen: tuple[Split, dict[int, str]],
     predict: Callable[[Split], float],
 ) -> tuple[Split, dict[int, str]]:

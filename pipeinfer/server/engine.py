@@ -145,7 +145,7 @@ class Engine:
     def _mind_the_pace(self) -> None:
         """Between requests: deal the layers out anew where a stage has become slow for good."""
         now = time.monotonic()
-        auto = self._session.config.rebalance == "auto"
+        auto = self._session.config.cluster.rebalance == "auto"
         if auto and now - self._paced >= _PACE_SECONDS and self._head.pace.settled:
             self._paced = now
             self._session.rebalance(need=WORTH, drift=DRIFT)
@@ -187,8 +187,8 @@ class Engine:
             "model": session.model_name, "draft": session.draft_name,
             "policy": limits.policy.value, "n_ctx": limits.n_ctx,
             "cache_tokens": limits.cells or limits.n_ctx,
-            "parallel": session.config.parallel, "exact_width": limits.exact_width,
-            "speculation": session.config.speculation, "stages": stages,
+            "parallel": session.config.speculation.parallel, "exact_width": limits.exact_width,
+            "speculation": session.config.speculation.speculation, "stages": stages,
             "spares": list(assembly.spares), "lost": sorted(assembly.lost),
             "changes": [dataclasses.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,

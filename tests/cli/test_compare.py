@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.cli import compare
 from pipeinfer.cli.compare import Answer, file_prompts, geometric, parse_method, rows_of, superset
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.errors import UsageError
 
 
@@ -36,20 +36,20 @@ def test_means_are_geometric_and_against_the_plain_answer_to_the_same_prompt():
 
 
 def test_methods_are_parts_in_any_order():
-    config = parse_method("lookahead+pasta@speculative", Config())
+    config = parse_method("lookahead+pasta@speculative", JobConfig()).speculation
     assert (config.decomposer, config.proposer, config.policy) == ("pasta", ("lookahead",),
                                                                   "speculative")
-    plain = parse_method("plain", Config())
+    plain = parse_method("plain", JobConfig()).speculation
     assert (plain.decomposer, plain.proposer, plain.policy) == ("", (), "iterative")
     for wrong in ("pasta+pdos", "magic", "plain@fast", "plain+pasta"):
         with pytest.raises(UsageError, match="--method"):
-            parse_method(wrong, Config())
+            parse_method(wrong, JobConfig())
 
 
 def test_what_is_loaded_suffices_for_every_method():
-    base = Config()
+    base = JobConfig()
     configs = [parse_method(m, base) for m in ("plain", "pdos", "pasta+lookahead", "draft")]
-    whole = superset(configs, base)
+    whole = superset(configs, base).speculation
     assert whole.decomposer == "pasta"  # it needs the most of the stages
     assert set(whole.proposer) == {"lookahead", "draft"}
     assert whole.partitions > 8 * 5  # windows in every thread

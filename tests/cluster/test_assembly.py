@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.cluster.assembly import Assembly
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.messages import Notice, Tag
 from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
 from pipeinfer.planning.partition import Load, Member, measure
@@ -71,7 +71,7 @@ def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute
     hosts = [{"host": "host" if one_host else f"host{rank}",
               "settings": {"role": role if rank > 3 else ""}}
              for rank in range(len(members) + 1)]
-    config = Config(distribute=distribute, spares=asked, timeout=timeout)
+    config = JobConfig.of(distribute=distribute, spares=asked, timeout=timeout)
     return Assembly(config, port, plan, load, members, hosts,
                     lambda holding: {"start": holding.start, "stop": holding.stop},
                     lambda start, stop: None, None, survives=survives)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.cli.summary import summary
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ContextOverflow, UsageError
 from pipeinfer.experiments.trace import chrome_trace, draw_timeline
@@ -41,11 +41,11 @@ def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data)
 @pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])
 def test_a_malformed_logit_bias_is_named(text):
     with pytest.raises(UsageError, match="--logit-bias"):
-        sampling_params(Config(logit_bias=(text,)), 1)
+        sampling_params(SamplingConfig(logit_bias=(text,)), 1)
 
 
 def test_logit_biases_are_read():
-    params = sampling_params(Config(logit_bias=("5+1.5", "7-2")), 1)
+    params = sampling_params(SamplingConfig(logit_bias=("5+1.5", "7-2")), 1)
     assert params.logit_bias == ((5, 1.5), (7, -2.0))
 
 
@@ -53,7 +53,7 @@ def test_logit_biases_are_read():
 def session():
     from pipeinfer.cluster.launch import open_session
 
-    with open_session(Config(ctx=256, threads=1, threads_draft=1, draft_p_min=0.1,
+    with open_session(JobConfig.of(ctx=256, threads=1, threads_draft=1, draft_p_min=0.1,
                              trace="on")) as opened:
         yield opened
 
@@ -65,8 +65,11 @@ class TestOneProcess:
     def test_same_seed_same_text(self, session):
         prompt = session.tokenizer.encode("import os\n")
         first, second, other = (
-            run_request(session, prompt, sampling_params(Config(), seed), 40, ignore_eos=True)
-            for seed in (3, 3, 4))
+            run_request(
+                session, prompt, sampling_params(SamplingConfig(), seed), 40, ignore_eos=True
+            )
+            for seed in (3, 3, 4)
+        )
         assert first.tokens == second.tokens
         assert first.text == second.text == session.tokenizer.decode(first.tokens)
         assert other.tokens != first.tokens

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.cluster import shard_transfer
 from pipeinfer.cluster.shard_transfer import CHUNK, WINDOW, Sender, receive, stage_shard
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig
 from pipeinfer.core.messages import Notice, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import ModelError, ProtocolError, TransportTimeout
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
@@ -224,4 +224,4 @@ def test_the_bytes_are_those_of_a_cut_shard(tmp_path, start, stop):
 def test_without_the_file_and_without_permission(tmp_path):
     setup = {"model": str(tmp_path / "none.gguf"), "fingerprint": "x", "start": 0, "stop": 1}
     with pytest.raises(ModelError, match=r"none.gguf does not exist on .*--distribute"):
-        stage_shard(Config(), local_ports(2)[1], setup, lambda *_: None)
+        stage_shard(ClusterConfig(), local_ports(2)[1], setup, lambda *_: None)

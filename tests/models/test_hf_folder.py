@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("safetensors", reason="the folder is written with safetensors")
 
 from pipeinfer.backends.factory import backend_for, backends_of
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.embedded_folder import write_folder
@@ -36,7 +36,7 @@ def test_a_folder_says_what_the_gguf_says(folder):
         assert own.arch_get(key) == theirs.arch_get(key)
     assert own.name == "target-0.5"
     assert own.get("general.file_type") == 0
-    assert context_size(Config(), own) == context_size(Config(), theirs)
+    assert context_size(ModelConfig(), own) == context_size(ModelConfig(), theirs)
     assert own.nbytes == sum(own.layer_bytes) + 4 * (
         own.n_embd + own.n_vocab * own.n_embd * (1 + ("lm_head.weight" in own.tensors)))
 
@@ -92,15 +92,18 @@ def test_ranks_are_looked_at_before_anything_loads(folder):
                 "torch_missing": list(missing)}
 
     hosts = [rank(0, "torch", ["torch"]), rank(1, "auto"), rank(2, "torch")]
-    assert backends_of(Config(), model, hosts) == ("llamacpp", "torch")  # the head holds no stage
+    assert backends_of(JobConfig(), model, hosts) == (
+        "llamacpp",
+        "torch",
+    )  # the head holds no stage
     with pytest.raises(UsageError, match="rank 0 on h0: the torch backend needs torch: pip"):
-        backends_of(Config(head_stage=True), model, hosts)
+        backends_of(JobConfig.of(head_stage=True), model, hosts)
     with pytest.raises(UsageError, match="--distribute"):
-        backends_of(Config(distribute=True), model, hosts)
+        backends_of(JobConfig.of(distribute=True), model, hosts)
     with pytest.raises(UsageError, match="--device tpu"):
-        backends_of(Config(device="tpu"), model, hosts)
+        backends_of(JobConfig.of(device="tpu"), model, hosts)
     odd = ModelDir(folder)
     odd.architecture = "mamba"
     with pytest.raises(UnsupportedArchitecture, match="'mamba' are not supported"):
-        backends_of(Config(), odd, hosts)
-    assert dataclasses.asdict(Config())["backend"] == "auto"
+        backends_of(JobConfig(), odd, hosts)
+    assert dataclasses.asdict(ModelConfig())["backend"] == "auto"

@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer import host
 from pipeinfer.backends.toy import ToyBackend
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard_cache import recall, remember
@@ -30,22 +30,22 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
-    found = measure.figures_here(Config(), model, 1)
+    found = measure.figures_here(ModelConfig(), model, 1)
     assert set(found.seconds) == set(measure.ROWS)
     assert found.layer_bytes == model.layer_bytes[1]
     assert found.bandwidth > 1e6
     assert found.per_byte == pytest.approx(found.seconds[1] / model.layer_bytes[1])
-    assert [path.name for path in cache.iterdir()] == [measure._name(Config(), model, 1)]
+    assert [path.name for path in cache.iterdir()] == [measure._name(ModelConfig(), model, 1)]
 
     def never(*args):
         raise AssertionError("a remembered figure was measured again")
 
     monkeypatch.setattr(measure, "_measure", never)
-    assert measure.figures_here(Config(), model, 1) == found
+    assert measure.figures_here(ModelConfig(), model, 1) == found
     with pytest.raises(AssertionError):
-        measure.figures_here(Config(), model, 1, again=True)
+        measure.figures_here(ModelConfig(), model, 1, again=True)
     with pytest.raises(AssertionError):
-        measure.figures_here(Config(), model, 2)
+        measure.figures_here(ModelConfig(), model, 2)
 
 
 @pytest.mark.parametrize("text", [
@@ -55,31 +55,31 @@ def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
 ])
 def test_a_damaged_memory_is_measured_anew(model, cache, text):
     cache.mkdir(exist_ok=True, mode=0o700)
-    path = cache / measure._name(Config(), model, 1)
+    path = cache / measure._name(ModelConfig(), model, 1)
     path.write_text(text)
-    found = measure.figures_here(Config(), model, 1)
+    found = measure.figures_here(ModelConfig(), model, 1)
     assert measure.from_json(recall(path)) == found
     with contextlib.suppress(ValueError):  # the same in a note that is intact
         remember(path, json.loads(text))
-        found = measure.figures_here(Config(), model, 1)
+        found = measure.figures_here(ModelConfig(), model, 1)
         assert measure.from_json(recall(path)) == found
 
 
 def test_a_quota_and_a_gpu_have_figures_of_their_own(model, monkeypatch):
-    name = measure._name(Config(), model, 1)
-    assert measure._name(Config(gpu_layers=1), model, 1) != name
-    assert measure._name(Config(seed=1), model, 1) == name
+    name = measure._name(ModelConfig(), model, 1)
+    assert measure._name(ModelConfig(gpu_layers=1), model, 1) != name
+    assert measure._name(ModelConfig(ctx=1), model, 1) == name
     monkeypatch.setattr(host, "quota", lambda: 0.25)
-    assert measure._name(Config(), model, 1) != name
+    assert measure._name(ModelConfig(), model, 1) != name
 
 
 def test_what_goes_wrong_is_an_answer(model, tmp_path):
     path = model.paths[0]
-    answer = measure.try_figures(Config(), path, "other", 1)
+    answer = measure.try_figures(JobConfig(), path, "other", 1)
     assert "another file" in answer["error"]
-    answer = measure.try_figures(Config(), tmp_path / "absent.gguf", "x", 1)
+    answer = measure.try_figures(JobConfig(), tmp_path / "absent.gguf", "x", 1)
     assert "absent.gguf" in answer["error"]
-    answer = measure.try_figures(Config(), path, model.fingerprint, 1)
+    answer = measure.try_figures(JobConfig(), path, model.fingerprint, 1)
     assert measure.from_json(answer["figures"]).layer_bytes == model.layer_bytes[1]
 
 
@@ -88,12 +88,12 @@ def test_a_host_without_the_model_measures_a_hollow_layer(tmp_path, cache, n_lay
     model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=n_layer)))
     hollow = json.loads(json.dumps(measure.Hollow.of(model).to_json()))
     absent = tmp_path / "absent.gguf"
-    answer = measure.try_figures(Config(), absent, model.fingerprint, 1, hollow)
+    answer = measure.try_figures(JobConfig(), absent, model.fingerprint, 1, hollow)
     found = measure.from_json(answer["figures"])
     assert found.layer_bytes == model.layer_bytes[n_layer // 2]
     # remembered under the same name as the real model's, and no file of zeros stays
-    assert [path.name for path in cache.iterdir()] == [measure._name(Config(), model, 1)]
-    answer = measure.try_figures(Config(), model.paths[0], "other", 1, hollow)
+    assert [path.name for path in cache.iterdir()] == [measure._name(ModelConfig(), model, 1)]
+    answer = measure.try_figures(JobConfig(), model.paths[0], "other", 1, hollow)
     assert "another file" in answer["error"]
 
 

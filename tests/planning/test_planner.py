@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.cli import main, terminal
 from pipeinfer.cluster.placement import members_of
-from pipeinfer.config import Config
+from pipeinfer.config import ClusterConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.planning import partition, planner
@@ -39,8 +39,15 @@ def iterative(split):
 def make(members, n=12, config=None, where=None, head=0.0, predict=iterative):
     candidates = list(range(1, len(members) + 1))
     where = where or hosts("zero", *(f"host{i}" for i in candidates))
-    return planner.make_plan(config or Config(), load(n, head=head), members, candidates, where,
-                             predict, timed=True)
+    return planner.make_plan(
+        config or ClusterConfig(),
+        load(n, head=head),
+        members,
+        candidates,
+        where,
+        predict,
+        timed=True,
+    )
 
 
 def test_equal_ranks_get_equal_shares():
@@ -107,7 +114,7 @@ def test_ranks_of_one_host_share_its_memory():
     assert plan.split.counts == (4, 4, 4)
     with pytest.raises(PlanError, match=r"ranks 1, 2 on one need 8\.0 GiB together"):
         planner.make_plan(
-            Config(split="equal"), load(12, GIB),
+            ClusterConfig(split="equal"), load(12, GIB),
             [Member("a", 1.0, memory=7 * GIB)] * 2 + [Member("c", 1.0, memory=7 * GIB)],
             [1, 2, 3], where, iterative, timed=True)
 
@@ -138,7 +145,7 @@ def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
         n = len(weights.costs)
         candidates = list(range(1, len(members) + 1))
         try:
-            plan = planner.make_plan(Config(), weights, members, candidates,
+            plan = planner.make_plan(ClusterConfig(), weights, members, candidates,
                                      hosts("zero", *names), iterative, timed=True)
         except PlanError:
             refused += 1
@@ -153,10 +160,10 @@ def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
 
 def test_split_equal_is_equal_and_still_checked():
     members = [Member("rank 1", 1.0), Member("rank 2", 9.0)]
-    assert make(members, config=Config(split="equal")).split.counts == (6, 6)
+    assert make(members, config=ClusterConfig(split="equal")).split.counts == (6, 6)
     tight = [Member("rank 1", 1.0), Member("rank 2 on two", 9.0, memory=5.0)]
     with pytest.raises(PlanError, match="rank 2 on two needs"):
-        make(tight, config=Config(split="equal"))
+        make(tight, config=ClusterConfig(split="equal"))
 
 
 MODEL = SimpleNamespace(n_layers=12)
@@ -167,7 +174,7 @@ def test_what_sets_the_layers():
     ranks = [1, 2, 3]
 
     def ask(whole=None, **config):
-        return planner.asked_counts(Config(**config), MODEL, ranks, where, whole)
+        return planner.asked_counts(ClusterConfig(**config), MODEL, ranks, where, whole)
 
     assert ask() == [None, None, None]
     assert ask(layers="6,4,2") == [6, 4, 2]

@@ -2,8 +2,8 @@
 
     steady.py OUT.json ROUNDS TOKENS CONFIG
 
-CONFIG is a JSON object of `Config`'s fields. Rank 0 writes tokens per second of every round after
-the first, and the texts.
+CONFIG is a JSON object of a job's options. Rank 0 writes tokens per second of every round after the
+first, and the texts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 
 
 def main() -> None:
     out, rounds, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    config = Config(ctx=tokens + 64, **json.loads(sys.argv[4]))
+    config = JobConfig.of(ctx=tokens + 64, **json.loads(sys.argv[4]))
     with open_session(config) as session:
         if session is not None:
             prompt = session.tokenizer.encode("def fibonacci(n):\n")

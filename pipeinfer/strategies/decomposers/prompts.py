@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig, SamplingConfig, SpeculationConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
@@ -80,18 +80,18 @@ class Opening:
     decompose: Callable[[], Decomposer] | None
 
 
-def check(config: Config) -> None:
+def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
     """Raise UsageError for options that a decomposed response can not honour."""
     if not config.decomposer:
         return
-    if config.grammar or config.grammar_file or config.json_schema:
+    if sampling.grammar or sampling.grammar_file or sampling.json_schema:
         raise UsageError("--decomposer and a grammar exclude each other: the grammar would have to "
                          "describe the threads")
     if config.decomposer == "pasta":
         spacing_of(config.pasta_positions)
         if SamplingParams(
-            repeat_penalty=config.repeat_penalty, presence_penalty=config.presence_penalty,
-            frequency_penalty=config.frequency_penalty, repeat_last_n=config.repeat_last_n,
+            repeat_penalty=sampling.repeat_penalty, presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty, repeat_last_n=sampling.repeat_last_n,
         ).uses_history:
             raise UsageError("--decomposer pasta and penalties for repetition exclude each other: "
                              "what a token repeats depends on threads that may be ahead of it")
@@ -125,13 +125,14 @@ class Decomposition:
         self._vocabulary = vocabulary_of(tokenizer)
 
     @classmethod
-    def of(cls, session: Session, config: Config) -> Decomposition:
+    def of(cls, session: Session, config: JobConfig) -> Decomposition:
         """As a config wants it, on a running cluster. Raises UsageError, and ModelError for a
         model without the method's tokens."""
         overlap = all(stage["backend"] == "torch" for stage in session.stages.values())
         self = cls.on(session.tokenizer, model_paths(config)[0], session.limits.n_ctx,
-                      config.decompose_threads, config.pasta_positions, overlap=overlap)
-        self.check(config.decomposer)
+                      config.speculation.decompose_threads,
+                      config.speculation.pasta_positions, overlap=overlap)
+        self.check(config.speculation.decomposer)
         return self
 
     @classmethod
@@ -207,21 +208,21 @@ class Decomposition:
         return tuple(self._tokenizer.encode(chat, special=True))
 
 
-def methods_for(config: Config) -> list[str]:
+def methods_for(config: JobConfig) -> list[str]:
     """The methods that a pipeline loaded for `config` can be asked for."""
-    if not config.decomposer:
+    if not config.speculation.decomposer:
         return []
     path = model_paths(config)[0]
     tokenizer = open_tokenizer(path)
-    vocabulary = Decomposition.on(tokenizer, path, 1, 1, config.pasta_positions)
+    vocabulary = Decomposition.on(tokenizer, path, 1, 1, config.speculation.pasta_positions)
     found = []
     for method in METHODS:
-        if method == "pasta" and config.decomposer != "pasta":
+        if method == "pasta" and config.speculation.decomposer != "pasta":
             continue  # stages of llama.cpp are loaded for it or not
         try:
             vocabulary.check(method)
         except ModelError:
-            if method == config.decomposer:
+            if method == config.speculation.decomposer:
                 raise
             continue
         found.append(method)

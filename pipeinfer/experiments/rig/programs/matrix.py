@@ -1,6 +1,6 @@
 """Rank program: many prompts under many settings of the scheduler in one launch.
 
-Usage: matrix.py TASK.json OUT.json; the task has `config` (fields of Config), `cases` (each with
+Usage: matrix.py TASK.json OUT.json; the task has `config` (options), `cases` (each with
 `limits` to replace, `params`, `prompt` as token ids, `count`). Rank 0 writes tokens and figures.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.config import Config
+from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.controller import Controller
@@ -22,7 +22,7 @@ from pipeinfer.scheduler.controller import Controller
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
-    config = Config(**{k: tuple(v) if isinstance(v, list) else v
+    config = JobConfig.of(**{k: tuple(v) if isinstance(v, list) else v
                        for k, v in task["config"].items()})
     results = []
     try:
