@@ -112,10 +112,14 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
-            partner: Partner = stack.enter_context(_own_ranks(config.job, config.sampling, n_predict))
+            partner: Partner = stack.enter_context(
+                _own_ranks(config.job, config.sampling, n_predict)
+            )
         else:
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
-            partner = Server(remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict})
+            partner = Server(
+                remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
+            )
         try:
             failed = Chat(partner, lines, out, interrupts, system, config.sampling.seed).run()
         except Stopped:
@@ -373,7 +377,9 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
 
     params = dataclasses.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
-    with open_session(job, progress_hook(RequestConfig()), grammars=bool(params.grammar)) as session:
+    with open_session(
+        job, progress_hook(RequestConfig()), grammars=bool(params.grammar)
+    ) as session:
         assert session is not None
         yield Own(session, params, n_predict, sampling)
 

@@ -78,6 +78,14 @@ class _Main(click.Group):
         except BrokenPipeError:  # the reader of our output has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             leave(1)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            if host.launched_rank() > 0:
+                raise
+            hint = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
+            click.echo(f"pipeinfer: error: {error.format_message()}{hint}", err=True)
+            raise SystemExit(error.exit_code) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:  # a bug: its traceback is wanted, and no rank may stay behind
