@@ -25,7 +25,11 @@ BASIC = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How one field is given. kind: int, float, str, flag or list. secret: never shown."""
+    """How one field is given.
+
+    kind: int, float, str, flag or list. registered: what kind of strategies its choices are.
+    secret: never shown.
+    """
 
     flags: tuple[str, ...]
     kind: str
@@ -35,6 +39,15 @@ class Option:
     choices: tuple[str, ...] = ()
     off_flag: str | None = None
     secret: bool = False
+    registered: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOption:
+    """An option of one strategy, declared beside it."""
+
+    default: Any
+    option: Option
 
 
 def _opt(default: Any, *flags: str, kind: str = "int", help: str, **extra: Any) -> Any:
@@ -159,27 +172,13 @@ class SpeculationConfig:
     policy: str = _opt("", "--policy", kind="str",
                        choices=("", "iterative", "speculative", "pipeinfer"),
                        help="What to issue next [default: pipeinfer with a draft, else iterative].")
-    proposer: tuple[str, ...] = _opt((), "--proposer", kind="list",
-                                     choices=("draft", "prompt-lookup", "lookahead", "bita"),
+    proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
                                      help="Where guesses come from (repeatable: asked in that "
-                                          "order until one is sure): the draft model, what "
-                                          "followed when the same tokens came up before; or, "
-                                          "asked before those, n-grams that the target makes in "
-                                          "spare rows (docs/lookahead.md) or learned masks "
-                                          "(--bita) [default: bita with --bita, else draft, if "
-                                          "there is a draft model].")
-    layout: str = _opt("pipeline", "--layout", kind="str",
-                       choices=("pipeline", "replicate"),
+                                          "order until one is sure).")
+    layout: str = _opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
                             "whole model, and the rows of lookahead decoding are dealt out "
                             "(docs/lookahead.md).")
-    lookahead_window: int = _opt(2, "--lookahead-window", low=0, high=128,
-                                 help="Columns of --proposer lookahead (W): n-grams per step.")
-    lookahead_ngram: int = _opt(5, "--lookahead-ngram", low=2, high=16,
-                                help="Tokens of an n-gram of --proposer lookahead (N).")
-    lookahead_candidates: int = _opt(2, "--lookahead-candidates", low=0, high=128,
-                                     help="Most n-grams that --proposer lookahead verifies in a "
-                                          "step (G).")
     decomposer: str = _opt("", "--decomposer", kind="str",
                            choices=("", "pasta", "pdos", "skeleton", "apar"),
                            help="Decode a response in several threads at once; see "
@@ -193,13 +192,6 @@ class SpeculationConfig:
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")
-    bita: str = _opt("", "--bita", kind="str",
-                     help="BiTA adapter (safetensors) of the model: learned mask tokens guess "
-                          "ahead; torch backend only, see docs/bita.md. With --proposer name bita "
-                          "there, too.")
-    bita_top: int = _opt(3, "--bita-top", low=1, high=8,
-                         help="Likeliest tokens of the first mask that are verified with --bita, "
-                              "of each further one a token less.")
     draft_max: int = _opt(0, "--draft-max", "--draft", low=0, high=64,
                           help="Guesses per micro-batch; 0: tuned while running.")
     tree_max: int = _opt(0, "--tree-max", low=0, high=256,
@@ -249,6 +241,9 @@ class SpeculationConfig:
                             choices=("auto", "on", "off"),
                             help="With several requests: guess as far as their own tokens leave "
                                  "room (auto), as if each were alone (on), or not at all (off).")
+
+    #: values of strategies' own options by name; one that is not in it has its default
+    own: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +370,8 @@ class _Sections:
                 found |= section.values()
             elif dataclasses.is_dataclass(section):
                 found |= {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
-        return found
+        own: dict[str, Any] = found.pop("own", {})
+        return found | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +407,7 @@ SECTIONS: Mapping[str, type] = {
 def options(*sections: str) -> Mapping[str, Option]:
     """Names to declarations, in order; of these sections, or of all."""
     return {f.name: f.metadata["option"] for name in sections or SECTIONS
-            for f in dataclasses.fields(SECTIONS[name])}
+            for f in dataclasses.fields(SECTIONS[name]) if "option" in f.metadata}
 
 
 @cache
@@ -444,4 +440,5 @@ class Resolved:
 
 
 def _shown(name: str, value: Any) -> str:
-    return "(hidden)" if value and options()[name].secret else repr(value)
+    secret = name in options() and options()[name].secret
+    return "(hidden)" if value and secret else repr(value)

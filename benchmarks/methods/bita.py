@@ -20,11 +20,11 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.scheduler.hint_rows import Probes
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from pipeinfer.strategies.registry import job_config
 
 RESULTS = Path(__file__).parents[1] / "results" / "bita.json"
 TARGET = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -87,7 +87,7 @@ def run(work: Path, texts: int, prompt: int, tokens: int) -> None:
             continue
         path = adapter_path(work, kind)
         learned = load_bita(path)
-        config = JobConfig.of(
+        config = job_config(
             model=str(TARGET),
             backend="torch",
             device="cpu",

@@ -23,10 +23,10 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.hint_rows import Probes
 from pipeinfer.strategies.proposers.lookahead import Lookahead
+from pipeinfer.strategies.registry import job_config
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -91,7 +91,7 @@ def main() -> None:
 @click.option("--tokens", default=129, show_default=True, help="Tokens generated for each.")
 def run(texts: int, prompt: int, tokens: int) -> None:
     """Measure every setting; those that are in the file already stay."""
-    config = JobConfig.of(
+    config = job_config(
         policy="speculative",
         proposer=("lookahead",),
         exact="off",

@@ -13,20 +13,11 @@ from typing import Any
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
-from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.errors import UsageError
-from pipeinfer.models.bita_adapter import BitaAdapter, load_bita
+from pipeinfer.models.bita_adapter import BitaAdapter
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
-
-
-def check_bita(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:
-    """Whether a BiTA adapter fits. Raises UsageError and ModelError before anything loads."""
-    if set(backends) != {"torch"}:
-        raise UsageError("--bita needs tokens beyond the vocabulary and rows that look through "
-                         "other sequences, which llama.cpp has not: add --backend torch (on every "
-                         "stage)")
-    load_bita(config.bita).check(model.n_layers, model.n_embd)
 
 
 def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:

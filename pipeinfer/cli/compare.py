@@ -30,9 +30,9 @@ from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
+from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.prompts import METHODS, Decomposition
 
-PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
 PLAIN = "plain"
 
 
@@ -74,12 +74,14 @@ def parse_method(text: str, base: JobConfig) -> JobConfig:
     name, _, policy = text.partition("@")
     parts = [] if name == PLAIN else name.split("+")
     decomposers = [part for part in parts if part in METHODS]
-    proposers = tuple(part for part in parts if part in PROPOSERS)
-    wrong = [part for part in parts if part not in (*METHODS, *PROPOSERS)]
+    proposers = tuple(part for part in parts if part in registry.proposers())
+    wrong = [part for part in parts if part not in (*METHODS, *registry.proposers())]
     if wrong or len(decomposers) > 1 or policy not in ("", *Policy):
         raise UsageError(
             f"--method {text}: write {PLAIN}, or parts joined by +: at most one of "
-            f"{', '.join(METHODS)}, any of {', '.join(PROPOSERS)}; and maybe @speculative")
+            f"{', '.join(METHODS)}, any of {', '.join(registry.proposers())}; and maybe "
+            "@speculative"
+        )
     return base.replace(
         decomposer=decomposers[0] if decomposers else "", proposer=proposers,
         policy=policy or (Policy.PIPEINFER if proposers else Policy.ITERATIVE).value,

@@ -19,6 +19,7 @@ from pipeinfer import host, nodes
 from pipeinfer.config import BASIC, SECTIONS, Config, Option, Resolved, options
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
+from pipeinfer.strategies import registry
 
 ENV_PREFIX = "PIPEINFER_"
 JOB = ("model", "cluster", "speculation")
@@ -54,8 +55,7 @@ def config_options(*sections: str, **defaults: Any
         inner.__doc__ = function.__doc__
         name = function.__name__.removesuffix("_command").replace("_", "-")
         own = list(getattr(function, "__click_params__", ()))[::-1]
-        params = [*own, *(_option(name, option, defaults) for name, option in
-                          options(*sections).items()), *_common()]
+        params = [*own, *_params(sections, defaults), *_common()]
         return _Command(name, callback=inner, params=params, help=function.__doc__,
                         sections=sections)
 
@@ -68,8 +68,8 @@ def parse(arguments: Sequence[str], *sections: str, **defaults: Any) -> Resolved
     Raises click.UsageError, and UsageError for a config file that cannot be read.
     """
     sections = sections or tuple(SECTIONS)
-    params = [_option(name, option, defaults) for name, option in options(*sections).items()]
-    command = _Command("pipeinfer", params=[*params, *_common()], sections=sections)
+    command = _Command("pipeinfer", params=[*_params(sections, defaults), *_common()],
+                       sections=sections)
     context = command.make_context("pipeinfer", list(arguments))
     return resolve(context, sections, context.params)
 
@@ -79,7 +79,7 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
 
     Raises UsageError for what cannot go together.
     """
-    names = list(options(*sections))
+    names = list(declared(*sections))
     origin = {name: _origin(context, name) for name in names}
     given = frozenset(name for name in names if origin[name] == "command line")
     found = {name: values.pop(name) for name in names}
@@ -87,7 +87,9 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
         raise UsageError(
             "-np is the short form of --parallel now, as in llama.cpp; with --policy speculative "
             "it used to be --branches: write --parallel or --branches")
-    return Resolved(Config.of(given=given, **found), origin)
+    own = {name: value for name in registry.own_options()
+           if (value := found.pop(name, None)) is not None and origin[name] != "default"}
+    return Resolved(Config.of(given=given, own=own, **found), origin)
 
 
 class _Command(click.Command):
@@ -104,18 +106,18 @@ class _Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options: everything of the command's own, and of the sections few or all."""
-        declared = options(*self._sections)
+        known = declared(*self._sections)
         everything = ctx.meta.get("pipeinfer.help_all", False)
         records = {p.name: r for p in self.get_params(ctx) if (r := p.get_help_record(ctx))}
         for section in self._sections:
-            rows = [records[name] for name in options(section)
+            rows = [records[name] for name in declared(section)
                     if name in records and (everything or name in BASIC)]
             if rows:
                 with formatter.section(_TITLES[section]):
                     formatter.write_dl(rows)
         with formatter.section("Other"):
-            formatter.write_dl([r for name, r in records.items() if name not in declared])
-        hidden = len([name for name in declared if name not in BASIC])
+            formatter.write_dl([r for name, r in records.items() if name not in known])
+        hidden = len([name for name in known if name not in BASIC])
         if hidden and not everything:
             formatter.write_paragraph()
             formatter.write_text(f"{hidden} further options: {ctx.command_path} --help-all")
@@ -138,26 +140,44 @@ class _Option(click.Option):
             raise click.BadParameter(message, ctx, self) from None
 
 
+def declared(*sections: str) -> Mapping[str, Option]:
+    """Names to declarations of these sections, or of all, with the strategies' own options."""
+    found = dict(options(*sections))
+    if not sections or "speculation" in sections:
+        found |= {name: own.option for name, own in registry.own_options().items()}
+    return found
+
+
+def _params(sections: Sequence[str], defaults: Mapping[str, Any]) -> list[click.Parameter]:
+    return [_option(name, option, defaults) for name, option in declared(*sections).items()]
+
+
 def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
     default = defaults.get(name, _default(name))
-    text = option.help
+    text, choices = option.help, option.choices
+    if option.registered:
+        listed = {"proposers": registry.proposers}[option.registered]()
+        choices = tuple(listed)
+        text += " " + "; ".join(f"{name}: {spec.help}" for name, spec in listed.items()) + "."
     if option.kind != "flag" and default not in ("", ()) and "[default" not in text:
         text += f" [default: {default}]"
     more: dict[str, Any] = {"default": default, "envvar": ENV_PREFIX + name.upper(), "help": text}
-    if not option.choices:
+    if not choices:
         more["metavar"] = {"int": "N", "float": "X"}.get(option.kind, "TEXT")
     if option.kind == "flag":
         more.pop("metavar")
         flags = "/".join(filter(None, (" ".join(option.flags), option.off_flag or "")))
         return _Option([*flags.split(" "), name], is_flag=True, **more)
     made = _Option(
-        [*option.flags, name], type=_type(option), multiple=option.kind == "list", **more
+        [*option.flags, name], type=_type(option, choices), multiple=option.kind == "list", **more
     )
     made.secret = option.secret
     return made
 
 
 def _default(name: str) -> Any:
+    if name in registry.own_options():
+        return registry.own_options()[name].default
     for kind in SECTIONS.values():
         if name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
             return kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
@@ -201,8 +221,9 @@ def _origin(ctx: click.Context, name: str) -> str:
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    names = {name: name for name in options()}
-    for name, option in options().items():
+    known_options = declared()
+    names = {name: name for name in known_options}
+    for name, option in known_options.items():
         names |= {flag.lstrip("-").replace("-", "_"): name for flag in option.flags
                   if flag.startswith("--")}
     found = {}
@@ -212,7 +233,7 @@ def _from_file(path: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"config file {path} has an unknown key {key!r}{hint}")
-        option = options()[known]
+        option = known_options[known]
         wanted, name = _KINDS[option.kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and option.kind != "flag") or (
                 isinstance(value, list) and not all(isinstance(part, str) for part in value)):
@@ -261,9 +282,9 @@ class _Real(click.FloatRange):
         return found
 
 
-def _type(option: Option) -> click.ParamType[Any]:
-    if option.choices:
-        return _Choice(option.choices, empty="" in option.choices)
+def _type(option: Option, choices: Sequence[str]) -> click.ParamType[Any]:
+    if choices:
+        return _Choice(choices, empty=option.kind == "str" and "" in choices)
     match option.kind:
         case "int":
             low, high = (None if x is None else int(x) for x in (option.low, option.high))

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer import host
-from pipeinfer.backends.factory import EXACT_LIMIT, backends_of, check_bita
+from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
 from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
@@ -37,6 +37,7 @@ from pipeinfer.cluster.session import Job, Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import (
     cells_for,
+    check_proposers,
     choose_policy,
     draft_models,
     probe_cells,
@@ -249,8 +250,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[dict[str, Any]],
     model = open_model(target_path)
     backends = backends_of(config, model, hosts)
     policy = choose_policy(config, draft_path)
-    if config.speculation.bita:
-        check_bita(config.speculation, model, backends)
+    check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
     most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1
     gaps = config.speculation.decomposer == "pasta" and "llamacpp" in backends

@@ -29,7 +29,6 @@ from pipeinfer.cluster.sizing import (
     ids_for,
     limits_for,
     probe_cells,
-    row_method,
     row_proposer,
     sizes_for,
     spare_cells,
@@ -53,6 +52,7 @@ from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import RowProposer
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.base import Port
@@ -125,12 +125,20 @@ class Ground:
 
         def setup_of(holding: Holding) -> dict[str, Any]:
             return {
-                "model": str(job.target), "n_layers": model.n_layers, "n_ctx": self.cells,
-                "n_seq_max": self.prompt_id + bool(config.speculation.bita), "n_batch": job.n_batch,
-                "fingerprint": model.fingerprint, "prompt_id": self.prompt_id, "gaps": job.gaps,
-                "start": holding.start, "stop": holding.stop,
+                "model": str(job.target),
+                "n_layers": model.n_layers,
+                "n_ctx": self.cells,
+                "n_seq_max": self.prompt_id + bool(registry.adapter(config.speculation)),
+                "n_batch": job.n_batch,
+                "fingerprint": model.fingerprint,
+                "prompt_id": self.prompt_id,
+                "gaps": job.gaps,
+                "start": holding.start,
+                "stop": holding.stop,
                 "vocabulary": self.vocabulary.to_json()
-                if self.vocabulary and holding.stop == model.n_layers else None}
+                if self.vocabulary and holding.stop == model.n_layers
+                else None,
+            }
 
         def source_of(start: int, stop: int) -> ShardSource:
             return ShardSource(source, start, stop)
@@ -352,11 +360,13 @@ def _is_contended(
 def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
     """Options that do not do what one may expect."""
     notes = []
-    if {"lookahead", "bita"} <= set(config.proposer):
-        notes.append("lookahead and BiTA both want the spare rows: "
-                     f"{row_method(config)}, named first, is used")
-    if row_method(config) == "bita" and config.policy == Policy.PIPEINFER:
-        notes.append("BiTA's masks name nothing before the last token is accepted: --policy "
+    inline = registry.inline(config)
+    rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
+    if inline is not None and len(rivals) > 1:
+        notes.append(f"{' and '.join(rivals)} all want the spare rows: {inline.name}, named "
+                     "first, is used")
+    if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
+        notes.append(f"{inline.name} names nothing before the last token is accepted: --policy "
                      "pipeinfer works like speculative")
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "

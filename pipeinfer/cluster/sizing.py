@@ -6,6 +6,7 @@ a BiTA adapter's few vectors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from pipeinfer.scheduler.controller import (
 )
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation_trial import Probe
+from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import RowProposer
-from pipeinfer.strategies.proposers.bita import Bita
-from pipeinfer.strategies.proposers.lookahead import Lookahead
+from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
@@ -42,20 +43,16 @@ def row_proposer(
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
     for an adapter that can not be read.
     """
-    return _make(row_method(config), config, n_vocab, prompt_id)
+    spec = registry.inline(config)
+    return None if spec is None else _make(spec, config, n_vocab, prompt_id)
 
 
-def _make(
-    method: str, config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
-) -> RowProposer | None:
-    if method == "bita":
-        learned = load_bita(config.bita)
-        return Bita(n_vocab, learned.n_masks, config.bita_top,
-                    prompt_id if learned.n_prompts else None)
-    if method == "lookahead":
-        return Lookahead(config.lookahead_window, config.lookahead_ngram,
-                         config.lookahead_candidates)
-    return None
+def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
+          ) -> RowProposer:
+    assert spec.inline is not None
+    learned = load_bita(registry.adapter_of(spec, config)) if spec.adapter else None
+    return spec.inline(ProposerSetup(registry.values_of(spec, config), n_vocab, adapter=learned,
+                                     prompt_id=prompt_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,10 @@ class RowSizes:
 
 def row_sizes(config: SpeculationConfig) -> RowSizes:
     """What proposers of rows that are named may need, in use or not."""
-    found = [_make(method, config) for method in {row_method(config), *config.proposer}]
-    return RowSizes(*(max((getattr(rows, name) for rows in found if rows is not None), default=0)
+    wanted = {spec.name: spec for spec in (*registry.named(config), registry.inline(config))
+              if spec is not None and spec.inline is not None}
+    found = [_make(spec, config) for spec in wanted.values()]
+    return RowSizes(*(max((getattr(rows, name) for rows in found), default=0)
                       for name in ("candidates", "rows", "paths")))
 
 
@@ -123,7 +122,8 @@ def spare_cells(width: int, credit: int) -> int:
 
 def probe_cells(config: SpeculationConfig) -> int:
     """Cells for the probes of all lanes, and for learned prompts."""
-    learned = load_bita(config.bita).n_prompts if config.bita else 0
+    path = registry.adapter(config)
+    learned = load_bita(path).n_prompts if path else 0
     return learned + row_sizes(config).rows * lanes_of(config)
 
 
@@ -225,41 +225,37 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
                 f"--speculation off and --policy {config.speculation.policy}: leave out one"
             )
         return Policy.ITERATIVE
-    if "draft" in config.speculation.proposer and draft is None:
-        raise UsageError("--proposer draft needs a draft model: give one with -md")
-    if "bita" in config.speculation.proposer and not config.speculation.bita:
-        raise UsageError("--proposer bita needs an adapter: give one with --bita")
-    guesses = draft is not None or bool(config.speculation.proposer or config.speculation.bita)
-    masks = row_method(config.speculation) == "bita"
+    named = registry.named(config.speculation)
+    for spec in named:
+        if Need.DRAFT in spec.needs and draft is None:
+            raise UsageError(f"--proposer {spec.name} needs a draft model: give one with -md")
+        if spec.adapter and not registry.adapter_of(spec, config.speculation):
+            raise UsageError(f"--proposer {spec.name} needs an adapter: give one with "
+                             f"--{spec.adapter.replace('_', '-')}")
+    guesses = draft is not None or bool(named)
+    inline = registry.inline(config.speculation)
+    synchronous = inline is not None and inline.synchronous
     if config.speculation.policy:
         policy = Policy(config.speculation.policy)
         if policy is not Policy.ITERATIVE and not guesses:
             raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
-    elif masks:
+    elif synchronous:
         policy = Policy.SPECULATIVE
     else:
         policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
-    if masks and policy is Policy.PIPEINFER:
-        return Policy.SPECULATIVE  # masks have nothing to name before the last token is accepted
+    if synchronous and policy is Policy.PIPEINFER:
+        return Policy.SPECULATIVE
     return policy
-
-
-def row_method(config: SpeculationConfig) -> str:
-    """Which proposer of rows a config uses: lookahead, bita, or none (empty)."""
-    if config.layout == "replicate":
-        return "lookahead"
-    named = [name for name in config.proposer if name in ("lookahead", "bita")]
-    return named[0] if named else "bita" if config.bita and not config.proposer else ""
 
 
 def _check_replicas(config: JobConfig) -> None:
     """Raise UsageError for options that have no meaning with --layout replicate."""
     wrong = {
         "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
-        "--proposer": not set(config.speculation.proposer) <= {"lookahead"},
+        "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
         "-md": config.model.draft_model,
         "-mds": config.model.draft_small,
-        "--bita": config.speculation.bita,
+        "an adapter": registry.adapter(config.speculation),
         "--decomposer": config.speculation.decomposer,
         "--parallel": config.speculation.parallel > 1,
         "--layers": config.cluster.layers,
@@ -271,11 +267,24 @@ def _check_replicas(config: JobConfig) -> None:
                          f"at a time; it does not go with {', '.join(found)}")
 
 
+def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:
+    """Raise UsageError or ModelError for proposers that these stages cannot serve, before any of
+    them loads."""
+    for spec in registry.proposers().values():
+        path = registry.adapter_of(spec, config)
+        if not path and spec not in registry.named(config):
+            continue
+        if spec.backends and not set(backends) <= spec.backends:
+            raise UsageError(f"--proposer {spec.name} does not work with stages on "
+                             f"{', '.join(sorted(set(backends) - spec.backends))}: {spec.why}")
+        if path:
+            load_bita(path).check(model.n_layers, model.n_embd)
+
+
 def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
     """The draft models to load, the one to ask first first. Raises UsageError."""
-    wanted = "draft" in config.speculation.proposer or not (
-        config.speculation.proposer or config.speculation.bita
-    )
+    named = registry.named(config.speculation)
+    wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
     if (
         policy is Policy.ITERATIVE
         or draft is None

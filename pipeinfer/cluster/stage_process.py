@@ -59,6 +59,7 @@ from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.nodes import settle
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.stage import Stage
+from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 
 Report = Callable[[str, int, int], None]
@@ -203,8 +204,8 @@ class StageLife:
             backend, widths = paced(
                 backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
             )
-        if config.speculation.bita:
-            learn(backend, load_bita(config.speculation.bita), setup["prompt_id"])
+        if adapter := registry.adapter(config.speculation):
+            learn(backend, load_bita(adapter), setup["prompt_id"])
         report("loading", 1, 1)
         port.send(0, Tag.RESULT, Notice("ready", node, {
             "layers": list(layers), "host": socket.gethostname(), "rank": self._place.rank,
@@ -238,7 +239,7 @@ class StageLife:
         same = (kind, threads, *(setup[key] for key in (
             "model", "n_ctx", "n_seq_max", "n_batch", "gaps")))
         usable = (
-            same == self._options and not config.speculation.bita
+            same == self._options and not registry.adapter(config.speculation)
         )  # learned prompts live in the cache
         start, stop = layers
         kept = [part for part in self._parts

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
-from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.strategies.registry import job_config
 
 
 def main() -> None:
     out, rounds, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    config = JobConfig.of(ctx=tokens + 64, **json.loads(sys.argv[4]))
+    config = job_config(ctx=tokens + 64, **json.loads(sys.argv[4]))
     with open_session(config) as session:
         if session is not None:
             prompt = session.tokenizer.encode("def fibonacci(n):\n")

@@ -15,9 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
 from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 
 class Shape(enum.StrEnum):
@@ -138,3 +140,27 @@ def tree_size(masks: int, top: int, shape: Shape) -> int:
     if shape is Shape.FULL:
         return sum(top**level for level in range(1, masks + 1))
     return sum(max(top - level, 1) for level in range(masks))
+
+
+def _make(setup: ProposerSetup) -> Bita:
+    assert setup.adapter is not None
+    return Bita(setup.n_vocab, setup.adapter.n_masks, setup.options["bita_top"],
+                setup.prompt_id if setup.adapter.n_prompts else None)
+
+
+SPEC = ProposerSpec(
+    "bita", "learned masks (--bita)", inline=_make,
+    options={
+        "bita": OwnOption("", Option(
+            ("--bita",), "str",
+            "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; torch "
+            "backend only, see docs/bita.md. With --proposer name bita there, too.")),
+        "bita_top": OwnOption(3, Option(
+            ("--bita-top",), "int",
+            "Likeliest tokens of the first mask that are verified with --bita, of each further "
+            "one a token less.", 1, 8)),
+    },
+    needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
+    why="it needs tokens beyond the vocabulary and rows that look through other sequences, which "
+        "llama.cpp has not: add --backend torch (on every stage)",
+    synchronous=True)

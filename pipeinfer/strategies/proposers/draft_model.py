@@ -22,6 +22,7 @@ from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.constraint import Constraints
+from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.grammar import Vocabulary
@@ -339,3 +340,12 @@ def _common_prefix(a: list[int], b: tuple[int, ...]) -> int:
             break
         n += 1
     return n
+
+
+def _make(setup: ProposerSetup) -> list[DraftModel]:
+    return [DraftModel(backend, setup.n_vocab, paths=setup.paths, vocabulary=setup.vocabulary)
+            for backend in setup.drafts]
+
+
+SPEC = ProposerSpec("draft", "the draft model (-md)", worker=_make,
+                    needs=frozenset({Need.DRAFT}))

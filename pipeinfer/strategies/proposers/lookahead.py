@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
 from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+from pipeinfer.strategies.spec import ProposerSpec
 
 #: how likely the newest candidate's first token is right, and a later one if those before it are;
 #: what others add at the same place. Learnt corrections are the scheduler's (calibration)
@@ -250,3 +252,22 @@ def pick(tokens: Sequence[int], number: int) -> int:
     state = (number + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     return tokens[(state ^ state >> 27) % len(tokens)]
+
+
+SPEC = ProposerSpec(
+    "lookahead", "n-grams that the target makes in spare rows (docs/lookahead.md)",
+    inline=lambda setup: Lookahead(
+        setup.options["lookahead_window"], setup.options["lookahead_ngram"],
+        setup.options["lookahead_candidates"]),
+    options={
+        "lookahead_window": OwnOption(2, Option(
+            ("--lookahead-window",), "int",
+            "Columns of --proposer lookahead (W): n-grams per step.", 0, 128)),
+        "lookahead_ngram": OwnOption(5, Option(
+            ("--lookahead-ngram",), "int",
+            "Tokens of an n-gram of --proposer lookahead (N).", 2, 16)),
+        "lookahead_candidates": OwnOption(2, Option(
+            ("--lookahead-candidates",), "int",
+            "Most n-grams that --proposer lookahead verifies in a step (G).", 0, 128)),
+    },
+    replicable=True)

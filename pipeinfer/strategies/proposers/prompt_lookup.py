@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.strategies.spec import ProposerSpec
 
 _LANES = 32  #: lanes whose index is kept
 #: how likely a continuation is right, by the number of tokens that agree; learnt corrections are
@@ -96,3 +97,7 @@ class PromptLookup:
         left = 1.0 - claim
         return (*chain, *(Proposal(-1, token, left / (k + 2), spare=True)
                           for k, token in enumerate(spares)))
+
+
+SPEC = ProposerSpec("prompt-lookup", "what followed when the same tokens came up before",
+                    worker=lambda _: [PromptLookup()])

@@ -14,16 +14,16 @@ from pathlib import Path
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.controller import Controller
+from pipeinfer.strategies import registry
 
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
-    config = JobConfig.of(**{k: tuple(v) if isinstance(v, list) else v
-                       for k, v in task["config"].items()})
+    config = registry.job_config(**{k: tuple(v) if isinstance(v, list) else v
+                                    for k, v in task["config"].items()})
     results = []
     try:
         with open_session(config) as session:

@@ -1,0 +1,104 @@
+"""Which strategies there are: what comes along, and what other packages bring.
+
+Names, choices, needs and own options are read here by the command line, the API, the comparison
+and the start of a job, so none of them has to know a strategy by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pipeinfer.config import JobConfig, OwnOption, SpeculationConfig
+from pipeinfer.errors import UsageError
+from pipeinfer.strategies.spec import ProposerSpec
+
+GROUP = "pipeinfer.strategies"  #: entry points of other packages
+BUILT_IN = (
+    "pipeinfer.strategies.proposers.draft_model",
+    "pipeinfer.strategies.proposers.prompt_lookup",
+    "pipeinfer.strategies.proposers.lookahead",
+    "pipeinfer.strategies.proposers.bita",
+)
+
+
+@cache
+def specs() -> Mapping[str, ProposerSpec]:
+    """Every strategy by name, what comes along first. Raises UsageError for one that is broken."""
+    found: dict[str, ProposerSpec] = {}
+    for module in BUILT_IN:
+        _add(found, importlib.import_module(module).SPEC, module)
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            spec = entry.load()
+        except Exception as error:
+            raise UsageError(f"the strategy {entry.name} ({entry.value}) cannot be loaded: {error}"
+                             ) from error
+        _add(found, spec, entry.value)
+    return found
+
+
+def _add(found: dict[str, ProposerSpec], spec: Any, where: str) -> None:
+    if not isinstance(spec, ProposerSpec):
+        raise UsageError(f"{where} is not the description of a strategy")
+    if spec.name in found:
+        raise UsageError(f"{where} describes a second strategy named {spec.name}")
+    found[spec.name] = spec
+
+
+def proposers() -> Mapping[str, ProposerSpec]:
+    """The proposers by name."""
+    return {name: spec for name, spec in specs().items() if isinstance(spec, ProposerSpec)}
+
+
+def own_options() -> Mapping[str, OwnOption]:
+    """Every strategy's own options by name. Raises UsageError where two have one name."""
+    found: dict[str, OwnOption] = {}
+    for spec in specs().values():
+        if twice := set(found) & set(spec.options):
+            raise UsageError(f"two strategies have an option {', '.join(sorted(twice))}")
+        found |= spec.options
+    return found
+
+
+def values_of(spec: ProposerSpec, config: SpeculationConfig) -> dict[str, Any]:
+    """The strategy's own options as given, else their defaults."""
+    return {name: config.own.get(name, own.default) for name, own in spec.options.items()}
+
+
+def named(config: SpeculationConfig) -> tuple[ProposerSpec, ...]:
+    """The proposers that a config names, in its order; where it names none, those whose adapter it
+    names. Raises UsageError for a proposer whose adapter is missing, or an unknown one."""
+    known = proposers()
+    if wrong := [name for name in config.proposer if name not in known]:
+        raise UsageError(f"there is no proposer {wrong[0]!r}: choose from {', '.join(known)}")
+    if config.proposer:
+        return tuple(known[name] for name in config.proposer)
+    return tuple(spec for spec in known.values() if adapter_of(spec, config))
+
+
+def adapter_of(spec: ProposerSpec, config: SpeculationConfig) -> str:
+    """The file that a proposer has learned from; empty where none is given or needed."""
+    return str(values_of(spec, config)[spec.adapter]) if spec.adapter else ""
+
+
+def inline(config: SpeculationConfig) -> ProposerSpec | None:
+    """The proposer that gives rows of its own, if a config uses one: the first that it names."""
+    if config.layout == "replicate":
+        return next(spec for spec in proposers().values() if spec.replicable)
+    return next((spec for spec in named(config) if spec.inline is not None), None)
+
+
+def adapter(config: SpeculationConfig) -> str:
+    """The file that some proposer has learned from, in use or not; empty where none is given."""
+    found = [adapter_of(spec, config) for spec in proposers().values()]
+    return next(filter(None, found), "")
+
+
+def job_config(**values: Any) -> JobConfig:
+    """`JobConfig.of`, for strategies' own options, too. Raises TypeError for unknown names."""
+    own = {name: values.pop(name) for name in own_options() if name in values}
+    return JobConfig.of(own=own, **values)

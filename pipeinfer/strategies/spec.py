@@ -1,0 +1,77 @@
+"""What a strategy says of itself: its name, how it is made, what it needs, its own options.
+
+A strategy is one file with a `SPEC` in it, and one line: in `registry.BUILT_IN`, or as an entry
+point of the group `pipeinfer.strategies` in another package.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer.config import OwnOption
+from pipeinfer.strategies.proposers.base import Proposer, RowProposer
+
+if TYPE_CHECKING:
+    from pipeinfer.backends.base import Backend
+    from pipeinfer.models.bita_adapter import BitaAdapter
+    from pipeinfer.models.text.grammar import Vocabulary
+
+
+class Need(enum.Enum):
+    """What must be there before a proposer can be made."""
+
+    DRAFT = "draft"  #: loaded draft models, in `ProposerSetup.drafts`
+    ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSetup:
+    """What a proposer is made of.
+
+    options: values of its own options. n_vocab: the target's vocabulary; learned tokens have ids
+    from there on. drafts: loaded draft models, the one to ask first first; paths: how many paths
+    each keeps in its cache. vocabulary: where grammars may come. adapter, prompt_id: what was
+    learned, and the sequence id of learned prompts.
+    """
+
+    options: Mapping[str, Any]
+    n_vocab: int = 0
+    drafts: Sequence[Backend] = ()
+    paths: int = 1
+    vocabulary: Vocabulary | None = None
+    adapter: BitaAdapter | None = None
+    prompt_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSpec:
+    """A way to guess.
+
+    worker: makes what the draft's thread asks (several are asked in turn, a draft model each).
+    inline: makes what the scheduler asks, and gives rows of its own; a proposer has one of the two.
+    help: what follows "Where guesses come from:" in a list. needs, adapter: see `Need`. backends:
+    kinds of stages that it works on, all if empty; why: what a user is told where it does not.
+    synchronous: it has nothing to name before the last token is accepted. replicable: its rows can
+    be dealt out to ranks that each hold the whole model.
+    """
+
+    name: str
+    help: str
+    worker: Callable[[ProposerSetup], Sequence[Proposer]] | None = None
+    inline: Callable[[ProposerSetup], RowProposer] | None = None
+    options: Mapping[str, OwnOption] = field(default_factory=dict)
+    needs: frozenset[Need] = frozenset()
+    adapter: str = ""
+    backends: frozenset[str] = frozenset()
+    why: str = ""
+    synchronous: bool = False
+    replicable: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.worker is None) == (self.inline is None):
+            raise ValueError(f"proposer {self.name} is made by `worker` or by `inline`")
+        if (Need.ADAPTER in self.needs) != (self.adapter in self.options):
+            raise ValueError(f"proposer {self.name} has no option that names its adapter")
