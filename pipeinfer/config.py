@@ -425,14 +425,15 @@ def _names_of(kind: Any) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A config and where each of its values came from."""
+    """A config, where each of its values came from, and strategies' own options with defaults."""
 
     config: Config
     origin: Mapping[str, str]
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self) -> str:
         """One line per value: name, value, origin."""
-        values = self.config.values()
+        values = {**self.own, **self.config.values()}
         width = max(map(len, self.origin))
         return "\n".join(
             f"{name:{width}}  {_shown(name, values[name]):24}  {origin}"

@@ -302,7 +302,8 @@ def apply(resolved: Resolved, host: str) -> Resolved:
         return resolved
     values = nodes.of(host).options(resolved.config.job.given)
     origin = dict.fromkeys(values, f"nodes file {nodes.path}")
-    return Resolved(resolved.config.replace(**values), {**resolved.origin, **origin})
+    return Resolved(resolved.config.replace(**values), {**resolved.origin, **origin},
+                    resolved.own)
 
 
 def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:

@@ -87,9 +87,9 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
         raise UsageError(
             "-np is the short form of --parallel now, as in llama.cpp; with --policy speculative "
             "it used to be --branches: write --parallel or --branches")
-    own = {name: value for name in registry.own_options()
-           if (value := found.pop(name, None)) is not None and origin[name] != "default"}
-    return Resolved(Config.of(given=given, own=own, **found), origin)
+    everyone = {name: found.pop(name) for name in registry.own_options() if name in found}
+    own = {name: value for name, value in everyone.items() if origin[name] != "default"}
+    return Resolved(Config.of(given=given, own=own, **found), origin, everyone)
 
 
 class _Command(click.Command):
