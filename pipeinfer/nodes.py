@@ -15,12 +15,13 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeinfer import host
 from pipeinfer.config import ClusterConfig, JobConfig, Resolved
+from pipeinfer.core.control import Bell
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
 from pipeinfer.host import Place
@@ -89,6 +90,24 @@ class NodeSettings:
         if self.numa == "per-rank" or self.numa.isdigit():
             del values["numa"]
         return {name: value for name, value in values.items() if name not in given}
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A rank of the job as rank 0 sees it. memory: bytes that it may fill; cores: its own,
+    cores_host: those of its host; bell: see `control.Bell`; dead: it was lost while the job
+    started."""
+
+    rank: int
+    host: str
+    memory: float = 0.0
+    cores: int = 1
+    cores_host: int = 1
+    settings: NodeSettings = NodeSettings()
+    asked_backend: str = "auto"
+    torch_missing: tuple[str, ...] = ()
+    bell: Bell = field(default_factory=Bell)
+    dead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +347,8 @@ def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
 
 
-def settle(config: JobConfig, place: Place, settings: dict[str, Any]) -> JobConfig:
+def settle(config: JobConfig, place: Place, node: NodeSettings) -> JobConfig:
     """Take what the nodes file says about this host: option values, its GPU, its NUMA node."""
-    node = NodeSettings(**settings)
     host.choose_gpu(node.device)
     if not config.cluster.keep_binding:
         host.bind_numa(node.numa, place)

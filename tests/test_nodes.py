@@ -262,7 +262,7 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
         with open_session(JobConfig.of(nodes=str(path), ctx=128)) as session:
             assert session is not None
             assert session.stages[1]["threads"] == 1
-            assert session.hosts[0]["settings"]["device"] == "gpu:1"
+            assert session.hosts[0].settings.device == "gpu:1"
     finally:
         os.sched_setaffinity(0, before)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

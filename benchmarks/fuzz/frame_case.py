@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.fuzz.mutate import INTEGERS, change_bytes, change_value
 from benchmarks.fuzz.runner import Kind
 from pipeinfer.core import codec as p
-from pipeinfer.core import messages
+from pipeinfer.core import control, messages
 from pipeinfer.core.types import (
     Choice,
     Rows,
@@ -60,7 +60,11 @@ def seeds() -> tuple[bytes, ...]:
         messages.RunFinished(5, (Choice(4), Choice(5, -0.5, ((5, -0.5), (6, -1.0)))), spans),
         messages.RunCancelled(6, spans), messages.Cancel((1, 2, 3)),
         messages.WorkerFailed(2, "host", 5, "ValueError: x", "Traceback ...", 6),
-        messages.Notice("ready", 1, {"layers": [0, 4], "bytes": 123, "phase": {"done": 1.5}}),
+        control.Progress(control.PortName(1), "loading", 1, 2),
+        control.Report(control.PortName(1), (0, 4), 1, 2, 1.0, 0.5, 0.1, 0.0, 9, {"computed": 2},
+                       3.5, 77, [(1, 0.5, 1.0, "computed", 4)],
+                       {"host": "a", "memory": {"own": 1.5}}),
+        control.ShardOffer("a.gguf", 5),
         messages.ShardHave(1, 4096, bytes(32)), messages.ShardChunk(4096, bytes(range(200))),
         messages.ShardEnd(bytes(32)),
     ))

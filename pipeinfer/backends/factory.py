@@ -16,6 +16,7 @@ from pipeinfer.backends.pytorch.options import require_torch, torch_options
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import BitaAdapter
+from pipeinfer.nodes import RankInfo
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
@@ -94,7 +95,7 @@ def backend_for(asked: str, path: Path) -> str:
     return "torch"
 
 
-def backends_of(config: JobConfig, model: Any, hosts: Sequence[Mapping[str, Any]]
+def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
                 ) -> tuple[str, ...]:
     """The backend of each rank that may hold a stage; hosts: what the ranks told of themselves.
 
@@ -103,11 +104,11 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[Mapping[str, Any]
     from pipeinfer.backends.pytorch.options import check_device, check_family, require_torch
 
     stages = hosts if config.cluster.head_stage or len(hosts) == 1 else hosts[1:]
-    kinds = [backend_for(str(rank.get("asked_backend", config.model.backend)), model.path)
+    kinds = [backend_for(rank.asked_backend, model.path)
              for rank in stages]
     for rank, kind in zip(stages, kinds, strict=True):
         if kind == "torch":
-            require_torch(rank.get("torch_missing"), f"rank {rank['rank']} on {rank['host']}: ")
+            require_torch(list(rank.torch_missing), f"rank {rank.rank} on {rank.host}: ")
     if "torch" in kinds:
         if config.cluster.distribute:
             raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "

@@ -29,6 +29,7 @@ from pipeinfer.cluster.handshake import hello
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, PlanError
 from pipeinfer.models import locate
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning import planner
 
 _PROBE_SECONDS = 60
@@ -68,7 +69,10 @@ def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks:
 def examine(config: JobConfig) -> list[Finding] | None:
     """Every finding on rank 0, None on other ranks."""
     place = launch.find_place(config.cluster)
-    mine = {**hello(config, place), "probe": probe_in_subprocess(), "links": []}
+    own = hello(config, place)
+    mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
+            **asdict(host.facts(place.cores, place.local_rank, place.local_size)),
+            "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
         everyone = [mine]
         library = "not used (one process)"
@@ -173,8 +177,10 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         load = planner.load_of(
             model, locate.context_size(config.model, model), config.speculation.chunk
         )
-        members = placement.members_of(candidates, [None] * len(candidates), everyone, {})
-        plan = planner.make_plan(config.cluster, load, members, candidates, everyone,
+        ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]))
+                 for one in everyone]
+        members = placement.members_of(candidates, [None] * len(candidates), ranks, {})
+        plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]

@@ -25,7 +25,6 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
 from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
-from pipeinfer.nodes import NodeSettings
 from pipeinfer.planning.partition import size_text
 
 
@@ -89,14 +88,13 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     from pipeinfer.transport import mpi_startup
 
     if place.rank > 0:
-        mpi_startup.gather_json(place.comm, json.dumps(handshake.hello(config, place)))
+        handshake.tell(config, place)
         placement.await_place(config, place)
         own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
         mpi_startup.gather_json(place.comm, json.dumps(own))
         return None
     hosts = handshake.compare(config, place)
-    handshake.take_settings(config, hosts)
-    job = launch.prepare(settle(config, place, hosts[0]["settings"]), place, hosts)
+    job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
     own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
     links = [Link(one["latency"], one["bandwidth"]) for text in texts for one in json.loads(text)]
@@ -115,8 +113,7 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
             return per_byte * cost * (1 + row_cost * (rows - 1))
 
         kind = "measured" if figures is not None else "not measured"
-        machines.append(Machine(rank, facts["host"], kind, facts["memory_available"], seconds,
-                                NodeSettings(**facts["settings"])))
+        machines.append(Machine(rank, facts.host, kind, facts.memory, seconds, facts.settings))
     target = file_view(job.target, given["ctx"])
     target = dataclasses.replace(target, load=found.load)
     if not found.figures:

@@ -14,15 +14,27 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 from pipeinfer.cluster.shard_transfer import Sender
 from pipeinfer.config import JobConfig
-from pipeinfer.core.messages import Notice, ShardHave, Tag
+from pipeinfer.core.control import (
+    PortName,
+    Progress,
+    Ready,
+    Receive,
+    Received,
+    Rehearse,
+    Setup,
+    ShardWanted,
+)
+from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
 from pipeinfer.models.shard import ShardSource
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.partition import Load, Member, Split
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding, rebalance, replan
@@ -41,7 +53,7 @@ class StageState:
     phase: str = "waiting"
     done: int = 0
     total: int = 0
-    ready: dict[str, Any] = field(default_factory=dict)
+    ready: Ready | Received | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class Terms:
 
 
 ProgressHook = Callable[[dict[int, StageState]], None]
-SetupOf = Callable[[Holding], dict[str, Any]]
+SetupOf = Callable[[Holding], Setup]
 SourceOf = Callable[[int, int], ShardSource]
 
 
@@ -84,7 +96,7 @@ class Assembly:
 
     def __init__(
         self, config: JobConfig, port: Port, plan: Plan, load: Load, members: Mapping[int, Member],
-        hosts: Sequence[Mapping[str, Any]], setup_of: SetupOf, source_of: SourceOf,
+        hosts: Sequence[RankInfo], setup_of: SetupOf, source_of: SourceOf,
         progress: ProgressHook | None, *, survives: bool,
     ) -> None:
         self.held = tuple(Holding(rank, start, stop) for rank, (start, stop) in zip(
@@ -92,7 +104,7 @@ class Assembly:
         self.states: dict[int, StageState] = {}
         self.changes: list[Change] = []
         self.epoch = 0
-        self.lost = {rank for rank, hello in enumerate(hosts) if "dead" in hello}
+        self.lost = {one.rank for one in hosts if one.dead}
         self._terms: Terms | None = None
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
         self._members = members
@@ -100,9 +112,10 @@ class Assembly:
         self._survives = survives and not plan.whole
 
     @property
-    def ready(self) -> dict[int, dict[str, Any]]:
+    def ready(self) -> dict[int, Ready]:
         """What each stage said when it was ready, by node."""
-        return {node: state.ready for node, state in self.states.items()}
+        return {node: state.ready for node, state in self.states.items()
+                if isinstance(state.ready, Ready)}
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -116,12 +129,12 @@ class Assembly:
         """Of all stages together. After a loss R never rises: requests keep what they began with.
         """
         said = self.ready.values()
-        exact = min(int(one["exact_width"]) for one in said)
-        curve = tuple((rows, max(float(one["curve"][k]) for one in said))
+        exact = min(one.exact_width for one in said)
+        curve = tuple((rows, max(one.curve[k] for one in said))
                       for k, rows in enumerate(CURVE_ROWS))
         if self._terms is not None:
             exact = min(exact, self._terms.exact)
-        return Terms(exact, max(float(one["row_cost"]) for one in said), curve)
+        return Terms(exact, max(one.row_cost for one in said), curve)
 
     def start(self) -> None:
         """The first arrangement. A stage that can not load for a reason of its own (a missing file,
@@ -204,7 +217,7 @@ class Assembly:
         return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
 
     def _role(self, rank: int) -> str:
-        return str(self._hosts[rank]["settings"]["role"])
+        return self._hosts[rank].settings.role
 
     def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
         words = self._words(loss)
@@ -227,7 +240,7 @@ class Assembly:
         rooms = {}
         for rank in ranks:
             here = [other for other in ranks
-                    if self._hosts[other]["host"] == self._hosts[rank]["host"]]
+                    if self._hosts[other].host == self._hosts[rank].host]
             free = min(self._members[other].memory for other in here) \
                 - sum(own.get(other, 0.0) for other in here)
             rooms[rank] = dataclasses.replace(
@@ -261,8 +274,8 @@ class Assembly:
         if not self._survives or self._config.cluster.distribute:
             return
         for rank in self.spares:
-            self._port.order(rank, {"kind": "prepare", "setups": [
-                self._setup(holding, rank) for holding in self.held]})
+            self._port.order(rank, Rehearse(tuple(
+                self._setup(holding, rank) for holding in self.held)))
 
     def _supply_spares(self) -> None:
         """Send the spares that were asked for what others hold, before there are requests; those
@@ -274,7 +287,7 @@ class Assembly:
         )
         done: set[int] = set()
         while self._survives:
-            batch = {self._hosts[rank]["host"]: rank for rank in reversed(self.spares)
+            batch = {self._hosts[rank].host: rank for rank in reversed(self.spares)
                      if rank not in done
                      and (rank in last or self._role(rank) == "spare")}
             if not batch:
@@ -289,11 +302,11 @@ class Assembly:
         if not, the job has gone on without whom it lost."""
         held, loss = self.held, None
         here = tuple(holding.rank for holding in held if holding.rank == 0)  # keeps its mailbox
-        setups = {rank: [self._setup(holding, rank) for holding in held] for rank in spares}
+        setups = {rank: tuple(self._setup(holding, rank) for holding in held) for rank in spares}
         nodes = here + spares
         self._group(tuple(Holding(rank, 0, 0) for rank in nodes))
         try:
-            self._prepare({node: {"rehearse": setups.get(rank, [])}
+            self._prepare({node: Receive(PortName(node), setups.get(rank, ()))
                            for node, rank in enumerate(nodes, 1)})
         except RankLost as error:
             loss = error
@@ -311,28 +324,27 @@ class Assembly:
             return False
         return True
 
-    def _setup(self, holding: Holding, rank: int) -> dict[str, Any]:
+    def _setup(self, holding: Holding, rank: int, node: int = 0) -> Setup:
         agreed = self._terms
-        return {
-            **self._setup_of(holding), "n_stages": len(self.held),
-            "settings": self._hosts[rank]["settings"],
-            "exact": agreed.exact if agreed else 0,
-            "curve": [cost for _, cost in agreed.curve] if agreed else None,
-        }
+        return msgspec.structs.replace(
+            self._setup_of(holding), port=PortName(node), n_stages=len(self.held),
+            settings=dataclasses.asdict(self._hosts[rank].settings),
+            exact=agreed.exact if agreed else 0,
+            curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:
         """Tell every stage what it holds and wait until all are ready. Raises RankLost,
         WorkerFailed, TransportTimeout."""
-        self._prepare({node: self._setup(holding, holding.rank)
+        self._prepare({node: self._setup(holding, holding.rank, node)
                        for node, holding in enumerate(self.held, 1)})
 
-    def _prepare(self, setups: Mapping[int, dict[str, Any]]) -> None:
+    def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:
         """Give each node its setup and wait until all are ready."""
         self.states = {
-            node: StageState(self.held[node - 1].rank if "rehearse" in setup else 0)
+            node: StageState(self.held[node - 1].rank if isinstance(setup, Receive) else 0)
             for node, setup in setups.items()}
         for node, setup in setups.items():
-            self._port.send(node, Tag.TRANSACTION, Notice("setup", node, setup))
+            self._port.send(node, Tag.TRANSACTION, setup)
         self._await_ready(Sender(self._port, self._source_of))
 
     def _await_ready(self, sender: Sender) -> None:
@@ -353,22 +365,21 @@ class Assembly:
                                            seconds=timeout)
                 continue
             last_news = time.monotonic()
-            message = envelope.message
-            if isinstance(message, ShardHave):
-                sender.hear(message)
-            elif isinstance(message, Notice) and message.node in states:
-                if message.kind == "want":
-                    sender.offer(message.node, int(message.data["start"]),
-                                 int(message.data["stop"]))
-                else:
-                    self._hear(message)
+            match envelope.message:
+                case ShardHave() as have:
+                    sender.hear(have)
+                case ShardWanted(port=name, start=start, stop=stop) if name.stage in states:
+                    sender.offer(name.stage, start, stop)
+                case (Progress() | Ready() | Received()) as news if news.port.stage in states:
+                    self._hear(states[news.port.stage], news)
+                case _:
+                    pass  # of an arrangement that is over
 
-    def _hear(self, message: Notice) -> None:
-        state = self.states[message.node]
-        if message.kind == "progress":
-            state.phase = str(message.data["phase"])
-            state.done, state.total = int(message.data["done"]), int(message.data["total"])
-        elif message.kind == "ready":
-            state.phase, state.ready = "ready", message.data
+    def _hear(self, state: StageState, news: Progress | Ready | Received) -> None:
+        match news:
+            case Progress(phase=phase, done=done, total=total):
+                state.phase, state.done, state.total = phase, done, total
+            case Ready() | Received():
+                state.phase, state.ready = "ready", news
         if self._progress is not None:
             self._progress(self.states)

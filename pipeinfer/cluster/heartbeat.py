@@ -21,10 +21,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import psutil
 
+from pipeinfer.core.control import Meeting
 from pipeinfer.runtime.pulse import Pulse
 
 _BEATS = 8  #: in the time after which silence counts
@@ -33,16 +33,6 @@ _BODY = struct.Struct("<I?")  # rank, whether it is patient (see `watchdog.Pulse
 _PATIENT = 5.0  #: times the time allowed, for patient ranks
 _HEAD_LATE = 4.0  #: times the time allowed after which the head counts as gone
 _LATE = 3.0  #: times its pause after which a thread itself was not running
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the head listens: all its addresses, one of which a rank may reach."""
-
-    addresses: tuple[str, ...]
-    port: int
-    token: str
-    seconds: float
 
 
 class HeadPulse:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
@@ -31,8 +29,8 @@ from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.faults import parse_faults
-from pipeinfer.cluster.handshake import compare, hello, take_settings
-from pipeinfer.cluster.heartbeat import HeadPulse, Meeting, RankPulse
+from pipeinfer.cluster.handshake import compare, tell
+from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.session import Job, Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import (
@@ -47,13 +45,14 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.cluster.stage_process import StageLife
 from pipeinfer.cluster.watchdog import Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
+from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import context_size, model_paths, open_model
 from pipeinfer.models.shard import check_splittable
-from pipeinfer.nodes import settle
+from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
@@ -84,8 +83,7 @@ def open_session(config: JobConfig, progress: ProgressHook | None = None, *, gra
         return
     started = time.monotonic()
     hosts = compare(config, place)
-    take_settings(config, hosts)
-    config = settle(config, place, hosts[0]["settings"])
+    config = settle(config, place, hosts[0].settings)
     beats = listen_for(config.cluster, hosts)
     job = prepare(config, place, hosts, None if beats is None else beats.meeting)
     port, thread = _head_port(config, place, job.plan, beats, hosts)
@@ -106,7 +104,7 @@ def open_session(config: JobConfig, progress: ProgressHook | None = None, *, gra
             session.reports = session.head.shutdown(timeout=10.0)
             told = {session.assembly.held[node - 1].rank for node in session.reports}
             for rank in set(range(1, len(hosts))) - told:  # spares, and stages behind a dead one
-                port.order(rank, {"kind": "leave"})
+                port.order(rank, Leave())
             port.close(timeout=5.0)
             note_order()
             if thread is not None:
@@ -151,16 +149,16 @@ def find_place(config: ClusterConfig) -> Place:
 
 
 def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | None,
-               hosts: list[dict[str, Any]]) -> tuple[Port, threading.Thread | None]:
+               hosts: list[RankInfo]) -> tuple[Port, threading.Thread | None]:
     """The head's port, and the thread of a stage that shares this process."""
     if place.comm is None:
         head_port, stage_port = local_ports(2)
         return head_port, _stage_thread(config, place, stage_port)
     from pipeinfer.transport import mpi, mpi_job
 
-    mpi_job.meet([rank["bell"] for rank in hosts])
+    mpi_job.meet([rank.bell for rank in hosts])
     port = mpi.MpiPort(place.comm, Layout((0, *plan.ranks)))
-    port.give_up(rank for rank, one in enumerate(hosts) if "dead" in one)
+    port.give_up(one.rank for one in hosts if one.dead)
     if beats is not None:
         port.silent, beats.wake = beats.silent, port.wake
     if 0 not in plan.ranks:
@@ -175,12 +173,12 @@ def _stage_thread(config: JobConfig, place: Place, port: Port) -> threading.Thre
 
 
 def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
-    from pipeinfer.transport import mpi, mpi_exit, mpi_job, mpi_startup
+    from pipeinfer.transport import mpi, mpi_exit, mpi_job
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
     put_off(signal.SIGTERM)
-    mpi_startup.gather_json(place.comm, json.dumps(hello(config, place)))
+    tell(config, place)
     try:
         called = placement.await_place(config, place)
     except Dismissed:
@@ -235,14 +233,14 @@ def watch_over(config: ClusterConfig, pulse: Pulse) -> Watchdog | None:
     return Watchdog(f"rank {rank}", config.heartbeat, pulse)
 
 
-def listen_for(config: ClusterConfig, hosts: list[dict[str, Any]]) -> HeadPulse | None:
+def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None:
     """Heartbeats of other ranks; None where there are none."""
     if not config.heartbeat or len(hosts) == 1:
         return None
     return HeadPulse(config.heartbeat)
 
 
-def prepare(config: JobConfig, place: Place, hosts: list[dict[str, Any]],
+def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             meeting: Meeting | None = None) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers."""
     from pipeinfer.models.llama import ensure_llama

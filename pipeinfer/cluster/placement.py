@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.heartbeat import Meeting
 from pipeinfer.config import ClusterConfig, JobConfig
+from pipeinfer.core.control import Measure, Measured, Meeting, Placed
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import RankLost, UsageError
+from pipeinfer.errors import ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place
+from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.planning.partition import Load, Member, level
@@ -36,7 +36,7 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
 )
 
-Hosts = Sequence[Mapping[str, Any]]
+Hosts = Sequence[RankInfo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def agree(
     counts = asked_counts(config.cluster, model, candidates, hosts,
                           nodes.layers if nodes is not None else None)
     counts = leave_spares(config.cluster, counts)
-    counts = [0 if "dead" in hosts[rank] else count
+    counts = [0 if hosts[rank].dead else count
               for rank, count in zip(candidates, counts, strict=True)]
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
@@ -80,12 +80,10 @@ def agree(
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
 
-        text = json.dumps({"kind": "start", "rank_of": [0, *plan.ranks],
-                           "meeting": meeting and dataclasses.asdict(meeting),
-                           "bells": [rank["bell"] for rank in hosts]})
+        placed = Placed((0, *plan.ranks), meeting, tuple(rank.bell for rank in hosts))
         for rank in range(1, place.size):
             with contextlib.suppress(RankLost):  # found out again, where it can be mended
-                mpi_startup.send_json(place.comm, rank, text)
+                mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
 
 
@@ -108,9 +106,8 @@ def members_of(
     middling = statistics.median(speeds.values()) if speeds else 1.0
     members = []
     for rank, count in zip(candidates, counts, strict=True):
-        host = str(hosts[rank]["host"])
-        memory = float(hosts[rank]["memory_available"])
-        if host == hosts[0]["host"]:
+        host, memory = hosts[rank].host, hosts[rank].memory
+        if host == hosts[0].host:
             memory = max(0.0, memory - head_bytes)
         members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling),
                               memory=memory, layers=count))
@@ -125,46 +122,45 @@ def _ask(
 
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
-        settings = hosts[rank]["settings"]
-        kinds.setdefault((hosts[rank]["host"], hosts[rank]["cores"], *(
-            settings[key] for key in ("threads", "device", "gpu_layers", "numa", "backend"))),
-            []).append(rank)
+        one = hosts[rank].settings
+        kinds.setdefault((hosts[rank].host, hosts[rank].cores, one.threads, one.device,
+                          one.gpu_layers, one.numa, one.backend), []).append(rank)
     asked = [group[0] for group in kinds.values()]
     hollow = Hollow.of(model).to_json() if config.cluster.distribute else None
     for rank in asked:
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either
-                mpi_startup.send_json(place.comm, rank, json.dumps({
-                    "kind": "measure", "settings": hosts[rank]["settings"], "model": str(path),
-                    "fingerprint": model.fingerprint, "hollow": hollow}))
-    answers = {}
+                mpi_startup.say(place.comm, rank, Measure(
+                    dataclasses.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow))
+    answers: dict[int, Measured] = {}
     if 0 in asked:
-        answers[0] = _answer(config, place, hosts[0]["settings"], path, model.fingerprint)
+        answers[0] = _answer(config, place, hosts[0].settings, path, model.fingerprint)
     for rank in asked:
         if rank != 0:
             try:
-                answers[rank] = json.loads(
-                    mpi_startup.receive_json(place.comm, rank, config.cluster.timeout))
+                heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
+                answers[rank] = heard if isinstance(heard, Measured) else Measured(
+                    error=f"it answered with {type(heard).__name__}")
             except RankLost as lost:
-                answers[rank] = {"error": str(lost)}
+                answers[rank] = Measured(error=str(lost))
     figures: dict[int, Figures] = {}
     notes = []
     for group in kinds.values():
         answer = answers[group[0]]
         try:
-            found = from_json(answer.get("figures"))
+            found = from_json(answer.figures)
         except ValueError:
-            notes.append(f"rank {group[0]} on {hosts[group[0]]['host']} could not measure itself: "
-                         f"{answer.get('error', 'no answer that can be read')}")
+            notes.append(f"rank {group[0]} on {hosts[group[0]].host} could not measure itself: "
+                         f"{answer.error or 'no answer that can be read'}")
             continue
         figures |= dict.fromkeys(group, found)
     return figures, notes
 
 
 def _answer(
-    config: JobConfig, place: Place, settings: dict[str, Any], path: Path, fingerprint: str,
+    config: JobConfig, place: Place, settings: NodeSettings, path: Path, fingerprint: str,
     hollow: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> Measured:
     from pipeinfer.host import threads_of
     from pipeinfer.models.llama import ensure_llama
     from pipeinfer.nodes import settle
@@ -174,25 +170,17 @@ def _answer(
     return try_figures(config, path, fingerprint, threads_of(config.model.threads, place), hollow)
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """Who holds which node (`rank_of[node]`), where heartbeats go, every rank's doorbell."""
-
-    rank_of: tuple[int, ...]
-    meeting: Meeting | None
-    bells: list[dict[str, str]]
-
-
-def await_place(config: JobConfig, place: Place) -> Called:
-    """Rank k: answer the head until it says who holds which node."""
+def await_place(config: JobConfig, place: Place) -> Placed:
+    """Rank k: answer the head until it says who holds which node. Raises ProtocolError for what is
+    neither."""
     from pipeinfer.transport import mpi_startup
 
     while True:
-        message = json.loads(mpi_startup.receive_json(place.comm, 0, config.cluster.timeout))
-        if message["kind"] == "start":
-            meeting = message["meeting"]
-            return Called(tuple(map(int, message["rank_of"])), meeting and Meeting(**meeting),
-                          message["bells"])
-        answer = _answer(config, place, message["settings"], Path(message["model"]),
-                         message["fingerprint"], message["hollow"])
-        mpi_startup.send_json(place.comm, 0, json.dumps(answer))
+        match mpi_startup.hear(place.comm, 0, config.cluster.timeout):
+            case Placed() as placed:
+                return placed
+            case Measure(settings, model, fingerprint, hollow):
+                mpi_startup.say(place.comm, 0, _answer(
+                    config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
+            case other:
+                raise ProtocolError(f"rank 0 said {type(other).__name__} before the job began")

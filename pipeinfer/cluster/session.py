@@ -34,6 +34,7 @@ from pipeinfer.cluster.sizing import (
     spare_cells,
 )
 from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
+from pipeinfer.core.control import PortName, Setup
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place, threads_of
@@ -42,6 +43,7 @@ from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan, estimate
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.stragglers import StagePace
@@ -117,28 +119,21 @@ class Ground:
             ids_for(config.speculation, credit),
         )
 
-    def assembly(self, config: JobConfig, hosts: list[dict[str, Any]], progress: ProgressHook | None
+    def assembly(self, config: JobConfig, hosts: list[RankInfo], progress: ProgressHook | None
                  ) -> Assembly:
         """Who is to hold which layers; nothing has loaded yet."""
         job, model = self.job, self.job.model
         source = GapModel(model) if job.gaps else model
 
-        def setup_of(holding: Holding) -> dict[str, Any]:
-            return {
-                "model": str(job.target),
-                "n_layers": model.n_layers,
-                "n_ctx": self.cells,
-                "n_seq_max": self.prompt_id + bool(registry.adapter(config.speculation)),
-                "n_batch": job.n_batch,
-                "fingerprint": model.fingerprint,
-                "prompt_id": self.prompt_id,
-                "gaps": job.gaps,
-                "start": holding.start,
-                "stop": holding.stop,
-                "vocabulary": self.vocabulary.to_json()
-                if self.vocabulary and holding.stop == model.n_layers
-                else None,
-            }
+        learned = bool(registry.adapter(config.speculation))
+
+        def setup_of(holding: Holding) -> Setup:
+            last = holding.stop == model.n_layers
+            return Setup(
+                PortName(0), 0, str(job.target), model.fingerprint, model.n_layers, holding.start,
+                holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
+                n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
         def source_of(start: int, stop: int) -> ShardSource:
             return ShardSource(source, start, stop)
@@ -180,7 +175,7 @@ class Session:
     config: JobConfig
     ground: Ground
     assembly: Assembly
-    hosts: list[dict[str, Any]]
+    hosts: list[RankInfo]
     head: Head
     limits: Limits
     draft: DraftWorker | None
@@ -211,7 +206,7 @@ class Session:
     @property
     def stages(self) -> dict[int, dict[str, Any]]:
         """What each stage said when it was ready, by node."""
-        return self.assembly.ready
+        return {node: ready.figures() for node, ready in self.assembly.ready.items()}
 
     @property
     def n_stages(self) -> int:
@@ -281,7 +276,7 @@ class Session:
                      contended=self.contended)
 
 
-def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[dict[str, Any]],
+def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo],
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
     reports that the job can not go on without."""
@@ -347,14 +342,13 @@ def _is_contended(
     config: ModelConfig,
     place: Place,
     assembly: Assembly,
-    hosts: list[dict[str, Any]],
+    hosts: list[RankInfo],
     *,
     drafting: bool,
 ) -> bool:
-    at_home = sum(int(one["threads"]) for one in assembly.ready.values()
-                  if one["host"] == hosts[0]["host"])
+    at_home = sum(one.threads for one in assembly.ready.values() if one.host == hosts[0].host)
     own = threads_of(config.threads_draft, place) if drafting else 0
-    return bool(at_home + own > hosts[0]["cores_host"])
+    return bool(at_home + own > hosts[0].cores_host)
 
 
 def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
@@ -382,7 +376,7 @@ def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str
     elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
         notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
                      "--policy speculative works like iterative; --exact off lifts the bound")
-    if len({one["backend"] for one in assembly.ready.values()}) > 1:
+    if len({one.backend for one in assembly.ready.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")
     return notes

@@ -1,7 +1,7 @@
 """Shards for hosts without the model file: rank 0 reads its own and sends each rank its layers.
 
-    stage   Notice("want", layers)                        what it lacks; spares ask for every range
-    head    Notice("shard", name, bytes)
+    stage   ShardWanted(layers)                           what it lacks; spares ask for every range
+    head    ShardOffer(name, bytes)
     stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
     head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
     stage   ShardHave(offset) ...                         after every chunk
@@ -21,13 +21,14 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.messages import Message, Notice, ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
+from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import open_model
@@ -104,8 +105,7 @@ class Sender:
         source = self._source_of(start, stop)
         self._offered[node] = source
         self._outgoing.pop(node, None)
-        self._port.send(node, Tag.TRANSACTION,
-                        Notice("shard", node, {"name": source.name, "bytes": source.total}))
+        self._port.send(node, Tag.TRANSACTION, ShardOffer(source.name, source.total))
 
     def hear(self, message: ShardHave) -> None:
         """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
@@ -162,54 +162,53 @@ class Sender:
 # --- a stage ----------------------------------------------------------------------------------
 
 
-def own_model(setup: Mapping[str, Any]) -> Path:
+def own_model(setup: Setup) -> Path:
     """The model's path where this host has the one that rank 0 has.
 
     Raises ModelError when it is not here, MismatchError for another model.
     """
-    path = Path(setup["model"])
+    path = Path(setup.model)
     if not path.exists():
         raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
                          "the same path, or share its directory")
-    if open_model(path).fingerprint != setup["fingerprint"]:
+    if open_model(path).fingerprint != setup.fingerprint:
         raise MismatchError(f"{path} on {socket.gethostname()} is not what rank 0 has: copy the "
                             "same model to every host")
     return path
 
 
-def stage_shard(config: ClusterConfig, port: Port, setup: Mapping[str, Any], report: Report
+def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
                 ) -> tuple[Path, int]:
     """This stage's shard, and how many bytes of it came from rank 0 just now.
 
     Cut out of the model where that is a file here; else taken from the cache or received. Raises
     ModelError when there is no file and nothing may be sent, MismatchError for another model.
     """
-    path = Path(setup["model"])
+    path = Path(setup.model)
     if path.exists():
         model = open_model(path)
-        if model.fingerprint != setup["fingerprint"]:
+        if model.fingerprint != setup.fingerprint:
             raise MismatchError(
                 f"{path} on {socket.gethostname()} is not the file that rank 0 has: copy the same "
                 "model to every host"
             )
-        return extract_shard(GapModel(model) if setup["gaps"] else model, setup["start"],
-                             setup["stop"],
+        return extract_shard(GapModel(model) if setup.gaps else model, setup.start,
+                             setup.stop,
                              progress=lambda d, t: report("extracting", d, t)), 0
     if not config.distribute:
         raise ModelError(
             f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
             "share its directory, or let rank 0 send the layers with --distribute"
         )
-    name, total = _ask(port, setup["start"], setup["stop"], config.timeout)
+    name, total = _ask(port, setup.start, setup.stop, config.timeout)
     return receive(port, cache_directory(), name, total, config.timeout, report)
 
 
 def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
     """Name and size of the shard with these layers, from the head."""
-    port.send(0, Tag.RESULT, Notice("want", port.node, {"start": start, "stop": stop}))
-    match _answer(port, timeout, "Notice"):
-        case Notice("shard", _, {"name": str(name), "bytes": int(total)}) \
-                if Path(name).name == name and total >= 0:
+    port.send(0, Tag.RESULT, ShardWanted(PortName(port.node), start, stop))
+    match _answer(port, timeout, "ShardOffer"):
+        case ShardOffer(name, total) if Path(name).name == name and total >= 0:
             return name, total
         case other:
             raise ProtocolError(f"{type(other).__name__} in answer to a wish for layers")

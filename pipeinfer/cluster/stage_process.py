@@ -18,10 +18,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import msgspec
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
@@ -46,7 +48,16 @@ from pipeinfer.cluster.faults import (
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.config import JobConfig
-from pipeinfer.core.messages import Notice, Tag, WorkerFailed
+from pipeinfer.core.control import (
+    PortName,
+    Progress,
+    Ready,
+    Receive,
+    Received,
+    Rehearse,
+    Setup,
+)
+from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
@@ -56,7 +67,7 @@ from pipeinfer.models.llama import llama_version
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.models.text.grammar import Vocabulary
-from pipeinfer.nodes import settle
+from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.strategies import registry
@@ -113,34 +124,37 @@ class StageLife:
         if self._port.node < 0:
             self._wait()
         setup = self._await_setup()
-        if "rehearse" in setup:
-            self._rehearse(setup["rehearse"])
-            self._port.send(0, Tag.RESULT, Notice("ready", self._port.node,
-                                                  {"rank": self._place.rank}))
+        if isinstance(setup, Receive):
+            self._rehearse(setup.setups)
+            self._port.send(0, Tag.RESULT, Received(self._name, self._place.rank))
             self._wait()
         stage = self._prepare(setup)
         self._stage = stage
         self._pulse.settle()
         stage.serve()
 
+    @property
+    def _name(self) -> PortName:
+        return PortName(self._port.node)
+
     def _wait(self) -> NoReturn:
         """A rank that holds nothing. Ends by an exception only."""
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")
-            if (wanted := self._port.take_wanted()) is not None:
-                self._rehearse(wanted["setups"])
+            if isinstance(order := self._port.take_order(), Rehearse):
+                self._rehearse(order.setups)
             self._port.wait(1.0, live=False)
 
-    def _rehearse(self, setups: list[dict[str, Any]]) -> None:
+    def _rehearse(self, setups: Sequence[Setup]) -> None:
         """Load what others hold, once: then it lies in the page cache, and is measured."""
         report = functools.partial(self._report, ", ahead of time")
         for setup in setups:
-            config = settle(self._config, self._place, setup["settings"])
+            config = settle(self._config, self._place, NodeSettings(**setup.settings))
             threads = threads_of(config.model.threads, self._place)
-            kind = backend_for(config.model.backend, Path(setup["model"]))
+            kind = backend_for(config.model.backend, Path(setup.model))
             try:
-                part = self._load(config, setup, (setup["start"], setup["stop"]), kind, threads,
+                part = self._load(config, setup, (setup.start, setup.stop), kind, threads,
                                   report)
             except PipeinferError as error:  # it will be seen when it matters
                 if 0 in self._port.gone:
@@ -156,8 +170,7 @@ class StageLife:
         self._pulse.beat(f"is {phase}{when}")
         self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
         if self._port.node > 0:
-            self._port.send(0, Tag.RESULT, Notice("progress", self._port.node, {
-                "phase": phase, "done": done, "total": total}))
+            self._port.send(0, Tag.RESULT, Progress(self._name, phase, done, total))
 
     def _tell(self, error: Exception) -> None:
         code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
@@ -169,13 +182,13 @@ class StageLife:
                 self._port.node, socket.gethostname(),
                 -1 if self._stage is None else self._stage.current_run, summary, trace, code))
 
-    def _await_setup(self) -> dict[str, Any]:
+    def _await_setup(self) -> Setup | Receive:
         seconds = self._config.cluster.timeout
         deadline = time.monotonic() + seconds
         while True:
             envelope = self._port.take(Tag.TRANSACTION)
-            if envelope is not None and isinstance(envelope.message, Notice):
-                return envelope.message.data
+            if envelope is not None and isinstance(envelope.message, Setup | Receive):
+                return envelope.message
             if time.monotonic() > deadline:
                 raise TransportTimeout(rank=self._port.node, peer=0, tag="Setup", run_id=None,
                                        seconds=seconds)
@@ -184,16 +197,16 @@ class StageLife:
 
     # --- loading ------------------------------------------------------------------------------
 
-    def _prepare(self, setup: dict[str, Any]) -> Stage:
+    def _prepare(self, setup: Setup) -> Stage:
         """Load what is missing, say Ready, and make the stage."""
-        config = settle(self._config, self._place, setup["settings"])
+        config = settle(self._config, self._place, NodeSettings(**setup.settings))
         port, node = self._port, self._port.node
 
         report = faulty_progress(functools.partial(self._report, ""), self._faults,
                                  self._place.rank)
         threads = threads_of(config.model.threads, self._place)
-        kind = backend_for(config.model.backend, Path(setup["model"]))
-        layers = (setup["start"], setup["stop"])
+        kind = backend_for(config.model.backend, Path(setup.model))
+        layers = (setup.start, setup.stop)
         self._make_room(layers, (setup, config, threads, kind))
         for gap in gaps_of(layers, [part.layers for part in self._parts]):
             self._parts.append(self._load(config, setup, gap, kind, threads, report))
@@ -205,17 +218,15 @@ class StageLife:
                 backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
             )
         if adapter := registry.adapter(config.speculation):
-            learn(backend, load_bita(adapter), setup["prompt_id"])
+            learn(backend, load_bita(adapter), setup.prompt_id)
         report("loading", 1, 1)
-        port.send(0, Tag.RESULT, Notice("ready", node, {
-            "layers": list(layers), "host": socket.gethostname(), "rank": self._place.rank,
-            "backend": kind, "exact_width": widths.exact, "row_cost": widths.row_cost,
-            "curve": widths.curve, "weight_bytes": backend.info.weight_bytes,
-            "cache_bytes": backend.info.cache_bytes, "threads": threads,
-            "received_bytes": sum(part.received for part in self._parts),
-            "parts": [list(part.layers) for part in self._parts],
-        }))
-        last = node if layers[1] == setup["n_layers"] else setup["n_stages"]
+        info = backend.info
+        port.send(0, Tag.RESULT, Ready(
+            self._name, self._place.rank, socket.gethostname(), layers, kind, widths.exact,
+            widths.row_cost, tuple(widths.curve), info.weight_bytes, info.cache_bytes, threads,
+            sum(part.received for part in self._parts),
+            tuple(part.layers for part in self._parts)))
+        last = node if layers[1] == setup.n_layers else setup.n_stages
         return Stage(
             port,
             last,
@@ -224,7 +235,7 @@ class StageLife:
             trace=bool(config.cluster.trace),
             timeout=config.cluster.timeout,
             pulse=self._pulse,
-            vocabulary=setup["vocabulary"] and Vocabulary.from_json(setup["vocabulary"]),
+            vocabulary=Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None,
             extra_report=lambda: {
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
@@ -236,8 +247,7 @@ class StageLife:
     def _make_room(self, layers: tuple[int, int], options: tuple[Any, ...]) -> None:
         """Let go of what is not wanted any more."""
         setup, config, threads, kind = options
-        same = (kind, threads, *(setup[key] for key in (
-            "model", "n_ctx", "n_seq_max", "n_batch", "gaps")))
+        same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps)
         usable = (
             same == self._options and not registry.adapter(config.speculation)
         )  # learned prompts live in the cache
@@ -257,43 +267,45 @@ class StageLife:
         for part in parts:
             part.backend.close()
 
-    def _load(self, config: JobConfig, setup: dict[str, Any], layers: tuple[int, int], kind: str,
+    def _load(self, config: JobConfig, setup: Setup, layers: tuple[int, int], kind: str,
               threads: int, report: Report) -> Part:
         (start, stop), received = layers, 0
         backend: Backend
         if kind == "torch":
             path = own_model(setup)
             report("loading", 0, 1)
-            backend = load_torch(config.model, path, layers, setup, threads)
+            backend = load_torch(config.model, path, layers, {
+                "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch},
+                threads)
             version = torch_version()
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-            self._spoil_cache(setup["fingerprint"], start, stop)
-            shard, received = stage_shard(config.cluster, self._port, setup | {
-                "start": start, "stop": stop}, report)
+            self._spoil_cache(setup.fingerprint, start, stop)
+            shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
+                setup, start=start, stop=stop), report)
             report("loading", 0, 1)
-            whole, version = start == 0 and stop == setup["n_layers"], llama_version()
+            whole, version = start == 0 and stop == setup.n_layers, llama_version()
             backend = LlamaCppBackend.load(
                 shard,
                 layers=layers,
-                n_layers_total=setup["n_layers"],
+                n_layers_total=setup.n_layers,
                 first=start == 0,
-                last=stop == setup["n_layers"],
-                n_ctx=setup["n_ctx"],
-                n_seq_max=setup["n_seq_max"],
-                n_batch=setup["n_batch"],
+                last=stop == setup.n_layers,
+                n_ctx=setup.n_ctx,
+                n_seq_max=setup.n_seq_max,
+                n_batch=setup.n_batch,
                 n_threads=threads,
                 options=llama_options(
                     config.model,
                     callbacks=not whole or config.speculation.policy != "iterative",
-                    gaps=setup["gaps"],
+                    gaps=setup.gaps,
                 ),
             )
         try:
             widths = known_widths(
-                backend, (setup["fingerprint"], version, threads, *host.cpu_features()),
-                limit=setup["exact"] or EXACT_LIMIT, known_curve=setup["curve"],
+                backend, (setup.fingerprint, version, threads, *host.cpu_features()),
+                limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
                 progress=lambda done, total: report("measuring", done, total))
         except BaseException:
             backend.close()

@@ -23,6 +23,19 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.core.control import (
+    PortMessage,
+    Progress,
+    Ready,
+    Receive,
+    Received,
+    Report,
+    Setup,
+    ShardOffer,
+    ShardWanted,
+    pack,
+    unpack,
+)
 from pipeinfer.core.messages import (
     NO_RUN,
     NO_SPANS,
@@ -32,7 +45,6 @@ from pipeinfer.core.messages import (
     LaneClose,
     LaneOpen,
     Message,
-    Notice,
     Op,
     RunCancelled,
     RunFinished,
@@ -57,7 +69,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 5
+VERSION = 6
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -104,15 +116,15 @@ def encode(message: Message) -> bytes:
             data = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
             return _frame(Op.WORKER_FAILED, json.dumps(data).encode(), run_id=run_id,
                           parent_id=node)
-        case Notice(kind, node, data):
-            body = json.dumps({"kind": kind, "data": data}).encode()
-            return _frame(Op.NOTICE, body, parent_id=node)
         case ShardHave(node, offset, digest):
             return _frame(Op.SHARD_HAVE, digest, run_id=offset, parent_id=node)
         case ShardChunk(offset, chunk):
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
         case ShardEnd(digest):
             return _frame(Op.SHARD_END, digest)
+        case (Setup() | Receive() | Progress() | Ready() | Received() | Report() | ShardWanted()
+              | ShardOffer()):
+            return _frame(Op.CONTROL, pack(message))
         case _:
             raise ProtocolError(f"can not encode {type(message).__name__}")
 
@@ -157,8 +169,8 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
         case Op.WORKER_FAILED:
             message = _decode_failure(reader, run_id, parent_id)
-        case Op.NOTICE:
-            message = _decode_notice(reader, parent_id)
+        case Op.CONTROL:
+            message = _decode_control(reader)
         case Op.SHARD_HAVE:
             message = ShardHave(parent_id, run_id, bytes(reader.rest()))
         case Op.SHARD_CHUNK:
@@ -356,12 +368,11 @@ def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
     return WorkerFailed(node, host, run_id, summary, trace, int(code))
 
 
-def _decode_notice(reader: _Reader, node: int) -> Notice:
-    data = reader.json()
-    kind, inner = data.get("kind"), data.get("data")
-    if not isinstance(kind, str) or not isinstance(inner, dict):
-        raise ProtocolError("a notice without a kind or data")
-    return Notice(kind, node, inner)
+def _decode_control(reader: _Reader) -> PortMessage:
+    message = unpack(reader.rest())
+    if not isinstance(message, PortMessage):
+        raise ProtocolError(f"{type(message).__name__} is no message to a port")
+    return message
 
 
 def _ops_array(ops: tuple[SeqOp, ...]) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.control import PortMessage
 from pipeinfer.core.types import Choice, FloatArray, IntArray, Rows, SamplingParams, SeqOp
 
 NO_RUN = -1
@@ -37,7 +38,7 @@ class Op(enum.IntEnum):
     RUN_CANCELLED = 7
     CANCEL = 8
     WORKER_FAILED = 9
-    NOTICE = 10
+    CONTROL = 10
     SHARD_HAVE = 11
     SHARD_CHUNK = 12
     SHARD_END = 13
@@ -167,15 +168,6 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """Start-up and shut-down talk (hello, setup, progress, ready, report) as one JSON object."""
-
-    kind: str
-    node: int
-    data: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class ShardHave:
     """A stage has the first `offset` bytes of its shard; the first time also their BLAKE2b."""
 
@@ -197,7 +189,9 @@ class ShardEnd:
     """All of a shard was sent; its BLAKE2b."""
 
     digest: bytes
+
+
 Message: TypeAlias = (
     Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
-    | WorkerFailed | Notice | ShardHave | ShardChunk | ShardEnd
+    | WorkerFailed | ShardHave | ShardChunk | ShardEnd | PortMessage
 )

@@ -19,7 +19,7 @@ from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, 
 from pipeinfer.experiments.emulation.synthetic import SyntheticPair
 from pipeinfer.experiments.emulation.virtual import Scenario, VirtualStage, Wire, simulate
 from pipeinfer.models import locate
-from pipeinfer.nodes import NodeSettings
+from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
 from pipeinfer.planning.partition import Load, Member, Split
 from pipeinfer.planning.planner import Plan
@@ -346,7 +346,7 @@ def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | N
         split=given["split"], layers=given["layers"], head_stage=given["head_stage"]
     )
     candidates = list(range(0 if config.head_stage or len(machines) == 1 else 1, len(machines)))
-    facts = [{"host": machine.host, "settings": dataclasses.asdict(machine.settings)}
+    facts = [RankInfo(machine.rank, machine.host, settings=machine.settings)
              for machine in machines]
     counts = planner.asked_counts(config, scene.target, candidates, facts, whole)
     members = [scene.member(machines[rank], count)

@@ -246,9 +246,11 @@ class ShardSource:
         return _blocks(self._model, self.header, self._pieces)
 
 
-def shard_name(fingerprint: str, start: int, stop: int) -> str:
-    """A cached shard's file name: never the same for other bytes."""
-    return f"{fingerprint[:32]}-{start}-{stop}-v{FORMAT_VERSION}.gguf"
+def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:
+    """A cached shard's file name: never the same for other bytes. piece: which slice of each of
+    its layers, empty for all of it."""
+    part = f"-{piece}" if piece else ""
+    return f"{fingerprint[:32]}-{start}-{stop}{part}-v{FORMAT_VERSION}.gguf"
 
 
 def shard_bytes(model: ModelFile, start: int, stop: int) -> int:

@@ -29,6 +29,7 @@ import psutil
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
 from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.core.control import Measured
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.shard import ShardSource
@@ -233,7 +234,7 @@ def copy_bandwidth(threads: int, rounds: int = 4) -> float:
 def try_figures(
     config: JobConfig, path: Path, fingerprint: str, threads: int,
     hollow: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> Measured:
     """What a rank answers the head: its figures, or why there are none.
 
     hollow: stands in for a model that is to be distributed and has no file here.
@@ -243,11 +244,8 @@ def try_figures(
     try:
         model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
         if model.fingerprint != fingerprint:
-            return {"error": f"{path} is another file than rank 0 has"}
-        return {
-            "figures": figures_here(
-                config.model, model, threads, again=config.cluster.remeasure
-            ).to_json()
-        }
+            return Measured(error=f"{path} is another file than rank 0 has")
+        return Measured(figures_here(
+            config.model, model, threads, again=config.cluster.remeasure).to_json())
     except (PipeinferError, OSError, ValueError) as error:
-        return {"error": " ".join(str(error).split())}
+        return Measured(error=" ".join(str(error).split()))

@@ -19,6 +19,7 @@ from pipeinfer.backends.factory import backends_of
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.partition import (
     Load,
     Member,
@@ -93,13 +94,13 @@ class Plan:
         return "plan: " + "; ".join(parts)
 
 
-def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[Mapping[str, Any]]) -> int:
+def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> int:
     """Bytes of a weight where a rank runs torch, 0 where none does."""
     from pipeinfer.backends.pytorch.options import itemsize
 
     if "torch" not in backends_of(config, model, hosts):
         return 0
-    devices = {str(rank["settings"].get("device", "")) for rank in hosts}
+    devices = {rank.settings.device for rank in hosts}
     return max(itemsize(config.model.dtype, device or config.model.device) for device in devices)
 
 
@@ -134,7 +135,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
 
 
 def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
-                 hosts: Sequence[Mapping[str, Any]], whole: Sequence[int] | None
+                 hosts: Sequence[RankInfo], whole: Sequence[int] | None
                  ) -> list[int | None]:
     """Layers per candidate where something sets them: --layers, the nodes file, roles.
 
@@ -142,9 +143,8 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
     """
     counts: list[int | None] = []
     for rank in candidates:
-        settings = hosts[rank].get("settings", {})
-        spare = settings.get("role") in ("spare", "draft")
-        counts.append(0 if spare else settings.get("layers"))
+        settings = hosts[rank].settings
+        counts.append(0 if settings.role in ("spare", "draft") else settings.layers)
     origin = "--layers" if config.layers else "layers in the nodes file"
     if config.layers:
         words = [word.strip() for word in config.layers.split(",")]
@@ -201,7 +201,7 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
 
 def make_plan(
     config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
-    hosts: Sequence[Mapping[str, Any]], predict: Callable[[Split], float], *, timed: bool,
+    hosts: Sequence[RankInfo], predict: Callable[[Split], float], *, timed: bool,
 ) -> Plan:
     """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
     n = len(load.costs)
@@ -218,7 +218,7 @@ def make_plan(
         if (set(left_out) <= _unused(equal) and equal.slowest <= split.slowest * WORTH
                 and _fits(equal, members)):
             split = equal
-    names = [str(hosts[rank]["host"]) for rank in candidates]
+    names = [hosts[rank].host for rank in candidates]
     split, left_out = _within_hosts(
         config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.core.control import Progress, Ready, Received, Report
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.messages import (
     CacheOps,
@@ -25,7 +26,6 @@ from pipeinfer.core.messages import (
     LaneClose,
     LaneOpen,
     Message,
-    Notice,
     RunCancelled,
     RunFinished,
     Shutdown,
@@ -214,8 +214,8 @@ class Head:
                 continue
             if message is None:
                 self._port.wait(0.05)
-            elif isinstance(message, Notice) and message.kind == "report":
-                reports[message.node] = message.data
+            elif isinstance(message, Report):
+                reports[message.port.stage] = message.figures()
         return reports
 
     # --- receive ------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class Head:
                     self._result(message)
                     self._issued.pop(run_id, None)
                     self._feed(RunDone(run_id, None))
-                case Notice():
-                    pass
+                case Progress() | Ready() | Received() | Report():
+                    pass  # of an arrangement that is over
                 case _:
                     raise ProtocolError(f"the head can not handle {type(message).__name__}")
         while self._draft is not None and (drafted := self._draft.take()) is not None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core.codec import check_decode, check_ops
+from pipeinfer.core.control import PortName, Report
 from pipeinfer.core.messages import (
     CacheOps,
     Cancel,
@@ -24,7 +25,6 @@ from pipeinfer.core.messages import (
     LaneClose,
     LaneOpen,
     Message,
-    Notice,
     RunCancelled,
     RunFinished,
     Shutdown,
@@ -316,19 +316,14 @@ class Stage:
         if self._trace:
             stats.events.append((run.run_id, start, end, fate.value, len(run.rows)))
 
-    def _report(self) -> Notice:
+    def _report(self) -> Report:
         stats, info = self.stats, self._backend.info
-        data: dict[str, Any] = {
-            "layers": list(info.layers), "weight_bytes": info.weight_bytes,
-            "cache_bytes": info.cache_bytes, "busy": stats.busy, "compute": stats.compute,
-            "sample": stats.sample, "wasted": stats.wasted, "rows": stats.rows,
-            "runs": {fate.value: count for fate, count in stats.runs.items()},
-            "wall": time.time() - stats.started, "sent_bytes": self._port.traffic.total_bytes,
-            "events": stats.events,
-        }
-        if self._extra_report is not None:
-            data.update(self._extra_report())
-        return Notice("report", self._port.node, data)
+        return Report(
+            PortName(self._port.node), info.layers, info.weight_bytes, info.cache_bytes,
+            stats.busy, stats.compute, stats.sample, stats.wasted, stats.rows,
+            {fate.value: count for fate, count in stats.runs.items()},
+            time.time() - stats.started, self._port.traffic.total_bytes, stats.events,
+            {} if self._extra_report is None else self._extra_report())
 
 
 def _extended(spans: Spans, start: float, seconds: float) -> Spans:

@@ -179,9 +179,9 @@ class Engine:
 
     def _facts(self) -> dict[str, Any]:
         session, limits, assembly = self._session, self._session.limits, self._session.assembly
-        stages = [{"node": node, "rank": holding.rank, "host": session.hosts[holding.rank]["host"],
+        stages = [{"node": node, "rank": holding.rank, "host": session.hosts[holding.rank].host,
                    "layers": [holding.start, holding.stop],
-                   "exact_width": assembly.ready[node].get("exact_width")}
+                   "exact_width": assembly.ready[node].exact_width}
                   for node, holding in enumerate(assembly.held, 1)]
         return {
             "model": session.model_name, "draft": session.draft_name,

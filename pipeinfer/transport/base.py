@@ -16,9 +16,10 @@ import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipeinfer.core import codec
+from pipeinfer.core.control import Order
 from pipeinfer.core.messages import Message, Tag
 
 
@@ -92,14 +93,14 @@ class Port(Protocol):
     def gone(self) -> set[int]:
         """Ranks that are dead or were given up."""
 
-    def order(self, rank: int, data: dict[str, Any]) -> None:
+    def order(self, rank: int, order: Order) -> None:
         """Rank 0: tell a rank something that is of no epoch; it gets there if the rank lives."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
         """Rank 0: begin an epoch. Every rank is told, and this port enters it."""
 
-    def take_wanted(self) -> dict[str, Any] | None:
-        """What a rank without a node is to prepare for, where rank 0 has said so anew."""
+    def take_order(self) -> Order | None:
+        """The newest order to this rank that is not the transport's own (Place, Leave)."""
 
     def new_losses(self) -> set[int]:
         """Ranks that were found dead since the last time this was asked."""

@@ -7,9 +7,9 @@ module knows no MPI; `transport.mpi` reuses its local half for a stage hosted by
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from pipeinfer.core import codec
+from pipeinfer.core.control import Order
 from pipeinfer.core.messages import Message, Tag
 from pipeinfer.transport.base import Envelope, Layout, Mailbox, Regrouped, Traffic
 
@@ -61,13 +61,13 @@ class LocalPort:
         """See `Port.gone`; nodes of one process live and die together."""
         return set()
 
-    def order(self, rank: int, data: dict[str, Any]) -> None:
+    def order(self, rank: int, order: Order) -> None:
         """There is no other rank."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
         """There is no other rank."""
 
-    def take_wanted(self) -> dict[str, Any] | None:
+    def take_order(self) -> Order | None:
         """There is no rank without a node."""
         return None
 

@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mpi4py import MPI
 
 from pipeinfer.core import codec
+from pipeinfer.core.control import Leave, Order, Place, Rehearse, pack, unpack
 from pipeinfer.core.messages import Message, Tag
 from pipeinfer.errors import ClusterError, ProtocolError
 from pipeinfer.transport.base import Dismissed, Envelope, Layout, Mailbox, Regrouped, Traffic
@@ -79,7 +78,7 @@ class MpiPort:
         self.rank = comm.Get_rank()
         self.traffic = Traffic()
         self.gone: set[int] = set()
-        self._wanted: dict[str, Any] | None = None
+        self._order: Order | None = None
         self.silent: Callable[[], set[int]] = set  # ranks whose heartbeats have stopped
         self.node = -1
         self._layout = layout
@@ -127,10 +126,10 @@ class MpiPort:
         """Who holds what, in the epoch that this port has entered."""
         return self._layout
 
-    def order(self, rank: int, data: dict[str, Any]) -> None:
+    def order(self, rank: int, order: Order) -> None:
         """Tell a rank something that is of no epoch; it gets there if the rank lives."""
         if rank not in self.gone:
-            self._post(rank, ORDER_TAG, json.dumps(data).encode())
+            self._post(rank, ORDER_TAG, pack(order))
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
         """The head's part of a new epoch: every rank is told, and this port enters it.
@@ -138,11 +137,10 @@ class MpiPort:
         given_up: ranks that go on without; one that comes back to life leaves when it hears so.
         """
         for rank in set(given_up) - self.gone:
-            self.order(rank, {"kind": "leave"})
+            self.order(rank, Leave())
         self.give_up(given_up)
         for rank in range(1, self.comm.Get_size()):
-            self.order(rank, {"kind": "place", "rank_of": list(layout.rank_of),
-                              "epoch": layout.epoch, "lost": sorted(self.gone)})
+            self.order(rank, Place(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
         self._move_to(layout)
         for port in self._local:
             port.call(layout.epoch)
@@ -157,22 +155,22 @@ class MpiPort:
         """See `Port.new_losses`."""
         silent = self.silent() - self.gone
         for rank in silent:  # one that was stopped hears it when it goes on
-            self.order(rank, {"kind": "leave"})
+            self.order(rank, Leave())
         self.give_up(silent)
         fresh = self.gone - self._noticed
         self._noticed |= fresh
         return fresh
 
-    def take_wanted(self) -> dict[str, Any] | None:
-        """See `Port.take_wanted`."""
-        wanted, self._wanted = self._wanted, None
-        return wanted
+    def take_order(self) -> Order | None:
+        """See `Port.take_order`."""
+        order, self._order = self._order, None
+        return order
 
     def dismiss(self) -> None:
         """Tell every other rank to leave."""
         for rank in range(self.comm.Get_size()):
             if rank != self.rank:
-                self.order(rank, {"kind": "leave"})
+                self.order(rank, Leave())
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
@@ -319,21 +317,20 @@ class MpiPort:
 
     def _hear(self, rank: int, frame: bytes | bytearray) -> None:
         """An order; only rank 0 gives any."""
-        try:
-            data = json.loads(frame)
-            kind = data["kind"]
-            if rank != 0 or kind not in ("place", "leave", "prepare"):
-                raise ValueError(f"{kind} from rank {rank}")
-            if kind == "leave":
+        order = unpack(frame)
+        if rank != 0 or not isinstance(order, Order):
+            raise ProtocolError(f"rank {self.rank} got {type(order).__name__} from rank {rank}, "
+                                "which is no order")
+        match order:
+            case Leave():
                 self._dismissed = True
-                return
-            if kind == "prepare":
-                self._wanted = data
-                return
-            layout = Layout(tuple(map(int, data["rank_of"])), int(data["epoch"]))
-            lost = set(map(int, data["lost"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ProtocolError(f"rank {self.rank} got an order that is none: {error}") from error
+            case Rehearse():
+                self._order = order
+            case Place(rank_of, epoch, lost):
+                self._call(Layout(rank_of, epoch), lost)
+
+    def _call(self, layout: Layout, lost: Collection[int]) -> None:
+        """Rank 0 has begun an epoch."""
         self.give_up(lost)
         if layout.epoch > (self._called or self._layout).epoch:
             self._called = layout

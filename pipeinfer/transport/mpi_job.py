@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from pipeinfer.core.control import Bell
 from pipeinfer.errors import ProtocolError
 from pipeinfer.transport.doorbell import Doorbell
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 
 ORDER_TAG = 7  #: from rank to rank, of node 0 and epoch 0
-LEAVE = b'{"kind": "leave"}'  #: the order that ends a rank
 MIN_SLEEP, IDLE_CAP = 30e-6, 10e-3  #: seconds of one sleep while waiting for MPI
 SHARE = 0.125  #: of the time already waited that the next sleep takes
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
@@ -64,25 +64,25 @@ def world() -> MPI.Comm:
     return MPI.COMM_WORLD
 
 
-def own_bell() -> dict[str, str]:
+def own_bell() -> Bell:
     """Make this rank's doorbell, for `meet` at all ranks of its host. name: empty without one."""
     name = ""
     if JOB.bell is not None:
-        return {"name": JOB.bell_name, "host": _host_id()}
+        return Bell(JOB.bell_name, _host_id())
     if os.environ.get("PIPEINFER_DOORBELL", "1") != "0":
         with contextlib.suppress(OSError, AttributeError):
             wanted = f"pipeinfer-{secrets.token_hex(8)}"
             JOB.bell = Doorbell(wanted)
             JOB.bell_name = name = wanted
-    return {"name": name, "host": _host_id()}
+    return Bell(name, _host_id())
 
 
-def meet(bells: Sequence[Mapping[str, str]]) -> None:
+def meet(bells: Sequence[Bell]) -> None:
     """Learn every rank's bell. Ranks of one host ring each other only where all of them have one.
     """
     me = MPI.COMM_WORLD.Get_rank()
-    near = {rank: bell["name"] for rank, bell in enumerate(bells)
-            if bell["host"] == bells[me]["host"]}
+    near = {rank: bell.name for rank, bell in enumerate(bells)
+            if bell.host == bells[me].host}
     if JOB.bell is not None and all(near.values()):
         JOB.bell.drain()
         JOB.bell.rung = 0

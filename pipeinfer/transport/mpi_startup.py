@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from pipeinfer.errors import RankLost, TransportTimeout
+from pipeinfer.core.control import Leave, Placed, StartMessage, pack, unpack
+from pipeinfer.errors import ProtocolError, RankLost, TransportTimeout
 from pipeinfer.transport.base import Dismissed
 from pipeinfer.transport.mpi_job import (
     DEATH,
     IDLE_CAP,
-    LEAVE,
     MIN_SLEEP,
     ORDER_TAG,
     SHARE,
@@ -22,17 +21,22 @@ from pipeinfer.transport.mpi_job import (
     own_bell,
 )
 
+_LEAVE = pack(Leave())
+
 
 def introduce(comm: MPI.Comm) -> None:
     """Exchange bells where no start-up does it along with other things."""
-    texts = gather_json(comm, json.dumps(own_bell()))
+    mine = Placed((), None, (own_bell(),))
+    texts = gather_json(comm, pack(mine).decode())
     if texts is None:
-        bells = json.loads(receive_json(comm, 0, 60.0))
+        placed = hear(comm, 0, 60.0)
     else:
-        bells = [json.loads(text) for text in texts]
+        bells = [one.bells[0] for text in texts if isinstance(one := unpack(text.encode()), Placed)]
+        placed = Placed((), None, tuple(bells))
         for rank in range(1, comm.Get_size()):
-            send_json(comm, rank, json.dumps(bells))
-    meet(bells)
+            say(comm, rank, placed)
+    assert isinstance(placed, Placed)
+    meet(placed.bells)
 
 
 def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
@@ -78,9 +82,23 @@ def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
     _until(arrived, comm, source, start + timeout, timeout, "start-up")
     frame = bytearray(status.Get_count(MPI.BYTE))
     found[0].Recv([frame, MPI.BYTE])
-    if source == 0 and frame == LEAVE:
+    if source == 0 and frame == _LEAVE:
         raise Dismissed
     return frame.decode()
+
+
+def say(comm: MPI.Comm, dest: int, message: StartMessage) -> None:
+    """A message for `hear` at `dest`, outside of any port. Raises TransportTimeout, RankLost."""
+    send_json(comm, dest, pack(message).decode())
+
+
+def hear(comm: MPI.Comm, source: int, timeout: float) -> StartMessage:
+    """The next message that `source` said to this rank. Raises TransportTimeout, RankLost,
+    ProtocolError, and Dismissed for the order to leave."""
+    message = unpack(receive_json(comm, source, timeout).encode())
+    if not isinstance(message, StartMessage):
+        raise ProtocolError(f"rank {source} said {type(message).__name__} before there was a port")
+    return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,21 @@ import pytest
 
 from pipeinfer.cluster.assembly import Assembly
 from pipeinfer.config import JobConfig
-from pipeinfer.core.messages import Notice, Tag
+from pipeinfer.core.control import PortName, Ready, Receive, Received, Rehearse, Setup
+from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
+from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
 from pipeinfer.transport.base import Envelope
 
-READY = {"exact_width": 8, "row_cost": 0.5, "curve": [1.0, 2.0, 3.0, 4.0]}
+
+def answer(node, rank, message):
+    """What a stage, or a spare that only receives, says when it has done what it was told."""
+    if isinstance(message, Receive):
+        return Received(PortName(node), rank)
+    return Ready(PortName(node), rank, f"host{rank}", (message.start, message.stop), "toy", 8, 0.5,
+                 (1.0, 2.0, 3.0, 4.0), 0, 0, 1, 0, ())
 
 
 class Port:
@@ -34,9 +42,10 @@ class Port:
             self.gone.add(rank)
             self._fresh.add(rank)
             return
-        self.setups[rank] = message.data
-        self.rehearsed |= {rank} if "rehearse" in message.data else set()
-        self._mail.append(Notice("ready", node, READY))
+        assert message.port == PortName(node)
+        self.setups[rank] = message
+        self.rehearsed |= {rank} if isinstance(message, Receive) else set()
+        self._mail.append(answer(node, rank, message))
 
     def take(self, tag):
         if tag is Tag.ERROR and self._fails is not None:
@@ -54,8 +63,8 @@ class Port:
         self.epochs.append(layout.epoch)
         self.setups, self._mail = {}, []
 
-    def order(self, rank, data):
-        self.orders.append((rank, data["kind"]))
+    def order(self, rank, order):
+        self.orders.append((rank, type(order)))
 
     def wait(self, timeout, *, live=True):
         pass
@@ -68,12 +77,14 @@ def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute
     counts = [2, 2, 2, *[0] * spares]
     split = measure(load, list(members.values()), counts)
     plan = Plan(tuple(members), split, split, {}, timed=False)
-    hosts = [{"host": "host" if one_host else f"host{rank}",
-              "settings": {"role": role if rank > 3 else ""}}
+    hosts = [RankInfo(rank, "host" if one_host else f"host{rank}",
+                      settings=NodeSettings(role=role if rank > 3 else "auto"))
              for rank in range(len(members) + 1)]
     config = JobConfig.of(distribute=distribute, spares=asked, timeout=timeout)
     return Assembly(config, port, plan, load, members, hosts,
-                    lambda holding: {"start": holding.start, "stop": holding.stop},
+                    lambda holding: Setup(
+                        PortName(0), 0, "m.gguf", "x", 6, holding.start, holding.stop, n_ctx=1,
+                        n_seq_max=1, n_batch=1, prompt_id=0, gaps=False, settings={}),
                     lambda start, stop: None, None, survives=survives)
 
 
@@ -88,7 +99,7 @@ def test_those_that_live_take_over_and_keep_their_width():
     found.recover(RankLost(2, "is dead"))
     assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
     assert port.epochs == [1]
-    assert {rank: setup["exact"] for rank, setup in port.setups.items()} == {1: 8, 3: 8}
+    assert {rank: setup.exact for rank, setup in port.setups.items()} == {1: 8, 3: 8}
     (change,) = found.changes
     assert (change.lost, change.moved, change.epoch) == ((2,), 2, 1)
     assert "rank 2 is dead" in str(change)
@@ -98,7 +109,7 @@ def test_a_spare_stands_in_and_is_prepared():
     port = Port()
     found = assembly(port, spares=1)
     found.start()
-    assert (4, "prepare") in port.orders
+    assert (4, Rehearse) in port.orders
     assert found.spares == (4,)
     found.recover(RankLost(3, "is dead"))
     assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
@@ -135,9 +146,9 @@ def test_what_each_spare_rehearses_is_what_the_stages_hold():
     found = assembly(port, spares=1, distribute=True, asked=1)
     send = port.send
     port.send = lambda node, tag, message: (
-        told.setdefault(port.layout[node], message.data), send(node, tag, message))
+        told.setdefault(port.layout[node], message), send(node, tag, message))
     found.start()
-    assert [(setup["start"], setup["stop"], setup["exact"]) for setup in told[4]["rehearse"]] == [
+    assert [(setup.start, setup.stop, setup.exact) for setup in told[4].setups] == [
         (0, 2, 8), (2, 4, 8), (4, 6, 8)]
 
 
@@ -151,7 +162,7 @@ def test_a_death_while_a_spare_receives_is_survived(dead, left):
     send = port.send
 
     def dying(node, tag, message):
-        if "rehearse" in message.data:
+        if isinstance(message, Receive):
             port._dies = [port.layout[node]] if dead == 4 else []
             if dead != 4:
                 port.gone.add(dead)
@@ -171,7 +182,7 @@ def test_a_spare_that_does_not_answer_is_given_up():
 
     def silent(node, tag, message):
         send(node, tag, message)
-        if "rehearse" in message.data and port.layout[node] == 4:
+        if isinstance(message, Receive) and port.layout[node] == 4:
             port._mail.pop()
 
     port.send = silent
@@ -199,7 +210,7 @@ def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():
     send = port.send
 
     def failing(node, tag, message):
-        if "rehearse" in message.data:
+        if isinstance(message, Receive):
             port._fails = Message(1, "host4", -1, "MemoryError", "", 6)
         send(node, tag, message)
 

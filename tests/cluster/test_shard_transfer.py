@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pipeinfer.cluster import shard_transfer
 from pipeinfer.cluster.shard_transfer import CHUNK, WINDOW, Sender, receive, stage_shard
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.messages import Notice, ShardChunk, ShardEnd, ShardHave, Tag
+from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
+from pipeinfer.core.messages import ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import ModelError, ProtocolError, TransportTimeout
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
@@ -61,8 +62,9 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
         for out in sender._outgoing.values():
             most = max(most, out.offset - out.answered if out.offset > out.have else 0)
         envelope = ports[0].take(Tag.RESULT)
-        if envelope is not None and isinstance(envelope.message, Notice):
-            sender.offer(envelope.message.node, **envelope.message.data)
+        if envelope is not None and isinstance(envelope.message, ShardWanted):
+            wanted = envelope.message
+            sender.offer(wanted.port.stage, wanted.start, wanted.stop)
         elif envelope is not None:
             sender.hear(envelope.message)
         elif not more:
@@ -135,14 +137,13 @@ def test_a_stage_that_asks_for_other_layers_gets_no_more_of_the_first():
     kinds = []
     while (envelope := ports[1].take(Tag.TRANSACTION)) is not None:
         kinds.append(type(envelope.message).__name__)
-    assert kinds == ["Notice", "ShardChunk", "Notice", "ShardChunk", "ShardEnd"]
+    assert kinds == ["ShardOffer", "ShardChunk", "ShardOffer", "ShardChunk", "ShardEnd"]
 
 
 @pytest.mark.parametrize("answer", [
-    Notice("shard", 1, {"name": "../elsewhere", "bytes": 5}),
-    Notice("shard", 1, {"name": "a.gguf", "bytes": -1}),
-    Notice("shard", 1, {"name": "a.gguf"}),
-    Notice("setup", 1, {"name": "a.gguf", "bytes": 5}),
+    ShardOffer("../elsewhere", 5),
+    ShardOffer("a.gguf", -1),
+    ShardWanted(PortName(1), 0, 1),
     ShardEnd(b""),
 ])
 def test_an_answer_that_names_no_shard_is_refused(answer):
@@ -153,7 +154,7 @@ def test_an_answer_that_names_no_shard_is_refused(answer):
 
 
 def test_a_head_that_answers_no_wish():
-    with pytest.raises(TransportTimeout, match="Notice from rank 0"):
+    with pytest.raises(TransportTimeout, match="ShardOffer from rank 0"):
         shard_transfer._ask(local_ports(2)[1], 0, 1, 0.2)
 
 
@@ -222,6 +223,7 @@ def test_the_bytes_are_those_of_a_cut_shard(tmp_path, start, stop):
 
 
 def test_without_the_file_and_without_permission(tmp_path):
-    setup = {"model": str(tmp_path / "none.gguf"), "fingerprint": "x", "start": 0, "stop": 1}
+    setup = Setup(PortName(1), 1, str(tmp_path / "none.gguf"), "x", 1, 0, 1, n_ctx=1, n_seq_max=1,
+                  n_batch=1, prompt_id=0, gaps=False, settings={})
     with pytest.raises(ModelError, match=r"none.gguf does not exist on .*--distribute"):
         stage_shard(ClusterConfig(), local_ports(2)[1], setup, lambda *_: None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.core import control
 from pipeinfer.core.codec import HEADER_BYTES, check_decode, decode, encode
 from pipeinfer.core.messages import (
     CacheOps,
@@ -16,7 +18,6 @@ from pipeinfer.core.messages import (
     Decode,
     LaneClose,
     LaneOpen,
-    Notice,
     RunCancelled,
     RunFinished,
     ShardChunk,
@@ -74,6 +75,16 @@ def decodes(draw):
 
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
                            lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+def mappings(kind):
+    values = json_values if get_args(kind)[1] is Any else st.from_type(get_args(kind)[1])
+    return st.dictionaries(st.text(), values, max_size=3)
+
+
+st.register_type_strategy(dict, mappings)
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+st.register_type_strategy(int, st.integers(-2**63, 2**63 - 1))
 messages = st.one_of(
     decodes(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
     st.builds(LaneClose, run_ids), st.builds(Shutdown),
@@ -81,7 +92,7 @@ messages = st.one_of(
     st.builds(RunCancelled, run_ids, spans),
     st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple)),
     st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32),
-    st.builds(Notice, st.text(), i32, st.dictionaries(st.text(), json_values, max_size=4)),
+    *map(st.from_type, get_args(control.PortMessage)),
     st.builds(ShardHave, i32, run_ids, st.binary(max_size=70)),
     st.builds(ShardChunk, run_ids, st.binary(max_size=300)),
     st.builds(ShardEnd, st.binary(max_size=70)),
@@ -267,3 +278,35 @@ def test_a_failure_report_has_texts_and_a_code(body):
     struct.pack_into("<I", frame, HEADER_BYTES - 8, len(body))
     with pytest.raises(ProtocolError):
         decode(bytes(frame) + body)
+
+
+# --- control messages -------------------------------------------------------------------------
+
+
+@given(st.one_of(*map(st.from_type, get_args(control.Control))))
+def test_control_messages_survive_their_bytes(message):
+    assert control.unpack(control.pack(message)) == message
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", '{"type": "Nothing"}', '{"type": "Place"}',
+    '{"type": "Place", "rank_of": [0, "1"], "epoch": 1, "lost": []}',
+    '{"type": "Place", "rank_of": [0, 1], "epoch": 1.5, "lost": []}',
+    '{"type": "Place", "rank_of": [0, 1], "epoch": 1, "lost": [], "more": 1}',
+    '{"type": "Progress", "port": {"stage": 1, "member": "x"}, "phase": "", "done": 1, "total": 1}',
+    "[" * 100_000,
+])
+def test_damaged_control_messages_are_refused(text):
+    with pytest.raises(ProtocolError, match="damaged control message"):
+        control.unpack(text.encode())
+
+
+def test_only_messages_to_ports_travel_as_frames():
+    frame = encode(control.Progress(control.PortName(1), "loading", 1, 2))
+    body = control.pack(control.Leave())
+    header = bytearray(frame[:HEADER_BYTES])
+    size = len(frame) - HEADER_BYTES
+    at = frame.index(size.to_bytes(4, "little"))
+    header[at : at + 4] = len(body).to_bytes(4, "little")
+    with pytest.raises(ProtocolError, match="Leave is no message to a port"):
+        decode(bytes(header) + body)

@@ -16,6 +16,7 @@ from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir, torch_parts
 from pipeinfer.models.locate import context_size, open_model
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import load_of
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -88,8 +89,7 @@ def test_ranks_are_looked_at_before_anything_loads(folder):
     model = ModelFile(EMBEDDED / "target.gguf")
 
     def rank(number, backend, missing=()):
-        return {"rank": number, "host": f"h{number}", "asked_backend": backend,
-                "torch_missing": list(missing)}
+        return RankInfo(number, f"h{number}", asked_backend=backend, torch_missing=tuple(missing))
 
     hosts = [rank(0, "torch", ["torch"]), rank(1, "auto"), rank(2, "torch")]
     assert backends_of(JobConfig(), model, hosts) == (

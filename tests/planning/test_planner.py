@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from pipeinfer.cluster.placement import members_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member, measure
@@ -29,7 +31,8 @@ def load(n, size=1.0, head=0.0):
 
 
 def hosts(*names, **settings):
-    return [{"host": name, "memory_available": 8 * GIB, "settings": settings} for name in names]
+    return [RankInfo(rank, name, 8 * GIB, settings=NodeSettings(**settings))
+            for rank, name in enumerate(names)]
 
 
 def iterative(split):
@@ -181,8 +184,8 @@ def test_what_sets_the_layers():
     assert ask(layers="6, 0, 6") == [6, 0, 6]
     assert ask(whole=(2, 4, 6)) == [2, 4, 6]
     assert ask(whole=(2, 4, 6), layers="4,4,4") == [4, 4, 4]
-    where[2]["settings"] = {"role": "spare"}
-    where[3]["settings"] = {"layers": 5}
+    where[2] = replace(where[2], settings=NodeSettings(role="spare"))
+    where[3] = replace(where[3], settings=NodeSettings(layers=5))
     assert ask() == [None, 0, 5]
     assert ask(layers="6,6") == [6, 0, 6]
     for layers, error, says in (("6,x,6", UsageError, "give counts like"),

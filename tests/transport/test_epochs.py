@@ -8,13 +8,14 @@ import threading
 import pytest
 
 from pipeinfer.core import codec
-from pipeinfer.core.messages import Notice, Tag
+from pipeinfer.core.control import PortName, Progress
+from pipeinfer.core.messages import Tag
 from pipeinfer.transport.base import Layout, Mailbox, Regrouped
 from pipeinfer.transport.inproc import LocalPort, local_ports
 
 
 def note(value):
-    return Notice("note", 0, {"value": value})
+    return Progress(PortName(0), "note", value, 0)
 
 
 def put(box, value, epoch, tag=Tag.RESULT):
@@ -25,7 +26,7 @@ def values(taker, tag=Tag.RESULT):
     """Everything that can be taken, in order."""
     found = []
     while (envelope := taker.take(tag)) is not None:
-        found.append(envelope.message.data["value"])
+        found.append(envelope.message.done)
     return found
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.backends.paced import PacedBackend
-from pipeinfer.core.messages import Decode, LaneOpen, Notice, RunFinished, Shutdown, Tag
+from pipeinfer.core.control import PortName, Progress, Report
+from pipeinfer.core.messages import Decode, LaneOpen, RunFinished, Shutdown, Tag
 from pipeinfer.core.types import FloatArray, Rows, SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.base import Layout
@@ -76,11 +77,11 @@ def main() -> None:
             sent = time.time()
             burn(0.3)
             answer = await_message(port, Tag.RESULT)
-            assert isinstance(answer, Notice)
-            arrivals.append(answer.data["at"] - sent)
+            assert isinstance(answer, Progress)
+            arrivals.append(answer.done / 1e9 - sent)
         elif rank == 1:
             await_message(port, Tag.TRANSACTION)
-            port.send(0, Tag.RESULT, Notice("arrived", 1, {"at": time.time()}))
+            port.send(0, Tag.RESULT, Progress(PortName(1), "arrived", time.time_ns(), 0))
     comm.Barrier()
     if rank:
         backend = PacedBackend(Width(rank, width), lambda _rows: STAGE_SECONDS)
@@ -100,8 +101,8 @@ def main() -> None:
     reports = {}
     while len(reports) < 3:
         notice = await_message(port, Tag.RESULT)
-        assert isinstance(notice, Notice)
-        reports[notice.node] = notice.data
+        assert isinstance(notice, Report)
+        reports[notice.port.stage] = notice.figures()
     steady = np.diff(done[5:])
     out.write_text(json.dumps({
         "bytes": N_ROWS * width * 4, "arrivals": arrivals, "run_seconds": float(np.median(steady)),

@@ -82,8 +82,8 @@ class DelayedPort:
         self.node, self.traffic = inner.node, inner.traffic
         self.send, self.wake, self.close = inner.send, inner.wake, inner.close
         self.adopt, self.new_losses, self.gone = inner.adopt, inner.new_losses, inner.gone
-        self.order, self.regroup, self.take_wanted = (
-            inner.order, inner.regroup, inner.take_wanted)
+        self.order, self.regroup, self.take_order = (
+            inner.order, inner.regroup, inner.take_order)
         self._inner, self._row_bytes = inner, row_bytes
         self._mailbox, self._pump = mailbox, collect
         self._latency, self._per_byte = scale * wire.latency, scale / wire.bandwidth

@@ -1,0 +1,282 @@
+"""What ranks say to each other beside runs: who is there, who holds what, how loading goes.
+
+    rank k    Hello                                     at the start, to rank 0
+    rank 0    Measure -> Measured, then Placed          before any port exists
+    rank 0    Place, Leave, Rehearse                    orders from rank to rank, of no epoch
+    rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
+    stage     ShardWanted -> ShardOffer                 where the host has no model file
+    stage     Report                                    its figures, at the end
+
+One class each; every field is checked when one arrives. A port is named by its stage and its
+member: a stage may be held by several ranks, member 0 leading; today each has one member. Knows no
+models, no transport and no policy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pipeinfer.errors import ProtocolError
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all of these have in common."""
+
+
+class PortName(_Message, frozen=True):
+    """A stage (0: the head) and which of the ranks that hold it together, from 0."""
+
+    stage: int
+    member: int = 0
+
+
+# --- the start --------------------------------------------------------------------------------
+
+
+class Bell(_Message, frozen=True):
+    """A rank's doorbell; name: empty without one. host: equal for ranks that can ring each other.
+    """
+
+    name: str = ""
+    host: str = ""
+
+
+class Facts(_Message, frozen=True):
+    """What a process finds out about its host. Memory in bytes; cores: those of this rank,
+    cores_host: those of all ranks there."""
+
+    host: str
+    pid: int
+    cores: int
+    cores_host: int
+    local_rank: int
+    local_size: int
+    memory_total: int
+    memory_available: int
+    features: tuple[str, ...]
+    machine: str
+    python: str
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """What a rank tells rank 0: versions, digest and values of its options, what its host is like.
+
+    backend: llama-cpp-python's version. torch_missing: packages that torch stages would need.
+    """
+
+    rank: int
+    version: str
+    protocol: int
+    backend: str
+    config: str
+    values: dict[str, str]
+    asked_backend: str
+    torch_missing: tuple[str, ...]
+    facts: Facts
+    bell: Bell
+
+
+class Measure(_Message, frozen=True, tag=True):
+    """Measure yourself on this model. settings: of this host; hollow: the model's header, for a
+    host that has no file."""
+
+    settings: dict[str, Any]
+    model: str
+    fingerprint: str
+    hollow: dict[str, Any] | None = None
+
+
+class Measured(_Message, frozen=True, tag=True):
+    """What came of it: figures, or why there are none."""
+
+    figures: dict[str, Any] | None = None
+    error: str = ""
+
+
+class Meeting(_Message, frozen=True):
+    """Where the head listens for heartbeats: all its addresses, one of which a rank may reach.
+    seconds: of silence after which a rank counts as hanging."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    seconds: float
+
+
+class Placed(_Message, frozen=True, tag=True):
+    """Which rank holds which node, where heartbeats go, every rank's doorbell."""
+
+    rank_of: tuple[int, ...]
+    meeting: Meeting | None
+    bells: tuple[Bell, ...]
+
+
+# --- setting up -------------------------------------------------------------------------------
+
+
+class Setup(_Message, frozen=True, tag=True):
+    """What a stage loads, and for what.
+
+    Layers `[start, stop)` of the `n_layers` of `model` (a path, with its fingerprint); piece: which
+    slice of each of these layers, empty for all of it. n_ctx: cells of the cache; n_seq_max:
+    sequence ids; n_batch: most rows of a run; prompt_id: sequence id of learned prompts. gaps:
+    positions may leave gaps. exact, curve: what the stages have agreed on before, 0 and None at
+    first. settings: of the host. vocabulary: for grammars, where the stage chooses tokens.
+    """
+
+    port: PortName
+    n_stages: int
+    model: str
+    fingerprint: str
+    n_layers: int
+    start: int
+    stop: int
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    prompt_id: int
+    gaps: bool
+    settings: dict[str, Any]
+    piece: str = ""
+    exact: int = 0
+    curve: tuple[float, ...] | None = None
+    vocabulary: dict[str, Any] | None = None
+
+
+class Receive(_Message, frozen=True, tag=True):
+    """Get what others hold, without serving it: the port is a spare's for as long as that takes."""
+
+    port: PortName
+    setups: tuple[Setup, ...]
+
+
+class Progress(_Message, frozen=True, tag=True):
+    """How far a port is with what it is doing; done and total in units of the phase."""
+
+    port: PortName
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(_Message, frozen=True, tag=True):
+    """A stage serves from now on. parts: the ranges of layers that it loaded apart."""
+
+    port: PortName
+    rank: int
+    host: str
+    layers: tuple[int, int]
+    backend: str
+    exact_width: int
+    row_cost: float
+    curve: tuple[float, ...]
+    weight_bytes: int
+    cache_bytes: int
+    threads: int
+    received_bytes: int
+    parts: tuple[tuple[int, int], ...]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it in one mapping, but for the port's name."""
+        own: dict[str, Any] = msgspec.structs.asdict(self)
+        del own["port"]
+        return own
+
+
+class Received(_Message, frozen=True, tag=True):
+    """A spare has what others hold."""
+
+    port: PortName
+    rank: int
+
+
+class Report(_Message, frozen=True, tag=True):
+    """A stage's figures at its end. Seconds: busy in all, of it compute and sample, wasted on runs
+    that were stopped; wall: since it began. events: (run, start, end, fate, rows) with --trace.
+    more: what its process adds."""
+
+    port: PortName
+    layers: tuple[int, int]
+    weight_bytes: int
+    cache_bytes: int
+    busy: float
+    compute: float
+    sample: float
+    wasted: float
+    rows: int
+    runs: dict[str, int]
+    wall: float
+    sent_bytes: int
+    events: list[tuple[int, float, float, str, int]]
+    more: dict[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it in one mapping, but for the port's name."""
+        own: dict[str, Any] = msgspec.structs.asdict(self)
+        del own["port"]
+        more: dict[str, Any] = own.pop("more")
+        return own | more
+
+
+class ShardWanted(_Message, frozen=True, tag=True):
+    """A stage lacks these layers (piece: this slice of them) and asks what their shard is called.
+    """
+
+    port: PortName
+    start: int
+    stop: int
+    piece: str = ""
+
+
+class ShardOffer(_Message, frozen=True, tag=True):
+    """The shard's file name and size; bytes are asked for with ShardHave."""
+
+    name: str
+    n_bytes: int
+
+
+# --- orders -----------------------------------------------------------------------------------
+
+
+class Place(_Message, frozen=True, tag=True):
+    """A new epoch: which rank holds which node, and who is lost."""
+
+    rank_of: tuple[int, ...]
+    epoch: int
+    lost: tuple[int, ...]
+
+
+class Leave(_Message, frozen=True, tag=True):
+    """The job goes on, or ends, without you."""
+
+
+class Rehearse(_Message, frozen=True, tag=True):
+    """Hold nothing, and keep in the page cache what others hold."""
+
+    setups: tuple[Setup, ...]
+
+
+Order: TypeAlias = Place | Leave | Rehearse
+PortMessage: TypeAlias = (
+    Setup | Receive | Progress | Ready | Received | Report | ShardWanted | ShardOffer)
+StartMessage: TypeAlias = Hello | Measure | Measured | Placed
+Control: TypeAlias = Order | PortMessage | StartMessage
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Control)
+
+
+def pack(message: Control) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Control:
+    """The message of `pack`. Raises ProtocolError that names the field which is wrong."""
+    try:
+        message: Control = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"a damaged control message: {error}") from error
+    return message
