@@ -142,7 +142,7 @@ def anchor(title: str) -> str:
 
 def _labels(group: Group, record: dict[str, Any]) -> str:
     found = list(record["labels"])
-    if record["processor"] != group.processor:
+    if record["processor"] != group.processor and not record["processor"].startswith("none"):
         found.append(f"on {record['processor']}")
     return ", ".join(f"*{label}*" for label in found)
 
