@@ -1,6 +1,7 @@
 """A Beowulf cluster on one machine: network namespaces as hosts, with real links and real sshd.
 
-    python -m pipeinfer.experiments.rig.namespaces --nodes 5 --slow 3:0.25 -- pipeinfer generate -p "import"
+    python -m pipeinfer.experiments.rig.namespaces --nodes 5 --slow 3:0.25 -- \\
+        pipeinfer generate -p "import"
     python -m pipeinfer.experiments.rig.namespaces --nodes 3 -- bash        # a shell on node1
 
 Every node has its own network namespace behind a switch (a bridge in a namespace of its own, veth
