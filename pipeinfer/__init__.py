@@ -1,3 +1,3 @@
 """Asynchronous pipelined speculation for large language models over MPI."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

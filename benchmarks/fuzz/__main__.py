@@ -4,7 +4,7 @@
     python -m benchmarks.fuzz --kind gguf --kind frames --cases 50000
 
 The same seed gives the same inputs. Exit code 1 when an input did what none may: those are in
-tests/corpus/<kind>/, which tests/test_fuzz.py replays.
+benchmarks/fuzz/corpus/<kind>/, which test_fuzz.py replays.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def measure(session: Session, setting: tuple[str, int, int, int, bool], texts: l
 
 
 def expected(alpha: float, rare: float, gamma: int, width: int) -> float:
-    """S of `ALGORITHMS` 3.9: one step in `rare` speculates well, `width` candidates of `gamma`."""
+    """S (docs/algorithms.md 6.7): one step in `rare` speculates well, `width` candidates of
+    `gamma`."""
     good = gamma + 1 - sum((1 - alpha**i) ** width for i in range(1, gamma + 1))
     return (rare - 1 + good) / rare
 

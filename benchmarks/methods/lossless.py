@@ -3,7 +3,7 @@
     python -m benchmarks.methods.lossless --prompts 4 --tokens 128            the whole matrix
     python -m benchmarks.methods.lossless --prompts 20 --share 0.25           a random quarter
 
-Greedy and temperature 0.8 with three seeds. The reference is tests/plain_loop.py (llama-cpp-python
+Greedy and temperature 0.8 with three seeds. The reference is rig/plain_loop.py (llama-cpp-python
 on the unsplit file) for greedy and sampled decoding alike. Each mismatch is teacher-forced: the
 plain loop is fed the tokens up to that position, once with single rows and once in other widths,
 and the gap of the two best perturbed scores is printed beside the noise between the widths.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.resilience.drift
 
-Four hosts in network namespaces (tests/cluster/namespaces.py) serve the embedded target from equal
-shares; then one host's processor quota falls to a quarter. Speeds before, with the slow host, after
-`pipeinfer rebalance` (or, with --auto, after the server has noticed by itself). Every answer is
-compared with the first. Needs root. Prints one JSON object.
+Four hosts in network namespaces (experiments/rig/namespaces.py) serve the embedded target from
+equal shares; then one host's processor quota falls to a quarter. Speeds before, with the slow host,
+after `pipeinfer rebalance` (or, with --auto, after the server has noticed by itself). Every answer
+is compared with the first. Needs root. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ text pauses.
 
     python -m benchmarks.resilience.takeover
 
-Four hosts in network namespaces (tests/cluster/namespaces.py), links at 1 Gbit/s, disks of their
+Four hosts in network namespaces (experiments/rig/namespaces.py), links at 1 Gbit/s, disks of their
 own; `generate --distribute` of an inflated target; the middle stage is killed. Once the neighbours
 take its layers over, once a spare that received them ahead of time. Every text is compared with
 the undisturbed one. Needs root. Prints one JSON object.

@@ -4,7 +4,7 @@ Matrix kernels differ by the number of rows, and a logit that moves by a roundin
 near-tie. The pipeline keeps to the smallest R of its stages, so that its tokens do not depend on
 what was decoded beside what. Measured, not assumed: it depends on processor, file and threads.
 
-Where a cell lies in memory matters, too: `backends.cellorder` sees to that.
+Where a cell lies in memory matters, too: `backends.llamacpp.cell_order` sees to that.
 """
 
 from __future__ import annotations

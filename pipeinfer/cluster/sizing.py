@@ -32,7 +32,7 @@ from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
-_ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (backends.cellorder)
+_ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
 
 
 def row_proposer(

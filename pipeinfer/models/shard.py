@@ -33,7 +33,8 @@ from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.shard_cache import cache_directory, is_sound, new_hash, seal
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
-#: what tests/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral are "llama"
+#: what tests/backends/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral
+#: are "llama"
 SPLITTABLE = ("llama", "qwen2", "qwen3")
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (

@@ -1,10 +1,11 @@
 """Lookahead parallelism: every node holds the whole model, and a step's rows are dealt out.
 
-A step of lookahead decoding verifies candidates and continues the columns of a window (`ALGORITHMS`
-3.8). Here each replica gets a chunk of the columns and of the candidates, and evaluates the current
-token and the part of level 0 that its columns need besides. Only token ids travel: accepted tokens
-that a replica has not computed are rows of its next step. A step ends when all replicas have
-answered; its tokens, the window and the pool are those of one node that does it all.
+A step of lookahead decoding verifies candidates and continues the columns of a window
+(docs/algorithms.md 6.8). Here each replica gets a chunk of the columns and of the candidates, and
+evaluates the current token and the part of level 0 that its columns need besides. Only token ids
+travel: accepted tokens that a replica has not computed are rows of its next step. A step ends when
+all replicas have answered; its tokens, the window and the pool are those of one node that does it
+all.
 
 Takes the place of `Scheduler` before the head: the same events in; instructions out, each for one
 node. One request at a time. Pure, like the scheduler.

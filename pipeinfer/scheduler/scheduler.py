@@ -3,12 +3,12 @@
 `handle(event)` returns the instructions that a shell has to execute, in order. The scheduler
 knows no clock, thread, transport or model; every policy is a rule for what to issue next over
 the same token tree, and tokens come only from the tree's walk, so no policy, ablation or timing
-can change them (DESIGN section 3).
+can change them (docs/algorithms.md 2.1).
 
     iterative    issue the accepted token, wait
     speculative  draft while nothing is in flight, issue tip and tree in one run (SpecInfer)
     pipeinfer    issue the accepted token at once, draft meanwhile, keep issuing micro-batches
-                 below the tip while results are out (ALGORITHMS 1.4 to 1.8)
+                 below the tip while results are out (docs/algorithms.md 4)
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Speculation:
             and self.room_to_guess()
 
     def speculate(self) -> None:
-        """Issue the best guesses of all lanes while there is room for them (ALGORITHMS 1.6)."""
+        """Issue the best guesses of all lanes while there is room (docs/algorithms.md 4.3)."""
         limits = self.limits
         if limits.synchronous or not limits.speculates or not self.room_to_guess():
             return
@@ -372,7 +372,7 @@ class Speculation:
             lane.reserve.add(planned)
 
     def _cutoff(self, lane: Lane) -> float:
-        """Confidence a drafted token needs now (ALGORITHMS 1.6)."""
+        """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""
         limits = self.limits
         return (limits.p_min + lane.runs_since_accept * limits.p_recovery
                 - lane.empty_since_accept * limits.p_decay)

@@ -4,7 +4,7 @@ The root side of the tree is the last accepted token (the *frontier*); below it 
 were already issued to the pipeline on a guess. When the target's choice after the frontier is
 known, that choice is accepted: if an issued child carries it the frontier moves there, else the
 caller issues the chosen token alone. Every other subtree dies. SpecInfer's verification,
-PipeInfer's continuous speculation and its invalidation are all this walk (ALGORITHMS 1.7, 2.2).
+PipeInfer's continuous speculation and its invalidation are all this walk (docs/algorithms.md 3).
 
 Sequence ids: a child that is the first to continue its parent's id stays in it, every further
 one starts an id of its own; rows of one run that lie on several new paths carry all their ids.

@@ -60,7 +60,7 @@ def test_frequencies_match_the_law(params):
 
 @pytest.mark.slow
 def test_the_chi_square_test_can_fail():
-    """Negative control (ALGORITHMS 0.4): top-k children with the p/q rule give (5/6, 1/6)."""
+    """Negative control (docs/algorithms.md 2.3): top-k children with p/q give (5/6, 1/6)."""
     p, q = np.array([0.5, 0.5]), np.array([0.6, 0.4])
     rng = np.random.default_rng(0)
     accepted = rng.random(20_000) < min(1, p[0] / q[0])
@@ -71,7 +71,7 @@ def test_the_chi_square_test_can_fail():
 
 @pytest.mark.slow
 def test_shared_noise_accepts_as_the_table_says():
-    """ALGORITHMS 0.4, R4: p=(.5,.3,.2), q=(.2,.3,.5) agree at a rate of 0.63."""
+    """docs/algorithms.md 2.2: p=(.5,.3,.2), q=(.2,.3,.5) agree at a rate of 0.63."""
     p, q = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.3, 0.5])
     params = SamplingParams(1.0, key=noise_key(3))
     same = sum(choose(p, params, NO_HISTORY, i).token == choose(q, params, NO_HISTORY, i).token

@@ -127,7 +127,8 @@ def simulated_contents(rows, lane):
 
 
 def test_columns_and_candidates_are_dealt_out_in_chunks():
-    """Appendix A3's example for two nodes: columns 0 to 2 and 3 to 4; three candidates 2 + 1."""
+    """The example of docs/algorithms.md 6.8 for two nodes: columns 0 to 2 and 3 to 4; three
+    candidates 2 + 1."""
     class Prepared(Lookahead):
         def opened(self, lane, tokens):
             super().opened(lane, tokens)

@@ -214,8 +214,8 @@ class Mute(Words):
 
 
 def test_steps_are_counted_as_the_paper_does():
-    """ALGORITHMS A6: P1 in step 1; P2 and x in 2; sync, the end of block 1 and y in 3; the end of
-    block 2 in 4; z in 5. Plain decoding takes one step per token."""
+    """docs/algorithms.md 7.5: P1 in step 1; P2 and x in 2; sync, the end of block 1 and y in 3;
+    the end of block 2 in 4; z in 5. Plain decoding takes one step per token."""
     words = Mute([b"", b'<promise topic="p" tokens=1/>', b"<async>", b"</async>", b"<sync/>",
                   b"x", b"y", b"z", b"u"], [])
     pipeline = Scripted({0: [1, 1, 4, 7, 0], 1: [5, 3], 2: [6, 3]}, words,
@@ -225,8 +225,8 @@ def test_steps_are_counted_as_the_paper_does():
 
 
 def test_pdos_takes_no_more_memory_than_plain_decoding_of_its_text():
-    """Nothing is copied: at no time more cells than the final sequence has (A7: 100 + 16, and what
-    follows), and steps as many as the longest branch, not as all of them."""
+    """Nothing is copied: at no time more cells than the final sequence has (docs/algorithms.md 8.4:
+    100 + 16, and what follows), and steps as many as the longest branch, not as all of them."""
     words = Mute(PDOS.texts, [])
     step, end, colon, a, b = 1, 2, 6, 8, 9
     # the last row of each feed is asked as well: after `:` and what is forced comes the next title

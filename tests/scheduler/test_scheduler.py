@@ -92,7 +92,7 @@ def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, accur
 
 
 def check_at_rest(pipeline):
-    """Cache hygiene (T4): nothing left on any stage, every id free, no run, no lane."""
+    """Cache hygiene: nothing left on any stage, every id free, no run, no lane."""
     assert pipeline.scheduler.idle
     assert all(not stage.kv.cells for stage in pipeline.stages)
     pool = pipeline.scheduler.pool
@@ -112,7 +112,7 @@ def long_run(limits, **options):
 
 @pytest.mark.parametrize("break_it", ["truncate", "release"])
 def test_a_missing_cache_operation_is_noticed(monkeypatch, break_it):
-    """Negative control of the taint test T6: the simulation must be able to fail."""
+    """Negative control of the taint test: the simulation must be able to fail."""
     if break_it == "truncate":
         monkeypatch.setattr(SequencePool, "truncate", lambda self, seq_id, length: None)
     else:
@@ -132,7 +132,7 @@ def test_a_missing_cache_operation_is_noticed(monkeypatch, break_it):
 
 
 def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
-    """The reference's corruption (ALGORITHMS 1.9): a live run that reads cells of a skipped one.
+    """The published corruption (docs/algorithms.md 4.7): a live run reads cells of a skipped one.
 
     Cancelling a run whose tokens are still wanted must end in an error, not in wrong tokens.
     """

@@ -81,7 +81,7 @@ def test_the_text_names_options_that_are_there():
     options = set()
     for command in ("serve", "chat"):
         options |= set(re.findall(r"--[a-z][a-z-]+", CliRunner().invoke(
-            main, [command, "--help"]).output))
+            main, [command, "--help-all"]).output))
     ours = re.findall(r"`(--[a-z][a-z-]+)", TEXT) + [
         flag for line in TEXT.splitlines() if re.match(r"(pipeinfer|launch/|mpirun)", line)
         for flag in re.findall(r" (--[a-z][a-z-]+)", line)]

@@ -97,7 +97,8 @@ def test_a_full_tree_and_a_chain():
 
 
 def test_the_group_of_the_last_accepted_token_proposes():
-    """A5: a leaf that is not the likeliest is accepted; its own group names what is next."""
+    """docs/algorithms.md 11.4: a leaf that is not the likeliest is accepted; its own group names
+    what is next."""
     from pipeinfer.strategies.proposers.base import Anchor
 
     anchors = [Anchor(-1, 2), Anchor(0, 10), Anchor(0, 11), Anchor(1, 20)]
@@ -141,7 +142,7 @@ def test_a_group_that_found_no_room_proposes_what_it_can():
     assert tree_of(proposer.propose(job([1, 2, 9]))) == [(7,)]
 
 
-# --- what rows see (appendix A5) ------------------------------------------------------------------
+# --- what rows see (docs/algorithms.md 11.4) ------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [16, 8])

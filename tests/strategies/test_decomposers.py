@@ -65,7 +65,7 @@ def sees(graph, texts, row):
 
 
 def test_the_flat_example_of_the_design():
-    """ALGORITHMS A6: positions and visible sets, token by token."""
+    """docs/algorithms.md 7.5: positions and visible sets, token by token."""
     texts = Texts()
     pasta = Pasta(texts.vocabulary(), start=1, room=1000)
     _, text, graph = play(pasta, texts, ["u"], {
@@ -83,7 +83,7 @@ def test_the_flat_example_of_the_design():
 
 
 def test_a_promise_that_is_too_small_is_seen_all_the_same():
-    """With tokens=0 blocks lie where the main thread goes on (ALGORITHMS G1)."""
+    """With tokens=0 blocks lie where the main thread goes on (docs/algorithms.md 7.4)."""
     texts = Texts()
     pasta = Pasta(texts.vocabulary(), start=1, room=1000)
     _, _, graph = play(pasta, texts, ["u"], {
@@ -109,7 +109,7 @@ def test_where_positions_must_rise_the_main_thread_moves_behind_what_it_joins():
 
 
 def test_figure_2_of_the_paper():
-    """Two promises, a sync: who must see whom, and who must not (ALGORITHMS 4.6)."""
+    """Two promises, a sync: who must see whom, and who must not (docs/algorithms.md 7.6)."""
     texts = Texts()
     one, two = promise("coordinates", 4), promise("formula", 2)
     pasta = Pasta(texts.vocabulary(), start=3, room=1000)
@@ -195,7 +195,7 @@ MARKS = (b"####", b"%%%%", b"......", b"...", b"\n\n", b":", b":\n")
 
 
 def test_the_worked_example_of_pdos():
-    """ALGORITHMS A7: branch positions, common to all, and the sequence that goes on."""
+    """docs/algorithms.md 8.4: branch positions, common to all, and the sequence that goes on."""
     texts = Texts(*MARKS)
     prompt = [f"p{k}" for k in range(98)]
     pdos = Pdos(texts.vocabulary(), n_prompt=98)

@@ -92,7 +92,7 @@ def test_cells_with_one_path_are_one_row():
     assert tops == [1, 3, 4]
 
 
-# --- what rows see (appendix A3) ------------------------------------------------------------------
+# --- what rows see (docs/algorithms.md 6.3) -------------------------------------------------------
 
 
 class Prepared(Lookahead):

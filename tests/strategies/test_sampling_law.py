@@ -1,4 +1,4 @@
-"""Speculation does not change the law of the text (ALGORITHMS 0.6, T2).
+"""Speculation does not change the law of the text (docs/algorithms.md 2.4).
 
 A toy target over 8 tokens, the exact joint law of the next three tokens by enumeration, 20,000
 draws with and without speculation (a draft that is right most of the time, several runs in

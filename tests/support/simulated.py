@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass
 class KvModel:
-    """Cells by the rules of DESIGN section 3."""
+    """Cells by the rules of docs/algorithms.md 1.1."""
 
     cells: list[Cell] = field(default_factory=list)
 

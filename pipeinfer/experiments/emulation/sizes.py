@@ -6,7 +6,7 @@ A mix such as Q3_K_M stores most matrices in its base type and some in a wider o
 tensor's name and its layer (`llama_tensor_get_type` in llama.cpp's quantisation). A row length
 that is no multiple of 256 takes the fallback type. Q2_K_2023 is what files made before January
 2024 have under the name Q2_K: mostly Q3_K. Norms and routers stay float32. Checked against
-published file sizes in tests/test_profiles.py. This module knows no machine.
+published file sizes in tests/experiments/test_profiles.py. This module knows no machine.
 """
 
 from __future__ import annotations

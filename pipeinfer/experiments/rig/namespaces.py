@@ -1,7 +1,8 @@
 """A Beowulf cluster on one machine: network namespaces as hosts, with real links and real sshd.
 
-    python -m tests.cluster.namespaces --nodes 5 --slow 3:0.25 -- pipeinfer generate -p "import"
-    python -m tests.cluster.namespaces --nodes 3 -- bash        # a shell on node1
+    python -m pipeinfer.experiments.rig.namespaces --nodes 5 --slow 3:0.25 -- \\
+        pipeinfer generate -p "import"
+    python -m pipeinfer.experiments.rig.namespaces --nodes 3 -- bash        # a shell on node1
 
 Every node has its own network namespace behind a switch (a bridge in a namespace of its own, veth
 links, `tc tbf` on both ends), its own host name, `/etc/hosts`, sshd with its own key, a cgroup

@@ -1,4 +1,4 @@
-"""APAR: list items fork, details are decoded beside the list (a baseline; ALGORITHMS 7.2).
+"""APAR: list items fork, details are decoded beside the list (a baseline; docs/algorithms.md 10).
 
 When the main thread writes `[Fork]`, a thread begins with `[Child]`, sees everything up to the
 fork, and writes the detail; the main thread goes on at once and never sees it. Children do not

@@ -39,7 +39,7 @@ _LONGEST_TAG = 256  #: bytes after which an unfinished tag is text
 
 
 class Positions(enum.StrEnum):
-    """Where the main thread goes on after a promise (paper section 4.3, Pred-10x and its variants).
+    """Where the main thread goes on after a promise (docs/algorithms.md 7.3; paper section 6.2).
 
     pred-10x: 10 N positions further. pred-1x: N, for models whose attribute is the exact length.
     fixed: always as many as given. oracle: the block's true length, and oracle-10x that rounded to

@@ -4,8 +4,8 @@ Stage 1: the model writes `####` title `:` for each step that can be done apart,
 the last; what the method forces after a title (an ellipsis, a line break, the next `####`) is fed
 rather than decoded. Stage 2: every step goes on behind its title, sees the text before the block
 and itself, and ends with `####`. Stage 3: the steps, one behind the other, take the skeleton's
-place, and the response goes on, maybe with another block (PDOS, section 3; ALGORITHMS 5). Knows no
-cells, runs or models.
+place, and the response goes on, maybe with another block (PDOS, section 3; docs/algorithms.md 8).
+Knows no cells, runs or models.
 
 Beyond the paper: titles are only forced inside a block, not after every colon of ordinary prose; a
 response may begin with a block; a block that turns out to be none (a title that does not end, no

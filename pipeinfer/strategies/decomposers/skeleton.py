@@ -2,8 +2,8 @@
 
 The main thread writes a numbered outline; each point is then expanded by a thread whose prompt
 holds the question and the whole outline. Points do not see each other, and nothing of the outline's
-cache is used again but what the prompts begin with (ALGORITHMS 7.1). Without any point the question
-is answered plainly. Knows no cells, runs or models.
+cache is used again but what the prompts begin with (docs/algorithms.md 9). Without any point the
+question is answered plainly. Knows no cells, runs or models.
 """
 
 from __future__ import annotations

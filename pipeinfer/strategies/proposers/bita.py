@@ -3,9 +3,9 @@
 After the current token and after every candidate hangs a group of M masks; mask r proposes, by its
 k likeliest tokens, what follows r+1 tokens later. What the group behind the last accepted token
 proposes is verified in the next step as a tree, of which each level offers k, k-1, ... tokens and
-only the likeliest has children (`ALGORITHMS` 6.3, 6.4). Masks see the learned prompts, under a
-sequence id of their own; no other row sees masks or prompts, so nothing they propose can change a
-choice. Pure: the masks' vectors and the prompts are the backend's affair.
+only the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks see the learned prompts,
+under a sequence id of their own; no other row sees masks or prompts, so nothing they propose can
+change a choice. Pure: the masks' vectors and the prompts are the backend's affair.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The draft keeps a few paths in its cache, with the candidates after each token it drafted from, and
 brings one up to the job's path by the longest common prefix, so it needs no word about acceptance
-or cancellation and a job that was stopped midway is taken up where it was. It applies the
-target's sampling rule with the target's noise to its own logits (ALGORITHMS 0.4, R4). This module
-knows neither llama.cpp nor threads: it works on any whole-model backend.
+or cancellation and a job that was stopped midway is taken up where it was. It applies the target's
+sampling rule with the target's noise to its own logits (docs/algorithms.md 2.2). This module knows
+neither llama.cpp nor threads: it works on any whole-model backend.
 """
 
 from __future__ import annotations

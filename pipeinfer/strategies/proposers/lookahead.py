@@ -2,11 +2,11 @@
 
 A window of W columns holds the last N-1 iterations (levels). Every step the target continues each
 column by one token; the column's tokens then form an n-gram for the pool, and what the pool has for
-the last token is verified in the next step, at most G candidates. `ALGORITHMS` 3 has the rules.
+the last token is verified in the next step, at most G candidates. The rules: docs/algorithms.md 6.
 
 A window is a token tree: level 0 is a chain below the current token, and at its node i (0: the
 current token itself) hangs the chain of column i's later levels, so a row sees what it should: the
-context, level 0 up to its column, its own column (section 3.3, appendix A3). Equal siblings are one
+context, level 0 up to its column, its own column (docs/algorithms.md 6.2). Equal siblings are one
 row. Pure: knows no run, sequence id, clock or random source.
 """
 
@@ -69,7 +69,7 @@ class Window:
 
     @classmethod
     def start(cls, width: int, size: int, text: Sequence[int]) -> Window:
-        """Level 0 alone, of tokens picked from a text (`ALGORITHMS` 3.6)."""
+        """Level 0 alone, of tokens picked from a text (docs/algorithms.md 6.5)."""
         return cls(width, size, [[pick(text, i) for i in range(width + size - 3)]])
 
     @property

@@ -3,8 +3,8 @@
 M mask tokens behind a context learn what comes 2, 3, ... tokens later; P prompt tokens, whose keys
 and values stand before every layer and which masks alone see, help them. The text is the model's
 own: it continues pieces of a corpus greedily. Context rows see neither masks nor prompts, so they
-are computed once without gradients, and many groups of masks share them (`ALGORITHMS` 6.2, the
-published code's reading: a group behind token s learns the tokens s+2, ..., s+M+1).
+are computed once without gradients, and many groups of masks share them (docs/algorithms.md 11.5,
+the published code's reading: a group behind token s learns the tokens s+2, ..., s+M+1).
 
 Does not know: decoding (`strategies.bita`), runs, other kinds of training.
 """

@@ -1,0 +1,64 @@
+"""docs/benchmarks.md is what the records give, and records say what they have to."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.records import write
+
+GOOD = """
+order = 1
+title = "A group"
+processor = "a machine"
+[[record]]
+id = "one"
+what = "something"
+value = "3 ms"
+date = "2026-11-22"
+commit = "unknown"
+labels = ["emulated"]
+"""
+
+
+def test_the_page_is_what_the_records_give():
+    assert write.main(["--check"]) == 0
+
+
+def test_a_page_that_was_edited_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(write, "PAGE", tmp_path / "page.md")
+    assert write.main(["--check"]) == 1
+    assert write.main([]) == 0
+    assert write.main(["--check"]) == 0
+    write.PAGE.write_text(write.PAGE.read_text().replace("702", "703", 1))
+    assert write.main(["--check"]) == 1
+    assert "python -m benchmarks.records.write" in capsys.readouterr().err
+
+
+def test_a_group_becomes_a_section(tmp_path):
+    (tmp_path / "a.toml").write_text(GOOD)
+    text = write.page(write.read(tmp_path))
+    assert "## A group" in text
+    assert '| <a id="one"></a>something | 3 ms | *emulated* | 2026-11-22, unknown | unknown |' \
+        in text
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (("id = \"one\"\n", ""), "no id"),
+    (("value = \"3 ms\"\n", ""), "neither value nor columns"),
+    (("value = \"3 ms\"", 'columns = ["a", "b"]\nrows = [["1"]]'), "differs in length"),
+    (("labels", "lables"), "unknown lables"),
+    (("2026-11-22", "last week"), "isoformat"),
+    (("[[record]]", GOOD[GOOD.index("[[record]]"):] + "[[record]]"), "two records one"),
+])
+def test_records_that_lack_something_are_refused(tmp_path, change, message):
+    (tmp_path / "a.toml").write_text(GOOD.replace(*change, 1))
+    with pytest.raises(ValueError, match=message):
+        write.read(tmp_path)
+
+
+def test_emulated_figures_say_so():
+    """A figure over profiles must not look like one of the machines that it names."""
+    emulated = next(group for group in write.read() if group.name == "emulated")
+    for record in emulated.records:
+        if record["processor"] == emulated.processor:
+            assert {"emulated", "paced", "virtual time"} & set(record["labels"]), record["id"]

@@ -1,0 +1,170 @@
+"""Writes docs/benchmarks.md from the records beside this file.
+
+    python -m benchmarks.records.write            # writes the page
+    python -m benchmarks.records.write --check    # fails when the page is not what the records give
+
+A TOML file is a group (order, title, intro, processor, perhaps command) with `[[record]]` tables:
+
+    id         unique, the anchor on the page
+    what       what was measured
+    value      the figure as text; or columns and rows, a table; or picture, a file under docs/
+    date       day on which the figure was first written down, YYYY-MM-DD
+    commit     the commit that first stated it, or "unknown"
+    processor, command    the group's unless given; "unknown" where nobody wrote them down
+    labels     such as "emulated", "virtual time", "paced": what the figure is not
+    notes      what a reader has to know beside it
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+_UNKNOWN = "unknown"
+_FIELDS = {"id", "what", "value", "columns", "rows", "picture", "date", "commit", "processor",
+           "command", "labels", "notes"}
+
+OPENING = """\
+# Benchmarks
+
+Every measured number of this project, and nothing else. Other pages link here.
+
+This page is written by `python -m benchmarks.records.write` from the TOML files in
+`benchmarks/records/`. Change those, not this.
+
+- **Commit** is the one that first stated the figure in this repository. The code that was measured
+  is that commit or one shortly before it. Commands have today's names.
+- **Labels** say what a figure is not. *Emulated*, *virtual time* and *paced* figures were not
+  measured on the machines that they name. *Network namespaces*: several hosts on one machine, with
+  limited links and processor shares.
+- *unknown* means that nobody wrote it down. Nothing is filled in afterwards.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A section of the page; records have their group's processor and command filled in."""
+
+    name: str
+    order: int
+    title: str
+    intro: str
+    processor: str
+    records: tuple[dict[str, Any], ...]
+
+
+def read(folder: Path = HERE) -> list[Group]:
+    """Every group, in the page's order. Raises ValueError for a record that lacks something."""
+    groups, seen = [], set()
+    for path in sorted(folder.glob("*.toml")):
+        data = tomllib.loads(path.read_text())
+        processor, command = data.get("processor", _UNKNOWN), data.get("command", _UNKNOWN)
+        records = []
+        for given in data["record"]:
+            record = {"processor": processor, "command": command, "labels": [], **given}
+            _check(path.name, record)
+            if record["id"] in seen:
+                raise ValueError(f"{path.name}: there are two records {record['id']}")
+            seen.add(record["id"])
+            records.append(record)
+        groups.append(Group(path.stem, data["order"], data["title"],
+                            data.get("intro", "").strip(), processor, tuple(records)))
+    return sorted(groups, key=lambda group: group.order)
+
+
+def _check(name: str, record: dict[str, Any]) -> None:
+    where = f"{name}, record {record.get('id', '(without id)')}"
+    missing = {"id", "what", "date", "commit"} - set(record)
+    if missing:
+        raise ValueError(f"{where}: no {', '.join(sorted(missing))}")
+    if set(record) - _FIELDS:
+        raise ValueError(f"{where}: unknown {', '.join(sorted(set(record) - _FIELDS))}")
+    if not {"value", "columns", "picture"} & set(record):
+        raise ValueError(f"{where}: neither value nor columns nor picture")
+    if any(len(row) != len(record["columns"]) for row in record.get("rows", ())):
+        raise ValueError(f"{where}: a row differs in length from the columns")
+    datetime.date.fromisoformat(record["date"])
+
+
+def page(groups: list[Group]) -> str:
+    """The whole page."""
+    parts = [OPENING, "\n".join(f"- [{g.title}](#{anchor(g.title)})" for g in groups)]
+    for group in groups:
+        parts += [f"## {group.title}", group.intro] if group.intro else [f"## {group.title}"]
+        parts.append(f"Processor, unless said otherwise: {group.processor}.")
+        simple = [r for r in group.records if "columns" not in r and "picture" not in r]
+        if simple:
+            parts.append(table(
+                ["what", "measured", "labels", "date, commit", "command"],
+                [[f'<a id="{r["id"]}"></a>{r["what"]}', r["value"], _labels(group, r),
+                  f"{r['date']}, {r['commit']}", _code(r["command"])] for r in simple]))
+        for record in group.records:
+            if record not in simple:
+                parts += _block(group, record)
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _block(group: Group, record: dict[str, Any]) -> list[str]:
+    head = f'<a id="{record["id"]}"></a>**{record["what"][0].upper()}{record["what"][1:]}**'
+    facts = [_labels(group, record), record["date"], f"commit {record['commit']}",
+             _code(record["command"])]
+    parts = [f"{head} ({'; '.join(fact for fact in facts if fact)})"]
+    if "value" in record:
+        parts.append(record["value"] + ".")
+    if "columns" in record:
+        parts.append(table(record["columns"], record["rows"]))
+    if "notes" in record:
+        parts.append(record["notes"])
+    if "picture" in record:
+        parts.append(f"![{record['id']}]({record['picture']})")
+    return parts
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; an empty cell is a dash."""
+    lines = [[cell or " " for cell in columns], ["---"] * len(columns),
+             *([cell.strip() or "-" for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def anchor(title: str) -> str:
+    """The anchor that a heading gets."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")
+
+
+def _labels(group: Group, record: dict[str, Any]) -> str:
+    found = list(record["labels"])
+    if record["processor"] != group.processor and not record["processor"].startswith("none"):
+        found.append(f"on {record['processor']}")
+    return ", ".join(f"*{label}*" for label in found)
+
+
+def _code(command: str) -> str:
+    return command if command == _UNKNOWN else f"`{command}`"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description="writes docs/benchmarks.md from the records")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    wanted = page(read())
+    if not parser.parse_args(argv).check:
+        PAGE.write_text(wanted)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == wanted:
+        return 0
+    print("docs/benchmarks.md is not what benchmarks/records give: run "
+          "python -m benchmarks.records.write", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
