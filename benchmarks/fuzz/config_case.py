@@ -153,10 +153,16 @@ def examine(data: bytes, directory: Path) -> str:
 
 
 def _options(path: Path) -> None:
+    import click
+
     from pipeinfer.cli.options import parse
     from pipeinfer.cluster.generate import sampling_params
+    from pipeinfer.errors import UsageError
 
-    resolved = parse(["--config", str(path)])
+    try:
+        resolved = parse(["--config", str(path)])
+    except click.UsageError as error:  # the command line says it in a line of its own
+        raise UsageError(error.format_message()) from None
     assert "secret-key" not in resolved.show()
     sampling_params(resolved.config.sampling, 0)
 

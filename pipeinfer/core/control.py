@@ -277,6 +277,6 @@ def unpack(data: bytes | bytearray | memoryview) -> Control:
     """The message of `pack`. Raises ProtocolError that names the field which is wrong."""
     try:
         message: Control = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a damaged control message: {error}") from error
     return message

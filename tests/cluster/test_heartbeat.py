@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
 import time
 
+import msgspec
 import pytest
 
 from pipeinfer.cluster.heartbeat import _BODY, HeadPulse, RankPulse
@@ -126,7 +126,7 @@ def test_a_rank_notices_once_that_the_head_is_silent(head, start):
 
 def test_neither_a_rank_without_answers_nor_one_that_is_closed_leaves(head, start):
     told = []
-    wrong = dataclasses.replace(head.meeting, token=bytes(16).hex())
+    wrong = msgspec.structs.replace(head.meeting, token=bytes(16).hex())
     start(1, meeting=wrong, on_silence=lambda: told.append("not answered"))
     closed = start(2, on_silence=lambda: told.append("closed"))
     until(lambda: heard(head) == {2})
@@ -139,7 +139,7 @@ def test_neither_a_rank_without_answers_nor_one_that_is_closed_leaves(head, star
 
 
 def test_addresses_that_nobody_answers_at_do_no_harm(head, start):
-    meeting = dataclasses.replace(
+    meeting = msgspec.structs.replace(
         head.meeting, addresses=("192.0.2.1", "not an address", "127.0.0.1"))
     start(5, meeting=meeting)
     until(lambda: heard(head) == {5})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 
@@ -15,7 +16,7 @@ from pipeinfer.transport.inproc import LocalPort, local_ports
 
 
 def note(value):
-    return Progress(PortName(0), "note", value, 0)
+    return Progress(PortName(0), json.dumps(value), 0, 0)
 
 
 def put(box, value, epoch, tag=Tag.RESULT):
@@ -26,7 +27,7 @@ def values(taker, tag=Tag.RESULT):
     """Everything that can be taken, in order."""
     found = []
     while (envelope := taker.take(tag)) is not None:
-        found.append(envelope.message.done)
+        found.append(json.loads(envelope.message.phase))
     return found
 
 
