@@ -24,7 +24,7 @@ from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import model_paths, open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
-from pipeinfer.models.text.text_stream import StopText
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
 from pipeinfer.strategies.decomposers.prompts import Opening
 
@@ -154,39 +154,37 @@ def run_request(
     tokenizer, head = session.tokenizer, session.head
     request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
                       frozenset(tokenizer.eog_ids), ignore_eos)
-    pieces, stopper = tokenizer.stream(), StopText(stops)
+    stream = TextStream(tokenizer, stops)
     start = time.monotonic()
 
-    def show(text: str) -> None:
-        if text:
+    def show() -> None:
+        if text := stream.take():
             out.text += text
             if on_text is not None:
                 on_text(text)
 
     head.submit(request, decompose)
-    asked_to_end = stopped = False
+    asked_to_end = False
     while True:
         if interrupted() and not asked_to_end:
             asked_to_end = True
             head.abort(request.request_id, "interrupted")
         match head.next_news(0.1):
-            case Emit(_, choice, speculated, thread, seen) if not stopped:
+            case Emit(_, choice, speculated, thread, seen) if not stream.stopped:
                 out.tokens.append(choice.token)
                 out.threads.append(thread)
                 out.visible += seen != b""
                 out.times.append(time.monotonic() - start)
                 out.speculated.append(speculated)
                 out.logprobs.append(choice.logprob)
-                text, stopped = stopper.push(
-                    pieces.push(choice.token) if seen is None else pieces.push_bytes(seen))
-                show(text)
-                if stopped:
+                stream.push(choice.token, seen)
+                show()
+                if stream.stopped:
                     head.abort(request.request_id, "stop")
             case Finish(_, reason, lane):
-                out.reason, out.lane = "stop" if stopped else reason, lane
-                if not stopped:
-                    text, _ = stopper.push(pieces.finish())
-                    show(text + stopper.rest())
+                stream.finish()
+                show()
+                out.reason, out.lane = "stop" if stream.stopped else reason, lane
                 return out
             case Refuse(_, error):
                 raise error
