@@ -6,6 +6,7 @@ Each route checks, submits and answers; how that is done is elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pipeinfer import __version__
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat as conversation
 from pipeinfer.server import requests, schema
@@ -84,7 +86,9 @@ class Server:
         """Continue texts, given as text or as token ids."""
         tokenizer = self._ready(body)
         wanted = await requests.completion(body, self.settings, tokenizer, self._n_ctx)
-        wanted.params.update(await conversation.constrain(body, self._compiler(tokenizer)))
+        grammar = await conversation.constrain(body, self._compiler(tokenizer))
+        wanted = dataclasses.replace(
+            wanted, params=dataclasses.replace(wanted.params, grammar=grammar))
         return await self._answer(
             wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
 
@@ -203,7 +207,8 @@ class Server:
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
             "build_info": f"pipeinfer {__version__}",
-            "default_generation_settings": settings.defaults, "pipeinfer": self.hub.facts,
+            "default_generation_settings": _defaults(settings.defaults),
+            "pipeinfer": self.hub.facts,
         })
 
     async def slots(self) -> Response:
@@ -218,7 +223,7 @@ class Server:
     async def rebalance(self) -> Response:
         """Deal the layers out by what each stage takes now; running requests go on."""
         found = await self.hub.rebalance(self.settings.request_timeout)
-        return Reply({"changed": found["changed"], "message": found["message"],
+        return Reply({"changed": found.changed, "message": found.message,
                       "stages": self.hub.facts["stages"]})
 
     async def watch(self) -> Response:
@@ -346,6 +351,11 @@ def _readable(piece: bytes) -> str | list[int]:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
         return list(piece)
+
+
+def _defaults(params: SamplingParams) -> dict[str, Any]:
+    """The sampling fields that a request may set."""
+    return {name: getattr(params, name) for name in (*requests.NAMES, "logit_bias")}
 
 
 def _token_text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -36,7 +36,7 @@ class Piece:
     text: str
     speculated: bool
     logprob: float | None
-    top: list[tuple[int, float]]
+    top: Sequence[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Generation:
     # --- from the engine ----------------------------------------------------------------------
 
     def push(self, token: int, speculated: bool, logprob: float | None,
-             top: list[tuple[int, float]], seen: bytes | None = None) -> bool:
+             top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
         """Take an output token; whether it completes a stop string (then the engine may stop).
 
         seen: what the reader sees of it, of a response in threads (None: the token's own text).

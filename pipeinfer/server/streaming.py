@@ -44,7 +44,7 @@ class Job:
         self.news = asyncio.Event()
         self.deadline = time.monotonic() + hub.settings.request_timeout
         self.generations = [
-            hub.submit(prompt, p * asked.n + c, asked.fields(c), asked.stops, self.news)
+            hub.submit(asked, prompt, p * asked.n + c, self.news)
             for p, prompt in enumerate(asked.prompts) for c in range(asked.n)
         ]
 
