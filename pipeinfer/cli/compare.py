@@ -22,14 +22,20 @@ import click
 
 from pipeinfer.cli.options import config_options
 from pipeinfer.cli.terminal import progress_hook
-from pipeinfer.cluster.generate import Generated, draw_seed, run_request, sampling_params
+from pipeinfer.cluster.generate import (
+    Generated,
+    draw_seed,
+    open_response,
+    run_request,
+    sampling_params,
+)
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import row_sizes
 from pipeinfer.config import Config, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
-from pipeinfer.strategies.decomposers.prompts import METHODS, Decomposition
+from pipeinfer.strategies.decomposers.factory import METHODS
 
 PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
 PLAIN = "plain"
@@ -101,9 +107,7 @@ def superset(configs: Sequence[Config], base: Config) -> Config:
 
 def ask(session: Session, config: Config, prompt: Prompt, method: str, seed: int) -> Answer:
     """One prompt by the method that the session is set to."""
-    name = config.decomposer
-    opening = Decomposition.of(session, config).opening(
-        name, [{"role": "user", "content": prompt.question}])
+    opening = open_response(session, [{"role": "user", "content": prompt.question}])
     out, cells = Generated(), 0
 
     def sample(_: str) -> None:

@@ -39,7 +39,6 @@ def generate(resolved: Resolved) -> None:
     """
     from pipeinfer.cluster import generate as gen
     from pipeinfer.cluster.launch import open_session
-    from pipeinfer.strategies.decomposers.prompts import Decomposition
     from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
 
     config = resolved.config
@@ -57,8 +56,7 @@ def generate(resolved: Resolved) -> None:
             return
         prompt: Any
         if config.decomposer:
-            prompt = Decomposition.of(session, config).opening(
-                config.decomposer, [{"role": "user", "content": text}])
+            prompt = gen.open_response(session, [{"role": "user", "content": text}])
         elif config.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)

@@ -143,7 +143,6 @@ def child_settings(config: Config) -> Settings:
         log_requests=config.log_requests, seed=config.seed,
         defaults=sampling_params(config, 0),
         decomposer=config.decomposer, decomposers=tuple(methods_for(config)),
-        threads=config.decompose_threads, positions=config.pasta_positions,
     )
 
 

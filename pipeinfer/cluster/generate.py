@@ -12,7 +12,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from pipeinfer.models.locate import model_paths, open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
-from pipeinfer.strategies.decomposers.prompts import Opening
+from pipeinfer.strategies.decomposers.factory import Decomposition, spacing_of
+from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
 _request_ids = itertools.count()
 
@@ -133,19 +134,42 @@ def draw_seed(config: Config) -> int:
     return config.seed if config.seed >= 0 else secrets.randbits(31)
 
 
+def open_response(session: Session, messages: Sequence[Mapping[str, str]]) -> Opening:
+    """A conversation as the session's config decomposes answers, for `run_request`.
+
+    Raises UsageError, and RequestError when the chat template refuses the messages.
+    """
+    config = session.config
+    return opening(session.tokenizer, texts_of(model_paths(config)[0]), config.decomposer, messages)
+
+
+def decomposition_of(session: Session) -> Decomposition:
+    """The methods over the stages that there are now. Raises UsageError."""
+    config = session.config
+    return Decomposition(
+        session.tokenizer, n_ctx=session.limits.n_ctx, most=config.decompose_threads,
+        spacing=spacing_of(config.pasta_positions),
+        overlap=all(stage["backend"] == "torch" for stage in session.stages.values()))
+
+
 def run_request(
     session: Session, prompt: Sequence[int] | Opening, params: SamplingParams, max_tokens: int, *,
     stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
     on_text: Callable[[str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
 ) -> Generated:
-    """Generate; returns when the request's terminal event has come. Raises ContextOverflow.
+    """Generate; returns when the request's terminal event has come.
+
+    Raises ContextOverflow, and ModelError for a decomposer whose tokens the vocabulary lacks.
 
     `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
     """
     out = Generated() if into is None else into
-    decompose = prompt.decompose if isinstance(prompt, Opening) else None
-    prompt = prompt.prompt if isinstance(prompt, Opening) else prompt
+    decompose = None
+    if isinstance(prompt, Opening):
+        if prompt.decompose is not None:
+            decompose = decomposition_of(session).factory(prompt.decompose, len(prompt.prompt))
+        prompt = prompt.prompt
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
         raise UsageError("the prompt is empty: give at least one token")

@@ -19,10 +19,9 @@ from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import requests, schema, tools
 from pipeinfer.server.errors import bad
-from pipeinfer.server.frames import Decompose
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
-from pipeinfer.strategies.decomposers.prompts import Decomposition
+from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
 
 class Grammars:
@@ -99,9 +98,8 @@ async def chat(
     method = _method(request, settings, params, offered)
     decompose = None
     if method:
-        decompose = Decompose(method, tuple(
-            {"role": m.role, "content": _text(m.content)} for m in request.messages))
-        prompt = await _opening(decompose, settings, tokenizer, n_ctx)
+        opened = await _opening(method, request, settings, tokenizer)
+        prompt, decompose = list(opened.prompt), opened.decompose
     else:
         text = await render(request, tokenizer, offered)
         prompt = await requests.encode(tokenizer, text, special=True)
@@ -133,14 +131,16 @@ def _method(request: schema.ChatRequest, settings: Settings, params: SamplingPar
     return "" if problem else method
 
 
-async def _opening(decompose: Decompose, settings: Settings, tokenizer: Tokenizer, n_ctx: int
-                   ) -> list[int]:
-    """The main thread's prompt. Raises ApiError."""
+async def _opening(method: str, request: schema.ChatRequest, settings: Settings,
+                   tokenizer: Tokenizer) -> Opening:
+    """The main thread's prompt and how the answer goes on. Raises ApiError."""
+    messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
+
+    def open_it() -> Opening:
+        return opening(tokenizer, texts_of(Path(settings.model)), method, messages)
+
     try:
-        method = Decomposition.on(tokenizer, Path(settings.model), n_ctx, settings.threads,
-                                  settings.positions)
-        return list((await asyncio.to_thread(
-            method.opening, decompose.method, decompose.messages)).prompt)
+        return await asyncio.to_thread(open_it)
     except RequestError as error:
         raise bad(str(error), "messages") from error
 

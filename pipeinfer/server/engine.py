@@ -13,9 +13,10 @@ from typing import Any, assert_never
 import click
 
 from pipeinfer import __version__
+from pipeinfer.cluster.generate import decomposition_of
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import Request
-from pipeinfer.errors import ClusterError, ContextOverflow, ProtocolError, RequestError, UsageError
+from pipeinfer.errors import ClusterError, ContextOverflow, ModelError, ProtocolError, UsageError
 from pipeinfer.scheduler.events import Emit, Finish, Refuse
 from pipeinfer.server.frames import (
     Abort,
@@ -37,7 +38,6 @@ from pipeinfer.server.frames import (
     Watch,
 )
 from pipeinfer.server.link import Link
-from pipeinfer.strategies.decomposers.prompts import Decomposition
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
@@ -110,17 +110,16 @@ class Engine:
         if self._deadline is not None:
             self._fail(frame.id, "draining", "the server is shutting down")
             return
-        prompt, decompose = frame.prompt, None
+        decompose = None
         try:
-            if asked := frame.decompose:
-                opening = Decomposition.of(self._session, self._session.config).opening(
-                    asked.method, asked.messages)
-                prompt, decompose = opening.prompt, opening.decompose
-        except (RequestError, UsageError) as error:
+            if frame.decompose is not None:
+                decompose = decomposition_of(self._session).factory(
+                    frame.decompose, len(frame.prompt))
+        except (ModelError, UsageError) as error:
             self._fail(frame.id, "request", f"bad parameters: {error}")
             return
         self._open.add(frame.id)
-        self._head.submit(Request(frame.id, prompt, frame.max_tokens, frame.params, self._eos,
+        self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
                                   frame.ignore_eos), decompose)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:

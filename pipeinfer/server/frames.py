@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.settings import Settings
+from pipeinfer.strategies.decomposers.base import Specification
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 64 << 20  #: bytes of the longest frame
@@ -148,16 +149,8 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
-class Decompose:
-    """A conversation to answer in threads, by a method."""
-
-    method: str
-    messages: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Submit:
-    """A request under an id of its own. prompt: token ids."""
+    """A request under an id of its own. prompt: token ids; decompose: for a response in threads."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -165,7 +158,7 @@ class Submit:
     max_tokens: int
     params: SamplingParams
     ignore_eos: bool = False
-    decompose: Decompose | None = None
+    decompose: Specification | None = None
 
 
 @dataclass(frozen=True, slots=True)

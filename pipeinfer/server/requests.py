@@ -18,8 +18,8 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema
 from pipeinfer.server.errors import bad
-from pipeinfer.server.frames import Decompose
 from pipeinfer.server.settings import Settings
+from pipeinfer.strategies.decomposers.base import Specification
 
 _LONG = 4096  #: characters above which a text is tokenised beside the event loop
 _COMPLETION_TOKENS = 16  #: max_tokens of /v1/completions when it is left out, as in the OpenAI API
@@ -46,7 +46,7 @@ class Asked:
     detail: bool = False
     logprobs: bool = False
     echo: bool = False
-    decompose: Decompose | None = None
+    decompose: Specification | None = None
 
     @property
     def count(self) -> int:

@@ -16,7 +16,7 @@ class Settings:
     requests that run and that may wait. max_body: bytes. request_timeout, client_timeout: seconds.
     seed: for requests without one, -1 draws. defaults: for sampling fields that a request leaves
     out. decomposer: method of chat requests that name none, empty for none; decomposers: those
-    that a request may name; threads, positions: see the options.
+    that a request may name.
     """
 
     op: ClassVar[str] = "settings"
@@ -34,8 +34,6 @@ class Settings:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     decomposer: str = ""
     decomposers: tuple[str, ...] = ()
-    threads: int = 0
-    positions: str = "pred-10x"
 
     @property
     def most_open(self) -> int:

@@ -28,6 +28,7 @@ from pipeinfer.server.frames import (
     decode,
     encode,
 )
+from pipeinfer.strategies.decomposers.base import Specification
 
 KINDS = {**FIRST, **FROM_ENGINE, **FROM_CLIENT}
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
@@ -100,7 +101,7 @@ def sample(hint):
     kind = next((a for a in typing.get_args(hint) if types.NoneType in typing.get_args(hint)), hint)
     kind = typing.get_origin(kind) or kind
     if dataclasses.is_dataclass(kind):
-        fields = {"method": "pasta", "messages": []} if kind is frames.Decompose else {}
+        fields = {"method": "pasta"} if kind is Specification else {}
         return fields, WRONG[None]
     return RIGHT[kind], WRONG[kind]
 
@@ -146,7 +147,7 @@ def test_damaged_news_are_named(items, where):
     ({"more": 1}, "more"), ({"params": {"no_such": 1}}, "submit.params.*no_such"),
     ({"params": {"top_k": 0.5}}, "submit.params.top_k"), ({"prompt": [1, "2"]}, r"prompt\[1\]"),
     ({"params": {"logit_bias": [[1, 2.0, 3]]}}, r"logit_bias\[0\]"),
-    ({"decompose": {"method": 1, "messages": []}}, "submit.decompose.method"),
+    ({"decompose": {"method": 1}}, "submit.decompose.method"),
 ])
 def test_damage_inside_a_field_is_named(change, where):
     whole = {"op": "submit", "id": 1, "prompt": [1], "max_tokens": 3, "params": {}}

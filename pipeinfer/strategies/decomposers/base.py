@@ -109,6 +109,21 @@ class Vocabulary:
         return tokens[0] if len(tokens) == 1 and self.piece(tokens[0]) == text.encode() else None
 
 
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """Which decomposer a response gets, as plain data that goes from process to process.
+
+    method: pasta, pdos, skeleton or apar. Of a skeleton: plain, the prompt's tokens for an answer
+    without one; point, the text of a point's prompt with what `factory.hole` makes for the outline,
+    the index and the point; lead, whether the reader gets number and point before its answer.
+    """
+
+    method: str
+    plain: tuple[int, ...] = ()
+    point: str = ""
+    lead: bool = False
+
+
 class Decomposer(Protocol):
     """One response; see the module docstring. Every call returns what is to be done, in order."""
 
