@@ -17,7 +17,8 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import requests, schema, tools
+from pipeinfer.server import requests, tools
+from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings

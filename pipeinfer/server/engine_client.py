@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any, Literal, TypeAlias, assert_never
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
 
+State: TypeAlias = Literal["loading", "ready", "draining", "failed", "stopped"]
 _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
@@ -78,11 +79,12 @@ class Watcher:
 
 
 class Hub:
-    """State: loading, ready, draining, failed or stopped; `reason` says why it failed."""
+    """Who is open, and the engine's state; `reason` says why it failed."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        self.state, self.reason = "loading", ""
+        self.state: State = "loading"
+        self.reason = ""
         self.loading: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.status: dict[str, Any] = {}

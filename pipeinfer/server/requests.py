@@ -16,7 +16,7 @@ from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import schema
+from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.base import Specification

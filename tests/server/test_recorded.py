@@ -16,7 +16,8 @@ import pytest
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
-from pipeinfer.server import schema, tools
+from pipeinfer.server import schema_requests as schema
+from pipeinfer.server import tools
 from pipeinfer.server.app import Server
 from pipeinfer.server.choice import Failure, Generation
 from pipeinfer.server.engine_client import Hub
@@ -25,7 +26,7 @@ from pipeinfer.server.frames import Rebalanced
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
-from pipeinfer.server.schema import Reply
+from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.streaming import event
 
