@@ -370,8 +370,10 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 def _own_ranks(resolved: Resolved, n_predict: int) -> Iterator[Partner]:
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import open_session
+    from pipeinfer.models.text import chat_template
 
     config = resolved.config
+    chat_template.prepare()
     params = dataclasses.replace(sampling_params(config, 0), grammar=compiled_grammar(config))
     with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
         assert session is not None

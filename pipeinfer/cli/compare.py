@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from pipeinfer import host
 from pipeinfer.cli.options import config_options
 from pipeinfer.cli.terminal import progress_hook
 from pipeinfer.cluster.generate import (
@@ -35,6 +36,7 @@ from pipeinfer.cluster.sizing import row_sizes
 from pipeinfer.config import Config, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
+from pipeinfer.models.text import chat_template
 from pipeinfer.strategies.decomposers.factory import METHODS
 
 PROPOSERS = ("draft", "prompt-lookup", "lookahead", "bita")
@@ -283,6 +285,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     asked = file_prompts(prompts) if prompts else list(task_prompts(tasks, kind, 1))
     seed = draw_seed(base)
     answers: dict[str, list[Answer]] = {name: [] for name in names}
+    if host.launched_rank() == 0:
+        chat_template.prepare()
     with open_session(whole, progress_hook(base)) as session:
         if session is None:
             return

@@ -39,6 +39,7 @@ def generate(resolved: Resolved) -> None:
     """
     from pipeinfer.cluster import generate as gen
     from pipeinfer.cluster.launch import open_session
+    from pipeinfer.models.text import chat_template
     from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
 
     config = resolved.config
@@ -51,6 +52,8 @@ def generate(resolved: Resolved) -> None:
         params = dataclasses.replace(params, grammar=gen.compiled_grammar(config))
         if config.trace:
             check_writable(Path(config.trace))
+        if config.chat or config.decomposer:
+            chat_template.prepare()
     with open_session(config, progress_hook(config), grammars=bool(params.grammar)) as session:
         if session is None:
             return

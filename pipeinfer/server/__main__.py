@@ -19,6 +19,7 @@ import uvicorn
 
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text import chat_template
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.frames import FIRST, HEADER, decode
@@ -95,6 +96,7 @@ async def _serve(link: socket.socket, listener: socket.socket, settings: Setting
 
 async def _load(hub: Hub) -> None:
     """Load the vocabulary; the stages load meanwhile."""
+    chat_template.prepare()
     try:
         tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)
         await asyncio.to_thread(lambda: tokenizer.eog_ids)
