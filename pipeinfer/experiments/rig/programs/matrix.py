@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
@@ -21,9 +22,11 @@ from pipeinfer.scheduler.controller import Controller
 
 
 def main() -> None:
+    """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
-    config = Config(**{k: tuple(v) if isinstance(v, list) else v
-                       for k, v in task["config"].items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
+                              for k, v in task["config"].items()}
+    config = Config(**fields)
     results = []
     try:
         with open_session(config) as session:
