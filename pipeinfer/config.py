@@ -179,16 +179,12 @@ class SpeculationConfig:
                        help="pipeline: each rank holds some layers; replicate: each holds the "
                             "whole model, and the rows of lookahead decoding are dealt out "
                             "(docs/lookahead.md).")
-    decomposer: str = _opt("", "--decomposer", kind="str",
-                           choices=("", "pasta", "pdos", "skeleton", "apar"),
+    decomposer: str = _opt("", "--decomposer", kind="str", registered="decomposers",
                            help="Decode a response in several threads at once; see "
                                 "docs/decomposers.md. The prompt becomes a chat message; the model "
                                 "is by default a small embedded one that was trained for it.")
     decompose_threads: int = _opt(8, "--decompose-threads", low=1, high=64,
                                   help="Most threads of a response beside its main one.")
-    pasta_positions: str = _opt("pred-10x", "--pasta-positions", kind="str",
-                                help="How far the main thread moves on behind a promise: pred-10x "
-                                     "(ten times its attribute), pred-1x, fixed or fixed:N.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch a component off (repeatable).")

@@ -21,7 +21,7 @@ from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.experiments.rig.server_peer import Front
 from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.text import chat_template
+from pipeinfer.models.text import chat_template, sandbox
 from pipeinfer.server import middleware
 from pipeinfer.server.settings import Settings
 
@@ -140,7 +140,7 @@ def test_the_embedded_models_pass(path):
 
 
 @pytest.mark.parametrize("template", [
-    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ 10 ** 10 ** 10 }}",
+    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ 10 ** (10 ** 10) }}",
     "{{ 'a' * 10**9 }}", "{{ '%1000000000d' % 3 }}", "{{ '{:1000000000}'.format(3) }}",
     "{{ 'x'|center(10**9) }}", "{{ 'x'.ljust(10**9) }}", "{{ range(10**9) }}", "{{ [1] * 10**9 }}",
     "{% set ns = namespace(x='aaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
@@ -161,6 +161,28 @@ def test_a_template_that_goes_on_for_ever_is_stopped(monkeypatch):
     with pytest.raises(RequestError, match="takes longer"):
         chat_template.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
                          "{% endfor %}", {})
+
+
+def test_a_template_that_ends_its_process_ends_nothing_else():
+    with pytest.raises(RequestError, match="chat template"):
+        chat_template.render("{{ [1] * 10**9 }}", {})
+    assert chat_template.render("{{ x }}", {"x": "\ud83d"}) == "\ud83d"
+    with pytest.raises(RequestError, match="more than"):
+        chat_template.render("{{ 'ab' * n }}", {"n": 40 << 20})
+
+
+def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
+    receive = sandbox.Helper._receive
+
+    def interrupted(self, seconds):
+        raise KeyboardInterrupt
+
+    assert chat_template.render("a", {}) == "a"
+    monkeypatch.setattr(sandbox.Helper, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        chat_template.render("b", {})
+    monkeypatch.setattr(sandbox.Helper, "_receive", receive)
+    assert chat_template.render("c", {}) == "c"
 
 
 def test_what_templates_of_models_do_still_works():

@@ -12,6 +12,7 @@ import random
 import struct
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,9 +113,12 @@ def _resized(frame: bytes) -> bytes:
 
 
 def _link_frame(draw: random.Random) -> bytes:
-    body = json.dumps(change_value(draw, {
-        "op": "submit", "id": 5, "prompt": [1, 2, 3], "max_tokens": 7, "ignore_eos": False,
-        "params": {"temperature": 0.5, "logit_bias": [[4, -1.0]], "key": 7}}))
+    body = json.dumps(change_value(draw, draw.choice((
+        {"op": "submit", "id": 5, "prompt": [1, 2, 3], "max_tokens": 7, "ignore_eos": False,
+         "params": {"temperature": 0.5, "logit_bias": [[4, -1.0]], "key": 7}},
+        {"op": "news", "items": [["t", 5, 7, True, -0.5, [[7, -0.5]], "\xe9"],
+                                 ["end", 5, "stop", {"runs": 3}], ["error", 6, "request", "x"]]},
+    ))))
     raw = body.encode("utf-8", "surrogatepass")
     if draw.random() < 0.3:
         raw = change_bytes(draw, raw)
@@ -138,7 +142,9 @@ def examine(data: bytes, directory: Path) -> str:
 
 def _examine(kind: bytes, data: bytes) -> str:
     if kind == b"L":
-        return f"link: {len(frames.Frames().feed(data))}"
+        reader: frames.FrameReader[Any] = frames.FrameReader(
+            {**frames.FROM_ENGINE, **frames.FROM_CLIENT})
+        return f"link: {len(reader.feed(data))}"
     message = p.decode(data)
     if isinstance(message, messages.Decode):
         p.check_decode(message, N_SEQ, N_CTX, N_TOKENS,

@@ -34,6 +34,7 @@ from pipeinfer.experiments.rig.launch import environment, mpirun_path
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.transport.http_client import HttpFailure
 
 REPORT_SECONDS = 1.0  #: that reports of the last runs get to arrive
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"
@@ -82,7 +83,7 @@ async def server(ranks: int, *options: str, quiet: bool = True) -> AsyncIterator
         stderr=asyncio.subprocess.DEVNULL if quiet else None)
     try:
         for _ in range(1200):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(HttpFailure):
                 if (await get(port, "/health"))[0] == 200:
                     break
             assert process.returncode is None, "the server did not start"

@@ -1,18 +1,19 @@
 """A small client for measurements: one connection per request, streamed answers, exact times.
 
-It speaks just enough HTTP/1.1 for `pipeinfer serve`, so that what is measured is the server and
-not a client library; the tests use the official client.
+Over the same library as the project's other clients; the tests use the official client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.experiments.chaos.client import read_events, read_head
+from pipeinfer.transport import http_client
+
+_SILENCE = 600.0  #: seconds without a byte after which an answer is given up
 
 
 @dataclass
@@ -49,13 +50,8 @@ class Answer:
 
 async def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and body of a GET."""
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-    status, headers = await read_head(reader)
-    raw = await reader.read() if "content-length" not in headers else \
-        await reader.readexactly(int(headers["content-length"]))
-    writer.close()
-    return status, raw.decode()
+    answer = await http_client.ask_async("GET", f"http://{host}:{port}{path}", timeout=_SILENCE)
+    return answer.status, answer.text
 
 
 async def complete(
@@ -67,41 +63,36 @@ async def complete(
     leave_after: hang up after so many tokens. read_pause: seconds to sleep between two pieces of
     the stream (a slow reader).
     """
-    body = json.dumps({"stream": True, "stream_options": {"include_usage": True},
-                       "pipeinfer": {"detail": True}, **request}).encode()
+    body = {"stream": True, "stream_options": {"include_usage": True},
+            "pipeinfer": {"detail": True}, **request}
     answer = Answer()
     begin = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write((f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-                      f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n").encode() + body)
-        await writer.drain()
-        answer.status, answer.headers = await read_head(reader)
-        if "text/event-stream" not in answer.headers.get("content-type", ""):
-            raw = await reader.read()
-            answer.body = json.loads(raw) if raw else {}
-            answer.error = answer.body.get("error", {})
-            return answer
-        async for data in read_events(reader):
-            now = time.perf_counter() - begin
-            if data == "[DONE]":
-                answer.ended = True
-                break
-            _take(answer, json.loads(data), now)
-            if leave_after is not None and len(answer.tokens) >= leave_after:
-                break
-            if read_pause:
-                await asyncio.sleep(read_pause)
+        async with http_client.stream_async("POST", f"http://{host}:{port}{path}", body,
+                                            timeout=_SILENCE) as response:
+            answer.status, answer.headers = response.status_code, dict(response.headers)
+            if not http_client.is_stream(response):
+                await response.aread()
+                answer.body = response.json() if response.content else {}
+                answer.error = answer.body.get("error", {})
+                return answer
+            async with contextlib.aclosing(http_client.events_async(response)) as events:
+                async for chunk in events:
+                    if "error" in chunk:
+                        answer.error = chunk["error"]
+                        return answer
+                    _take(answer, chunk, time.perf_counter() - begin)
+                    if leave_after is not None and len(answer.tokens) >= leave_after:
+                        return answer
+                    if read_pause:
+                        await asyncio.sleep(read_pause)
+            answer.ended = True
         return answer
     finally:
         answer.seconds = time.perf_counter() - begin
-        writer.close()
 
 
 def _take(answer: Answer, chunk: dict[str, Any], now: float) -> None:
-    if "error" in chunk:
-        answer.error = chunk["error"]
-        return
     detail = chunk.get("pipeinfer") or {}
     tokens = detail.get("tokens", [])
     answer.tokens += tokens

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.serving import malformed
 from pipeinfer.experiments.rig.server_peer import front
 from pipeinfer.models.locate import EMBEDDED
+from pipeinfer.server.frames import Refused
 
 pytestmark = pytest.mark.slow
 CASES = 300
@@ -24,7 +25,7 @@ def test_no_malformed_request_brings_a_500_or_an_undescribed_answer():
 
 def test_what_is_wrong_would_be_noticed():
     with front(EMBEDDED / "target.gguf") as server:
-        server.peer.answer = lambda frame: [["error", frame["id"], "no such kind", "a bug"]]
+        server.peer.answer = lambda frame: [Refused(frame.id, "no such kind", "a bug")]
         tally = malformed.Tally()
         malformed.from_description(server.url, 60, 1, tally)
     assert any("500" in wrong or "Server error" in wrong for _, wrong in tally.failures)

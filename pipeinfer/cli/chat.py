@@ -374,7 +374,9 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import open_session
     from pipeinfer.models.locate import model_paths
+    from pipeinfer.models.text import chat_template
 
+    chat_template.prepare()
     params = dataclasses.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     with open_session(

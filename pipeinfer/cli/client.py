@@ -1,23 +1,22 @@
-"""A client of `pipeinfer serve` (or any server with the OpenAI API), over the standard library.
+"""A client of `pipeinfer serve`, or of any server with the OpenAI API.
 
-Streams one answer at a time. Knows HTTP and server-sent events, no terminal and no model.
+Streams one answer at a time. Knows that API, no terminal and no model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import socket
-import ssl
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
 from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.transport import http_client
+from pipeinfer.transport.http_client import HttpFailure
 
 _POLL_SECONDS = 0.5  #: between two looks whether a server has loaded its model
 
@@ -32,14 +31,14 @@ class Remote:
         """Raises UsageError for what is no such address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port
+            parts.port  # noqa: B018  (a property that checks)
         except ValueError as error:
             raise UsageError(f"--url {url}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"--url {url} is no address like http://host:8080")
         self.url, self._timeout = url, timeout
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self._base = f"{parts.scheme}://{parts.netloc}{path}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
@@ -66,17 +65,14 @@ class Remote:
 
     def rebalance(self) -> dict[str, Any]:
         """Have the server deal its layers out anew. Raises RequestError."""
-        connection = self._connect()
         try:
-            response = self._ask(connection, "POST", "/rebalance", b"")
-            answer = _object(response.read())
-            if response.status != 200:
-                raise _refusal(response.status, answer, response.getheader("Retry-After"))
-            return answer
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestError(f"nothing answers at {self.url} ({_reason(error)})") from error
-        finally:
-            connection.close()
+            answer = http_client.ask("POST", f"{self._base}/rebalance", timeout=self._timeout,
+                                     headers=self._headers)
+        except HttpFailure as error:
+            raise RequestError(f"nothing answers at {self.url} ({error})") from error
+        if answer.status != 200:
+            raise _refusal(answer.status, _object(answer.body), answer.headers.get("retry-after"))
+        return _object(answer.body)
 
     def model(self) -> str:
         """The name of the model. Raises RequestError."""
@@ -95,62 +91,29 @@ class Remote:
 
         Raises RequestError when it is refused, fails, or breaks off.
         """
-        body = json.dumps({**fields, "messages": list(messages), "stream": True}).encode()
-        connection = self._connect()
+        body = {**fields, "messages": list(messages), "stream": True}
         try:
-            response = self._ask(connection, "POST", "/v1/chat/completions", body)
-            if response.status != 200:
-                answer = _object(response.read())
-                raise _refusal(response.status, answer, response.getheader("Retry-After"))
-            yield from _events(response)
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestError(f"the connection to {self.url} broke off: {_reason(error)}") from (
-                error)
-        finally:
-            connection.close()
+            with http_client.stream("POST", f"{self._base}/v1/chat/completions", body,
+                                    timeout=self._timeout, headers=self._headers) as response:
+                if response.status_code != 200:
+                    raise _refusal(response.status_code, _object(response.read()),
+                                   response.headers.get("retry-after"))
+                for chunk in http_client.events(response):
+                    if "error" in chunk:
+                        raise _refusal(500, chunk, None)
+                    yield chunk
+        except HttpFailure as error:
+            raise RequestError(f"the connection to {self.url} broke off: {error}") from error
 
     def _get(self, path: str) -> tuple[int, dict[str, Any]]:
-        connection = self._connect()
         try:
-            response = self._ask(connection, "GET", path, None)
-            return response.status, _object(response.read())
-        except (OSError, http.client.HTTPException) as error:
+            answer = http_client.ask("GET", self._base + path, timeout=self._timeout,
+                                     headers=self._headers)
+        except HttpFailure as error:
             raise RequestError(
-                f"nothing answers at {self.url} ({_reason(error)}): start `pipeinfer serve` "
+                f"nothing answers at {self.url} ({error}): start `pipeinfer serve` "
                 "there, name another --url, or load a model here with -m") from error
-        finally:
-            connection.close()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._secure:
-            return http.client.HTTPSConnection(
-                self._host, self._port, timeout=self._timeout,
-                context=ssl.create_default_context())
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
-
-    def _ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
-    ) -> http.client.HTTPResponse:
-        headers = dict(self._headers)
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        connection.request(method, self._base + path, body, headers)
-        return connection.getresponse()
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
-        text = line.decode("utf-8", "replace").strip()
-        if not text.startswith("data:"):
-            continue
-        data = text.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        chunk = _object(data.encode())
-        if "error" in chunk:
-            raise _refusal(500, chunk, None)
-        yield chunk
-    raise http.client.IncompleteRead(b"")
+        return answer.status, _object(answer.body)
 
 
 def _refusal(status: int, answer: Mapping[str, Any], retry_after: str | None) -> RequestError:
@@ -175,16 +138,6 @@ def _object(data: bytes) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
-        return "the stream ended early"
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, socket.gaierror):
-        return "no such host"
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
 DEFAULT_URL = "http://127.0.0.1:8080"

@@ -20,9 +20,16 @@ from typing import Any
 
 import click
 
+from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import progress_hook
-from pipeinfer.cluster.generate import Generated, draw_seed, run_request, sampling_params
+from pipeinfer.cluster.generate import (
+    Generated,
+    draw_seed,
+    open_response,
+    run_request,
+    sampling_params,
+)
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import row_sizes
@@ -30,8 +37,8 @@ from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
+from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.prompts import METHODS, Decomposition
 
 PLAIN = "plain"
 
@@ -73,14 +80,14 @@ def parse_method(text: str, base: JobConfig) -> JobConfig:
     """A config for `[decomposer][+proposer ...][@policy]`, or `plain`. Raises UsageError."""
     name, _, policy = text.partition("@")
     parts = [] if name == PLAIN else name.split("+")
-    decomposers = [part for part in parts if part in METHODS]
+    decomposers = [part for part in parts if part in registry.decomposers()]
     proposers = tuple(part for part in parts if part in registry.proposers())
-    wrong = [part for part in parts if part not in (*METHODS, *registry.proposers())]
+    wrong = [part for part in parts if part not in registry.specs()]
     if wrong or len(decomposers) > 1 or policy not in ("", *Policy):
         raise UsageError(
             f"--method {text}: write {PLAIN}, or parts joined by +: at most one of "
-            f"{', '.join(METHODS)}, any of {', '.join(registry.proposers())}; and maybe "
-            "@speculative"
+            f"{', '.join(registry.decomposers())}, any of {', '.join(registry.proposers())}; "
+            "and maybe @speculative"
         )
     return base.replace(
         decomposer=decomposers[0] if decomposers else "", proposer=proposers,
@@ -92,7 +99,8 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
     """What has to be loaded so that every one of `configs` can be used."""
     decomposers = {config.speculation.decomposer for config in configs} - {""}
     proposers = tuple(dict.fromkeys(p for config in configs for p in config.speculation.proposer))
-    first = "pasta" if "pasta" in decomposers else next(iter(sorted(decomposers)), "")
+    demanding = sorted(decomposers, key=lambda name: not registry.decomposer(name).gaps)
+    first = next(iter(demanding), "")
     whole = base.replace(decomposer=first, proposer=proposers, policy="",
                          speculation=base.speculation.speculation if proposers else "off")
     rows = row_sizes(whole.speculation)
@@ -105,9 +113,7 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
 def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params: SamplingParams,
         n_predict: int) -> Answer:
     """One prompt by the method that the session is set to."""
-    name = config.speculation.decomposer
-    opening = Decomposition.of(session, config).opening(
-        name, [{"role": "user", "content": prompt.question}])
+    opening = open_response(session, [{"role": "user", "content": prompt.question}])
     out, cells = Generated(), 0
 
     def sample(_: str) -> None:
@@ -272,8 +278,9 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
         base = base.replace(model="task")
     torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
     if not methods:
-        methods = (PLAIN, *(("pasta",) if torch else ()), "pdos", "skeleton", "apar",
-                   "prompt-lookup", "lookahead")
+        methods = (PLAIN, *(name for name, spec in registry.decomposers().items()
+                            if torch or not spec.gaps),
+                   *(name for name, spec in registry.proposers().items() if not spec.needs))
     names = tuple(dict.fromkeys((PLAIN, *methods)))
     configs = {name: parse_method(name, base) for name in names}
     whole = superset(list(configs.values()), base)
@@ -282,6 +289,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     asked = file_prompts(prompts) if prompts else list(task_prompts(tasks, kind, 1))
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
+    if host.launched_rank() == 0:
+        chat_template.prepare()
     with open_session(whole, progress_hook(request)) as session:
         if session is None:
             return

@@ -39,7 +39,7 @@ def generate(resolved: Resolved) -> None:
     from pipeinfer.cluster import generate as gen
     from pipeinfer.cluster.launch import open_session
     from pipeinfer.models.locate import model_paths
-    from pipeinfer.strategies.decomposers.prompts import Decomposition
+    from pipeinfer.models.text import chat_template
     from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
 
     config = resolved.config
@@ -55,13 +55,14 @@ def generate(resolved: Resolved) -> None:
             params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
         if trace:
             check_writable(Path(trace))
+        if request.chat or decomposer:
+            chat_template.prepare()
     with open_session(job, progress_hook(request), grammars=bool(params.grammar)) as session:
         if session is None:
             return
         prompt: Any
         if decomposer:
-            prompt = Decomposition.of(session, job).opening(
-                decomposer, [{"role": "user", "content": text}])
+            prompt = gen.open_response(session, [{"role": "user", "content": text}])
         elif request.chat:
             chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
             prompt = session.tokenizer.encode(chat, special=True)

@@ -156,8 +156,10 @@ def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
     default = defaults.get(name, _default(name))
     text, choices = option.help, option.choices
     if option.registered:
-        listed = {"proposers": registry.proposers}[option.registered]()
-        choices = tuple(listed)
+        listed: Mapping[str, Any] = {
+            "proposers": registry.proposers(), "decomposers": registry.decomposers(),
+        }[option.registered]
+        choices = ("", *listed) if option.kind == "str" else tuple(listed)
         text += " " + "; ".join(f"{name}: {spec.help}" for name, spec in listed.items()) + "."
     if option.kind != "flag" and default not in ("", ()) and "[default" not in text:
         text += f" [default: {default}]"

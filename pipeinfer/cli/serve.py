@@ -26,6 +26,8 @@ from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.server import http_process
 from pipeinfer.server.engine import Engine
+from pipeinfer.server.frames import Loading
+from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.prompts import methods_for
 
 PARALLEL = 16  #: requests decoded at the same time unless --parallel says otherwise
@@ -49,7 +51,7 @@ def serve_command(resolved: Resolved) -> None:
           progress_hook(config.request))
 
 
-def serve(job: JobConfig, config: ServeConfig, settings: dict[str, Any],
+def serve(job: JobConfig, config: ServeConfig, settings: Settings,
           show: ProgressHook | None) -> None:
     """Rank 0's part. settings: of the HTTP process; show: told how far stages are.
 
@@ -63,10 +65,10 @@ def serve(job: JobConfig, config: ServeConfig, settings: dict[str, Any],
     child = http_process.start(settings, listener)
 
     def progress(states: Any) -> None:
-        child.link.send({"op": "loading", "stages": {
+        child.link.send(Loading({
             f"spare rank {s.spare}" if s.spare else str(node):
                 {"phase": s.phase, "done": s.done, "total": s.total}
-            for node, s in states.items()}})
+            for node, s in states.items()}))
         if show is not None:
             show(states)
 
@@ -74,9 +76,9 @@ def serve(job: JobConfig, config: ServeConfig, settings: dict[str, Any],
         assert session is not None
         engine = Engine(session, child.link, config.drain_seconds)
         signals.engine = engine
-        click.echo(f"pipeinfer: {settings['name']} on {child.url} with {session.n_stages} "
+        click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
-        if not settings["api_keys"] and config.host not in _LOCAL:
+        if not settings.api_keys and config.host not in _LOCAL:
             click.echo("pipeinfer: note: whoever reaches this address can use the server; "
                        "--api-key-file asks for keys", err=True)
         with _telling(child):  # at once: ending the session takes longer than a launcher waits
@@ -121,43 +123,33 @@ class _Signals:
         self.engine.leave()
 
 
-def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
-                   ) -> dict[str, Any]:
+def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:
     """What the HTTP process has to know. Raises UsageError, ModelError."""
     target, _ = model_paths(job)
     name = target.resolve().name if target.is_dir() else target.stem
     open_model(target)  # what is wrong with the file is said before anything starts
-    params = sampling_params(sampling, 0)
-    return {
-        "model": str(target), "name": config.alias or (name if job.model.model else "embedded"),
-        "api_keys": api_keys(config), "parallel": job.speculation.parallel,
-        "queue": config.queue, "max_body": config.max_body,
-        "request_timeout": config.request_timeout, "client_timeout": config.client_timeout,
-        "cors_origins": list(config.cors_origin), "log_requests": config.log_requests,
-        "seed": sampling.seed, "decomposer": job.speculation.decomposer,
-        "decomposers": methods_for(job), "threads": job.speculation.decompose_threads,
-        "positions": job.speculation.pasta_positions,
-        "defaults": {
-            "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p,
-            "min_p": params.min_p, "repeat_penalty": params.repeat_penalty,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repeat_last_n": params.repeat_last_n,
-            "logit_bias": [list(pair) for pair in params.logit_bias],
-        },
-    }
+    return Settings(
+        model=str(target), name=config.alias or (name if job.model.model else "embedded"),
+        api_keys=api_keys(config), parallel=job.speculation.parallel, queue=config.queue,
+        max_body=config.max_body, request_timeout=config.request_timeout,
+        client_timeout=config.client_timeout, cors_origins=config.cors_origin,
+        log_requests=config.log_requests, seed=sampling.seed,
+        defaults=sampling_params(sampling, 0),
+        decomposer=job.speculation.decomposer, decomposers=tuple(methods_for(job)),
+    )
 
 
-def api_keys(config: ServeConfig) -> list[str]:
+def api_keys(config: ServeConfig) -> tuple[str, ...]:
     """Every key that opens the server. Raises UsageError for a file that can not be used."""
-    keys = list(config.api_key)
+    keys = tuple(config.api_key)
     if config.api_key_file:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"can not read --api-key-file {config.api_key_file}: {error}") from (
                 error)
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        found = tuple(
+            line.strip() for line in lines if line.strip() and not line.startswith("#"))
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} has no key in it")
         keys += found

@@ -12,7 +12,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from pipeinfer.config import SamplingConfig
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import model_paths, open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
-from pipeinfer.models.text.text_stream import StopText
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
-from pipeinfer.strategies.decomposers.prompts import Opening
+from pipeinfer.strategies.decomposers.factory import Decomposition
+from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
 _request_ids = itertools.count()
 
@@ -133,19 +134,42 @@ def draw_seed(config: SamplingConfig) -> int:
     return config.seed if config.seed >= 0 else secrets.randbits(31)
 
 
+def open_response(session: Session, messages: Sequence[Mapping[str, str]]) -> Opening:
+    """A conversation as the session's config decomposes answers, for `run_request`.
+
+    Raises UsageError, and RequestError when the chat template refuses the messages.
+    """
+    config = session.config
+    return opening(session.tokenizer, texts_of(model_paths(config)[0]),
+                   config.speculation.decomposer, messages)
+
+
+def decomposition_of(session: Session) -> Decomposition:
+    """The methods over the stages that there are now. Raises UsageError."""
+    config = session.config
+    return Decomposition(
+        session.tokenizer, config.speculation, n_ctx=session.limits.n_ctx,
+        overlap=all(stage["backend"] == "torch" for stage in session.stages.values()))
+
+
 def run_request(
     session: Session, prompt: Sequence[int] | Opening, params: SamplingParams, max_tokens: int, *,
     stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
     on_text: Callable[[str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
 ) -> Generated:
-    """Generate; returns when the request's terminal event has come. Raises ContextOverflow.
+    """Generate; returns when the request's terminal event has come.
+
+    Raises ContextOverflow, and ModelError for a decomposer whose tokens the vocabulary lacks.
 
     `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
     """
     out = Generated() if into is None else into
-    decompose = prompt.decompose if isinstance(prompt, Opening) else None
-    prompt = prompt.prompt if isinstance(prompt, Opening) else prompt
+    decompose = None
+    if isinstance(prompt, Opening):
+        if prompt.decompose is not None:
+            decompose = decomposition_of(session).factory(prompt.decompose, len(prompt.prompt))
+        prompt = prompt.prompt
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
         raise UsageError("the prompt is empty: give at least one token")
@@ -154,39 +178,37 @@ def run_request(
     tokenizer, head = session.tokenizer, session.head
     request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
                       frozenset(tokenizer.eog_ids), ignore_eos)
-    pieces, stopper = tokenizer.stream(), StopText(stops)
+    stream = TextStream(tokenizer, stops)
     start = time.monotonic()
 
-    def show(text: str) -> None:
-        if text:
+    def show() -> None:
+        if text := stream.take():
             out.text += text
             if on_text is not None:
                 on_text(text)
 
     head.submit(request, decompose)
-    asked_to_end = stopped = False
+    asked_to_end = False
     while True:
         if interrupted() and not asked_to_end:
             asked_to_end = True
             head.abort(request.request_id, "interrupted")
         match head.next_news(0.1):
-            case Emit(_, choice, speculated, thread, seen) if not stopped:
+            case Emit(_, choice, speculated, thread, seen) if not stream.stopped:
                 out.tokens.append(choice.token)
                 out.threads.append(thread)
                 out.visible += seen != b""
                 out.times.append(time.monotonic() - start)
                 out.speculated.append(speculated)
                 out.logprobs.append(choice.logprob)
-                text, stopped = stopper.push(
-                    pieces.push(choice.token) if seen is None else pieces.push_bytes(seen))
-                show(text)
-                if stopped:
+                stream.push(choice.token, seen)
+                show()
+                if stream.stopped:
                     head.abort(request.request_id, "stop")
             case Finish(_, reason, lane):
-                out.reason, out.lane = "stop" if stopped else reason, lane
-                if not stopped:
-                    text, _ = stopper.push(pieces.finish())
-                    show(text + stopper.rest())
+                stream.finish()
+                show()
+                out.reason, out.lane = "stop" if stream.stopped else reason, lane
                 return out
             case Refuse(_, error):
                 raise error

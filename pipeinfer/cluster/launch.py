@@ -55,6 +55,7 @@ from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
 from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
 from pipeinfer.transport.inproc import local_ports
 
@@ -251,7 +252,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
     most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1
-    gaps = config.speculation.decomposer == "pasta" and "llamacpp" in backends
+    method = config.speculation.decomposer
+    gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
     if gaps:
         GapModel(model)  # says what is wrong with it
     if most > 1 and "llamacpp" in backends:

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from pipeinfer.errors import PipeinferError
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text import chat_template
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.frames import HEADER, decode_body
+from pipeinfer.server.frames import FIRST, HEADER, decode
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 from pipeinfer.server.settings import Settings
@@ -49,11 +50,10 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
     link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    settings = Settings.from_frame(_first_frame(link))
-    return asyncio.run(_serve(link, listener, settings))
+    return asyncio.run(_serve(link, listener, _first_frame(link)))
 
 
-def _first_frame(link: socket.socket) -> dict[str, object]:
+def _first_frame(link: socket.socket) -> Settings:
     link.settimeout(_START_SECONDS)
 
     def exactly(count: int) -> bytes:
@@ -66,9 +66,9 @@ def _first_frame(link: socket.socket) -> dict[str, object]:
         return data
 
     (size,) = HEADER.unpack(exactly(HEADER.size))
-    frame = decode_body(exactly(size))
+    settings = decode(exactly(size), FIRST)
     link.setblocking(False)
-    return frame
+    return settings
 
 
 async def _serve(link: socket.socket, listener: socket.socket, settings: Settings) -> int:
@@ -96,8 +96,9 @@ async def _serve(link: socket.socket, listener: socket.socket, settings: Setting
 
 async def _load(hub: Hub) -> None:
     """Load the vocabulary; the stages load meanwhile."""
+    chat_template.prepare()
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, hub.settings.model)
+        tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)
         await asyncio.to_thread(lambda: tokenizer.eog_ids)
         hub.tokenizer = tokenizer
     except PipeinferError as error:

@@ -6,6 +6,7 @@ Each route checks, submits and answers; how that is done is elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import time
@@ -19,16 +20,19 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pipeinfer import __version__
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat as conversation
-from pipeinfer.server import requests, schema
+from pipeinfer.server import requests
+from pipeinfer.server import schema_replies as replies
+from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
-from pipeinfer.server.schema import Reply
+from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
 
 WEB = Path(__file__).parent / "web"
@@ -36,7 +40,7 @@ _GONE = 499  #: the client has left: nobody reads this
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
-    status: {"model": schema.ErrorReply, "description": text} for status, text in (
+    status: {"model": replies.ErrorReply, "description": text} for status, text in (
         (400, "The request can not be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
         (408, "The request's body did not arrive in time."),
@@ -84,7 +88,9 @@ class Server:
         """Continue texts, given as text or as token ids."""
         tokenizer = self._ready(body)
         wanted = await requests.completion(body, self.settings, tokenizer, self._n_ctx)
-        wanted.params.update(await conversation.constrain(body, self._compiler(tokenizer)))
+        grammar = await conversation.constrain(body, self._compiler(tokenizer))
+        wanted = dataclasses.replace(
+            wanted, params=dataclasses.replace(wanted.params, grammar=grammar))
         return await self._answer(
             wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
 
@@ -135,12 +141,12 @@ class Server:
         tokens = await requests.encode(tokenizer, body.content, special=body.parse_special,
                                     add_bos=None if body.add_special else False)
         if not body.with_pieces:
-            return Reply({"tokens": tokens})
+            return Reply(replies.Tokens(tokens=tokens))
 
         def pieces() -> Response:
-            return Reply({"tokens": [
-                {"id": token, "piece": _readable(tokenizer.piece(token, special=True))}
-                for token in tokens]})
+            return Reply(replies.Tokens(tokens=[
+                replies.Piece(id=token, piece=_readable(tokenizer.piece(token, special=True)))
+                for token in tokens]))
 
         return await asyncio.to_thread(pieces)
 
@@ -149,27 +155,27 @@ class Server:
         tokenizer = self.hub.check_ready()
         tokens = requests.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
-        return Reply({"content": content})
+        return Reply(replies.Content(content=content))
 
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
         offered = conversation.tool_list(body, tokenizer.chat_template or "")
         text = await conversation.render(body, tokenizer, offered, body.add_generation_prompt)
-        return Reply({"prompt": text})
+        return Reply(replies.Prompt(prompt=text))
 
     # --- looking ------------------------------------------------------------------------------
 
     async def models(self) -> Response:
         """The one model that is served."""
-        return Reply({"object": "list", "data": [self._model()]})
+        return Reply(replies.ModelList(object="list", data=[self._model()]))
 
     async def model(self, name: str) -> Response:
         """A model by its name."""
         self._check_model(name)
         return Reply(self._model())
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> replies.Model:
         return {"id": self.settings.name, "object": "model", "created": self.created,
                 "owned_by": "pipeinfer"}
 
@@ -179,10 +185,11 @@ class Server:
         state = "loading" if hub.tokenizer is None and hub.state == "ready" else hub.state
         if state == "ready":
             facts = hub.facts
-            return Reply({"status": "ok", "recoveries": sum(
-                bool(change["lost"]) for change in facts.get("changes", ())),
-                "lost": facts.get("lost", [])})
-        body: dict[str, Any] = {"status": state}
+            return Reply(replies.Health(
+                status="ok",
+                recoveries=sum(bool(change["lost"]) for change in facts.get("changes", ())),
+                lost=facts.get("lost", [])))
+        body = replies.Health(status=state)
         if state == "loading":
             body["stages"] = hub.loading
         if hub.reason:
@@ -197,29 +204,29 @@ class Server:
     async def props(self) -> Response:
         """What the server is and does."""
         tokenizer, settings = self.hub.check_ready(), self.settings
-        return Reply({
-            "model_alias": settings.name, "total_slots": settings.parallel, "n_ctx": self._n_ctx,
-            "chat_template": tokenizer.chat_template or "",
-            "bos_token": _token_text(tokenizer, tokenizer.bos_id),
-            "eos_token": _token_text(tokenizer, tokenizer.eos_id),
-            "build_info": f"pipeinfer {__version__}",
-            "default_generation_settings": settings.defaults, "pipeinfer": self.hub.facts,
-        })
+        return Reply(replies.Props(
+            model_alias=settings.name, total_slots=settings.parallel, n_ctx=self._n_ctx,
+            chat_template=tokenizer.chat_template or "",
+            bos_token=_token_text(tokenizer, tokenizer.bos_id),
+            eos_token=_token_text(tokenizer, tokenizer.eos_id),
+            build_info=f"pipeinfer {__version__}",
+            default_generation_settings=_defaults(settings.defaults), pipeinfer=self.hub.facts,
+        ))
 
     async def slots(self) -> Response:
         """The places for requests and who has them, as of the engine's last report."""
         self.hub.check_ready()
         lanes = list(self.hub.status.get("lanes", ()))
         return Reply([
-            {"id": i, "n_ctx": self._n_ctx, "is_processing": i < len(lanes),
-             "lane": lanes[i] if i < len(lanes) else None}
+            replies.Slot(id=i, n_ctx=self._n_ctx, is_processing=i < len(lanes),
+                         lane=lanes[i] if i < len(lanes) else None)
             for i in range(max(self.settings.parallel, len(lanes)))])
 
     async def rebalance(self) -> Response:
         """Deal the layers out by what each stage takes now; running requests go on."""
         found = await self.hub.rebalance(self.settings.request_timeout)
-        return Reply({"changed": found["changed"], "message": found["message"],
-                      "stages": self.hub.facts["stages"]})
+        return Reply(replies.Rebalanced(
+            changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))
 
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
@@ -240,22 +247,22 @@ class Server:
                                    responses={**_ASKED, **more})
 
         busy: _Responses = {k: _ERRORS[k] for k in (404, 429, 504)}
-        post("/v1/completions", self.completions, schema.Completion, {**busy, **_STREAM})
-        post("/v1/chat/completions", self.chat_completions, schema.ChatCompletion,
+        post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
+        post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
-        post("/tokenize", self.tokenize, schema.Tokens, {})
-        post("/detokenize", self.detokenize, schema.Content, {})
-        post("/rebalance", self.rebalance, schema.Rebalanced,
+        post("/tokenize", self.tokenize, replies.Tokens, {})
+        post("/detokenize", self.detokenize, replies.Content, {})
+        post("/rebalance", self.rebalance, replies.Rebalanced,
              {k: _ERRORS[k] for k in (429, 503, 504)})
-        post("/apply-template", self.apply_template, schema.Prompt, {})
-        get("/v1/models", self.models, schema.ModelList, {})
-        get("/v1/models/{name:path}", self.model, schema.Model,
+        post("/apply-template", self.apply_template, replies.Prompt, {})
+        get("/v1/models", self.models, replies.ModelList, {})
+        get("/v1/models/{name:path}", self.model, replies.Model,
             {404: _ERRORS[404], 400: _ERRORS[400]})
-        get("/health", self.health, schema.Health, {503: {"model": schema.Health}})
+        get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
         sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
-        get("/props", self.props, schema.Props, {503: _ERRORS[503]})
-        get("/slots", self.slots, list[schema.Slot], {503: _ERRORS[503]})
+        get("/props", self.props, replies.Props, {503: _ERRORS[503]})
+        get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
         get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
 
@@ -346,6 +353,11 @@ def _readable(piece: bytes) -> str | list[int]:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
         return list(piece)
+
+
+def _defaults(params: SamplingParams) -> dict[str, Any]:
+    """The sampling fields that a request may set."""
+    return {name: getattr(params, name) for name in (*requests.NAMES, "logit_bias")}
 
 
 def _token_text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -6,6 +6,7 @@ Knows templates and the vocabulary, no HTTP and no engine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import requests, schema, tools
+from pipeinfer.server import requests, tools
+from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
-from pipeinfer.strategies.decomposers.prompts import Decomposition
-
-_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
 
 class Grammars:
@@ -57,8 +58,8 @@ class Chat:
 
 async def constrain(
     request: schema.Sampling, grammars: Grammars, forced: str = "",
-) -> dict[str, str]:
-    """The grammar field of a request's params, if it wants one. Raises ApiError.
+) -> str:
+    """The compiled grammar that a request asks for, empty for none. Raises ApiError.
 
     forced: a grammar (lark) that a tool choice asks for.
     """
@@ -80,10 +81,10 @@ async def constrain(
             raise bad(f"tool_choice asks for a call and {param} for something else", "tool_choice")
         kind, text, param = "lark", forced, "tools"
     if not kind:
-        return {}
+        return ""
     if request.ignore_eos:
         raise bad(f"ignore_eos with {param}: a grammar says where the text ends", "ignore_eos")
-    return {"grammar": await grammars.compile(kind, text, param)}
+    return await grammars.compile(kind, text, param)
 
 
 async def chat(
@@ -95,13 +96,12 @@ async def chat(
     params = requests.sampling(request, settings, tokenizer, n_logprobs)
     template = tokenizer.chat_template or ""
     offered, forced = _tools(request, template, tokenizer)
-    params |= await constrain(request, grammars, forced)
+    params = dataclasses.replace(params, grammar=await constrain(request, grammars, forced))
     method = _method(request, settings, params, offered)
     decompose = None
     if method:
-        decompose = {"method": method, "messages": [
-            {"role": m.role, "content": _text(m.content)} for m in request.messages]}
-        prompt = await _opening(decompose, settings, tokenizer, n_ctx)
+        opened = await _opening(method, request, settings, tokenizer)
+        prompt, decompose = list(opened.prompt), opened.decompose
     else:
         text = await render(request, tokenizer, offered)
         prompt = await requests.encode(tokenizer, text, special=True)
@@ -113,7 +113,7 @@ async def chat(
     )
 
 
-def _method(request: schema.ChatRequest, settings: Settings, params: dict[str, Any],
+def _method(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
             offered: list[dict[str, Any]] | None) -> str:
     """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
     method that it can not have; the server's own choice gives way instead."""
@@ -124,24 +124,25 @@ def _method(request: schema.ChatRequest, settings: Settings, params: dict[str, A
     problem = ""
     if method not in settings.decomposers:
         problem = "this server was not started for it: see --decomposer"
-    elif params.get("grammar") or offered:
+    elif params.grammar or offered:
         problem = "it can not follow a grammar or call tools"
-    elif method == "pasta" and SamplingParams(**{
-            name: params[name] for name in _PENALTIES if name in params}).uses_history:
+    elif not registry.decomposer(method).penalties and params.uses_history:
         problem = "it knows no penalties for repetition"
     if problem and asked_for is not None:
         raise bad(f"decomposer {method}: {problem}", "decomposer")
     return "" if problem else method
 
 
-async def _opening(decompose: dict[str, Any], settings: Settings, tokenizer: Tokenizer, n_ctx: int
-                   ) -> list[int]:
-    """The main thread's prompt. Raises ApiError."""
+async def _opening(method: str, request: schema.ChatRequest, settings: Settings,
+                   tokenizer: Tokenizer) -> Opening:
+    """The main thread's prompt and how the answer goes on. Raises ApiError."""
+    messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
+
+    def open_it() -> Opening:
+        return opening(tokenizer, texts_of(Path(settings.model)), method, messages)
+
     try:
-        method = Decomposition.on(tokenizer, Path(settings.model), n_ctx, settings.threads,
-                                  settings.positions)
-        return list((await asyncio.to_thread(
-            method.opening, decompose["method"], decompose["messages"])).prompt)
+        return await asyncio.to_thread(open_it)
     except RequestError as error:
         raise bad(str(error), "messages") from error
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.models.text.text_stream import StopText
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 _MODEL_ENDS = frozenset({"stop", "length", "context"})
@@ -36,7 +36,7 @@ class Piece:
     text: str
     speculated: bool
     logprob: float | None
-    top: list[tuple[int, float]]
+    top: Sequence[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -71,12 +71,9 @@ class Generation:
         self.failure: Failure | None = None
         self.stats: dict[str, Any] = {}
         self.counts = Counts(n_prompt)
-        self.stopped = False  #: a stop string was met; further tokens are not part of the answer
         self._news = news
-        self._pieces, self._stopper = tokenizer.stream(), StopText(stops)
-        self._text = ""
+        self._stream = TextStream(tokenizer, stops)
         self._waiting: deque[tuple[int, Piece]] = deque()  # where each begins
-        self._produced = self._certain = self._taken = 0  # characters
 
     @property
     def ended(self) -> bool:
@@ -84,15 +81,14 @@ class Generation:
         return self.reason is not None
 
     @property
-    def has_news(self) -> bool:
-        """Whether `take` would return something, or the end has come."""
-        return bool(self._text) or self.ended or (
-            bool(self._waiting) and self._is_certain(*self._waiting[0]))
+    def stopped(self) -> bool:
+        """Whether a stop string was met: further tokens are not part of the answer."""
+        return self._stream.stopped
 
     # --- from the engine ----------------------------------------------------------------------
 
     def push(self, token: int, speculated: bool, logprob: float | None,
-             top: list[tuple[int, float]], seen: bytes | None = None) -> bool:
+             top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
         """Take an output token; whether it completes a stop string (then the engine may stop).
 
         seen: what the reader sees of it, of a response in threads (None: the token's own text).
@@ -103,11 +99,9 @@ class Generation:
         counts.output += 1
         counts.first = counts.first or now
         counts.last = now
-        text = self._pieces.push(token) if seen is None else self._pieces.push_bytes(seen)
-        self._waiting.append((self._produced, Piece(token, text, speculated, logprob, top)))
-        self._produced += len(text)
-        safe, self.stopped = self._stopper.push(text)
-        self._add(safe)
+        start = self._stream.produced
+        text = self._stream.push(token, seen)
+        self._waiting.append((start, Piece(token, text, speculated, logprob, top)))
         if self.stopped:
             self._cut()
         self._news.set()
@@ -118,10 +112,8 @@ class Generation:
         if self.ended:
             return
         if not self.stopped and reason in _MODEL_ENDS:
-            safe, met = self._stopper.push(self._pieces.finish())
-            self._add(safe if met else safe + self._stopper.rest())
-            if met:
-                self.stopped = True
+            self._stream.finish()
+            if self.stopped:
                 self._cut()
         self.stats = stats
         self.reason = "stop" if self.stopped else reason
@@ -138,25 +130,22 @@ class Generation:
     def take(self) -> Delta:
         """Everything that has become certain since the last call."""
         pieces = []
-        while self._waiting and (self.ended or self._is_certain(*self._waiting[0])):
+        while self._waiting and (self.ended or self._next_is_certain()):
             pieces.append(self._waiting.popleft()[1])
-        delta = Delta(self._text, pieces, self._taken)
-        self._taken += len(self._text)
-        self._text = ""
-        return delta
+        offset = self._stream.taken
+        return Delta(self._stream.take(), pieces, offset)
 
-    def _is_certain(self, start: int, piece: Piece) -> bool:
-        return start + len(piece.text) <= self._certain
-
-    def _add(self, text: str) -> None:
-        self._text += text
-        self._certain += len(text)
+    def _next_is_certain(self) -> bool:
+        if not self._waiting:
+            return False
+        start, piece = self._waiting[0]
+        return self._stream.is_certain(start, piece.text)
 
     def _cut(self) -> None:
         """Drop the tokens of a stop string, and shorten the one in which it begins."""
         kept: deque[tuple[int, Piece]] = deque()
         for start, piece in self._waiting:
-            if start < self._certain:
-                piece.text = piece.text[: self._certain - start]
+            if (text := self._stream.cut(start, piece.text)) is not None:
+                piece.text = text
                 kept.append((start, piece))
         self._waiting = kept

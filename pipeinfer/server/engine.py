@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, assert_never
 
 import click
 
 from pipeinfer import __version__
+from pipeinfer.cluster.generate import decomposition_of
 from pipeinfer.cluster.session import Session
-from pipeinfer.core.types import Request, SamplingParams
-from pipeinfer.errors import ClusterError, ContextOverflow, ProtocolError, RequestError, UsageError
+from pipeinfer.core.types import Request
+from pipeinfer.errors import ClusterError, ContextOverflow, ModelError, ProtocolError, UsageError
 from pipeinfer.scheduler.events import Emit, Finish, Refuse
-from pipeinfer.server.frames import Link
-from pipeinfer.strategies.decomposers.prompts import Decomposition
+from pipeinfer.server.frames import (
+    Abort,
+    Bye,
+    Changed,
+    ClientFrame,
+    Draining,
+    Ended,
+    News,
+    NewsItem,
+    Ready,
+    Rebalance,
+    Rebalanced,
+    Refused,
+    Runs,
+    Status,
+    Submit,
+    Token,
+    Watch,
+)
+from pipeinfer.server.link import Link
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
@@ -26,7 +45,6 @@ _PACE_SECONDS = 10.0  #: between two looks whether a stage has become slow
 WORTH = 1.25  #: times the speed that dealing the layers out anew has to promise by itself
 DRIFT = 1.5  #: times a stage's best time that count as having become slow
 _RETRY = 0.02  #: seconds after which an unfinished send is tried again
-_PARAMS = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 
 
 class Engine:
@@ -54,10 +72,12 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `leave`. Raises ClusterError when a stage or the HTTP process dies."""
-        self._link.send({"op": "ready", "facts": self._facts()})
+        self._link.send(Ready(self._facts()))
         while True:
             while (frame := self._link.take()) is not None:
                 self._handle(frame)
+            if self._link.problem:
+                raise ProtocolError(f"the HTTP process is not understood: {self._link.problem}")
             if self._link.closed:
                 raise ClusterError("the HTTP process has died: nobody can be served")
             if self._asked_to_leave and self._drained():
@@ -66,81 +86,73 @@ class Engine:
             self._report()
             if not self._open and not self._asked_to_leave:
                 self._mind_the_pace()
-        self._link.send({"op": "bye"})
+        self._link.send(Bye())
 
     # --- frames -------------------------------------------------------------------------------
 
-    def _handle(self, frame: dict[str, Any]) -> None:
-        match frame["op"]:
-            case "submit":
+    def _handle(self, frame: ClientFrame) -> None:
+        match frame:
+            case Submit():
                 self._submit(frame)
-            case "abort":
-                self._head.abort(int(frame["id"]), str(frame["reason"]))
-            case "watch":
-                self._watched = bool(frame["on"])
-                self._head.observe(self._watched)
-            case "rebalance":
+            case Abort(request_id, reason):
+                self._head.abort(request_id, reason)
+            case Watch(on):
+                self._watched = on
+                self._head.observe(on)
+            case Rebalance(number):
                 done = self._session.rebalance()
-                self._link.send({"op": "rebalanced", "id": int(frame["id"]), "changed": bool(done),
-                                 "message": done or "the layers stay: no other plan is faster"})
-            case other:
-                raise ProtocolError(f"the HTTP process sent an unknown frame {other!r}")
+                self._link.send(Rebalanced(
+                    number, bool(done), done or "the layers stay: no other plan is faster"))
+            case _:
+                assert_never(frame)
 
-    def _submit(self, frame: dict[str, Any]) -> None:
-        request_id = int(frame["id"])
+    def _submit(self, frame: Submit) -> None:
         if self._deadline is not None:
-            self._fail(request_id, "draining", "the server is shutting down")
+            self._fail(frame.id, "draining", "the server is shutting down")
             return
+        decompose = None
         try:
-            prompt, decompose = tuple(frame["prompt"]), None
-            if asked := frame.get("decompose"):
-                opening = Decomposition.of(self._session, self._session.config).opening(
-                    asked["method"], asked["messages"])
-                prompt, decompose = opening.prompt, opening.decompose
-            request = Request(
-                request_id, prompt, int(frame["max_tokens"]),
-                params_from(frame["params"], len(frame["prompt"])), self._eos,
-                bool(frame["ignore_eos"]),
-            )
-        except (TypeError, ValueError, RequestError, UsageError) as error:
-            self._fail(request_id, "request", f"bad parameters: {error}")
+            if frame.decompose is not None:
+                decompose = decomposition_of(self._session).factory(
+                    frame.decompose, len(frame.prompt))
+        except (ModelError, UsageError) as error:
+            self._fail(frame.id, "request", f"bad parameters: {error}")
             return
-        self._open.add(request_id)
-        self._head.submit(request, decompose)
+        self._open.add(frame.id)
+        self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
+                                  frame.ignore_eos), decompose)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:
-        self._link.send({"op": "news", "items": [["error", request_id, kind, message]]})
+        self._link.send(News((Refused(request_id, kind, message),)))
 
     # --- news ---------------------------------------------------------------------------------
 
     def _news(self, first: Emit | Finish | Refuse | None) -> None:
-        items: list[list[Any]] = []
+        items: list[NewsItem] = []
         news = first
         while news is not None:
             items.append(self._item(news))
             news = self._head.next_news(0.0) if len(items) < _BATCH else None
         if items:
-            self._link.send({"op": "news", "items": items})
+            self._link.send(News(tuple(items)))
 
-    def _item(self, news: Emit | Finish | Refuse) -> list[Any]:
+    def _item(self, news: Emit | Finish | Refuse) -> NewsItem:
         match news:
             case Emit(request_id, choice, speculated, text=text):
-                return ["t", request_id, choice.token, speculated, choice.logprob,
-                        [list(pair) for pair in choice.top],
-                        None if text is None else text.decode("latin-1")]
+                return Token(request_id, choice.token, speculated, choice.logprob, choice.top, text)
             case Finish(request_id, reason, stats):
                 self._open.discard(request_id)
-                return ["end", request_id, reason, dataclasses.asdict(stats)]
+                return Ended(request_id, reason, dataclasses.asdict(stats))
             case Refuse(request_id, error):
                 self._open.discard(request_id)
                 kind = "context" if isinstance(error, ContextOverflow) else "request"
-                return ["error", request_id, kind, str(error)]
+                return Refused(request_id, kind, str(error))
 
     def _tell_change(self) -> None:
         """Other stages have taken over, or the layers were dealt out anew."""
         message = str(self._session.assembly.changes[-1])
         click.echo(f"pipeinfer: {message}", err=True)
-        self._link.send({"op": "changed", "facts": self._facts(), "message": message})
+        self._link.send(Changed(self._facts(), message))
 
     def _mind_the_pace(self) -> None:
         """Between requests: deal the layers out anew where a stage has become slow for good."""
@@ -168,14 +180,14 @@ class Engine:
         if self._watched and now - self._runs_sent >= _RUNS:
             self._runs_sent = now
             if runs := self._head.take_runs():
-                self._link.send({"op": "runs", "items": runs})
+                self._link.send(Runs(tuple(runs)))
         if now - self._status_seen < _STATUS_BUSY and self._open:
             return
         self._status_seen = now
         status = self._head.snapshot()
         if status != self._status or now - self._status_sent >= _STATUS_IDLE:
             self._status, self._status_sent = status, now
-            self._link.send({"op": "status", "time": time.time(), **status})
+            self._link.send(Status(time.time(), status))
 
     def _facts(self) -> dict[str, Any]:
         session, limits, assembly = self._session, self._session.limits, self._session.assembly
@@ -201,26 +213,10 @@ class Engine:
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._drain_seconds
-            self._link.send({"op": "draining", "seconds": self._drain_seconds})
+            self._link.send(Draining(self._drain_seconds))
         if now >= self._deadline:
             for request_id in sorted(self._open):
                 self._head.abort(request_id, "shutdown")
             while self._open and (news := self._head.next_news(0.0)) is not None:
                 self._news(news)
         return not self._open
-
-
-def params_from(fields: dict[str, Any], n_prompt: int) -> SamplingParams:
-    """Sampling parameters from a frame; a grammar begins after the prompt.
-
-    Raises ValueError or TypeError for what is none.
-    """
-    unknown = set(fields) - _PARAMS
-    if unknown:
-        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
-    values = dict(fields)
-    if "logit_bias" in values:
-        values["logit_bias"] = tuple((int(t), float(b)) for t, b in values["logit_bias"])
-    if values.get("grammar"):
-        values["grammar_start"] = n_prompt
-    return SamplingParams(**values)

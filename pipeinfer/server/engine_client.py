@@ -14,16 +14,44 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, assert_never
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Failure, Generation
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.frames import HEADER, MAX_FRAME, decode_body, encode
+from pipeinfer.server.frames import (
+    FROM_ENGINE,
+    HEADER,
+    MAX_FRAME,
+    Abort,
+    Bye,
+    Changed,
+    ClientFrame,
+    Draining,
+    Ended,
+    EngineFrame,
+    Failed,
+    Loading,
+    News,
+    NewsItem,
+    Ready,
+    Rebalance,
+    Rebalanced,
+    Refused,
+    Runs,
+    Status,
+    Submit,
+    Token,
+    Watch,
+    decode,
+    encode,
+)
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
 
+State: TypeAlias = Literal["loading", "ready", "draining", "failed", "stopped"]
 _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
@@ -51,11 +79,12 @@ class Watcher:
 
 
 class Hub:
-    """State: loading, ready, draining, failed or stopped; `reason` says why it failed."""
+    """Who is open, and the engine's state; `reason` says why it failed."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        self.state, self.reason = "loading", ""
+        self.state: State = "loading"
+        self.reason = ""
         self.loading: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
@@ -65,7 +94,7 @@ class Hub:
         self._ids = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._watchers: set[Watcher] = set()
-        self._rebalances: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._rebalances: dict[int, asyncio.Future[Rebalanced]] = {}
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -90,33 +119,33 @@ class Hub:
                                 f"{self.settings.queue} wait", code="queue_full")
 
     def submit(
-        self, prompt: Sequence[int], index: int, fields: dict[str, Any], stops: Sequence[str],
-        news: asyncio.Event,
+        self, asked: Asked, prompt: Sequence[int], index: int, news: asyncio.Event
     ) -> Generation:
-        """Send one choice to the engine; its tokens arrive in what is returned.
-
-        fields: max_tokens, ignore_eos and params of the submit frame. Check room before.
+        """Send choice number `index` of a request to the engine; its tokens arrive in what is
+        returned. Check room before.
         """
         tokenizer = self.check_ready()
         request_id = next(self._ids)
-        generation = Generation(request_id, index, len(prompt), tokenizer, stops, news)
+        generation = Generation(request_id, index, len(prompt), tokenizer, asked.stops, news)
         self.open[request_id] = generation
-        self._send({"op": "submit", "id": request_id, "prompt": list(prompt), **fields})
+        self._send(Submit(
+            request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
+            asked.ignore_eos, asked.decompose))
         return generation
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a choice that nobody waits for; harmless when it has ended."""
         if generation.request_id in self.open and not generation.ended:
-            self._send({"op": "abort", "id": generation.request_id, "reason": reason})
+            self._send(Abort(generation.request_id, reason))
 
-    async def rebalance(self, timeout: float) -> dict[str, Any]:
+    async def rebalance(self, timeout: float) -> Rebalanced:
         """Have the engine deal the layers out anew; what came of it. Raises ApiError."""
         self.check_ready()
         if self._rebalances:
             raise ApiError(429, "the layers are being dealt out already", code="rebalancing")
         number = next(self._ids)
         answer = self._rebalances[number] = asyncio.get_running_loop().create_future()
-        self._send({"op": "rebalance", "id": number})
+        self._send(Rebalance(number))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -138,13 +167,13 @@ class Hub:
         watcher = Watcher()
         self._watchers.add(watcher)
         if len(self._watchers) == 1:
-            self._send({"op": "watch", "on": True})
+            self._send(Watch(True))
         try:
             yield watcher
         finally:
             self._watchers.discard(watcher)
             if not self._watchers:
-                self._send({"op": "watch", "on": False})
+                self._send(Watch(False))
 
     # --- the link -----------------------------------------------------------------------------
 
@@ -156,7 +185,7 @@ class Hub:
                 (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 if size > MAX_FRAME:
                     raise ProtocolError(f"a frame announces {size} bytes")
-                self.handle(decode_body(await reader.readexactly(size)))
+                self.handle(decode(await reader.readexactly(size), FROM_ENGINE))
         except (asyncio.IncompleteReadError, OSError):
             self.fail("rank 0 has died")
         except Exception as error:  # whatever it is, clients must not wait for nothing
@@ -164,73 +193,70 @@ class Hub:
             self.fail(f"rank 0 is not understood: {error}")
         self.left.set()
 
-    def handle(self, frame: dict[str, Any]) -> None:
-        """One frame of the engine. Raises ProtocolError for an unknown one."""
-        match frame["op"]:
-            case "news":
-                for item in frame["items"]:
+    def handle(self, frame: EngineFrame) -> None:
+        """One frame of the engine."""
+        match frame:
+            case News(items):
+                for item in items:
                     self._item(item)
-            case "status":
-                self.status = frame
-                self.metrics.status(frame, self.facts)
-                self._show(frame)
-            case "runs":
-                self._show(frame)
-            case "loading":
-                self.loading = frame["stages"]
-            case "ready":
-                self.state, self.facts = "ready", frame["facts"]
+            case Status(at, figures):
+                self.status = {"op": "status", "time": at, **figures}
+                self.metrics.status(figures, self.facts)
+                self._show(self.status)
+            case Runs(items):
+                self._show({"op": "runs", "items": items})
+            case Loading(stages):
+                self.loading = stages
+            case Ready(facts):
+                self.state, self.facts = "ready", facts
                 if self._watchers:
-                    self._send({"op": "watch", "on": True})
-            case "changed":
-                self.facts = frame["facts"]
+                    self._send(Watch(True))
+            case Changed(facts):
+                self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
-            case "rebalanced":
-                if (waiting := self._rebalances.pop(frame["id"], None)) is not None:
+            case Rebalanced(number):
+                if (waiting := self._rebalances.pop(number, None)) is not None:
                     waiting.set_result(frame)
-            case "draining":
+            case Draining():
                 self.state = "draining"
                 self._show({"op": "state", "state": self.state})
-            case "failed":
-                self.fail(str(frame["message"]))
-            case "bye":
+            case Failed(message):
+                self.fail(message)
+            case Bye():
                 self.state = "stopped"
                 self._end_all(Failure("shutdown", "the server has shut down"))
-            case other:
-                raise ProtocolError(f"unknown frame {other!r}")
+            case _:
+                assert_never(frame)
 
-    def _item(self, item: list[Any]) -> None:
-        generation = self.open.get(item[1])
+    def _item(self, item: NewsItem) -> None:
+        generation = self.open.get(item.id)
         if generation is None:
             return
         match item:
-            case ["t", _, token, speculated, logprob, top, text]:
-                self._token(generation, token, speculated, logprob, top,
-                            None if text is None else text.encode("latin-1"))
-            case ["end", request_id, reason, stats]:
+            case Token():
+                self._token(generation, item)
+            case Ended(request_id, reason, stats):
                 del self.open[request_id]
                 if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
                     generation.stats = stats
                     generation.fail(failure)
                 generation.end(reason, stats)
                 self.metrics.ended(generation, reason)
-            case ["error", request_id, kind, message]:
+            case Refused(request_id, kind, message):
                 del self.open[request_id]
                 generation.fail(Failure(kind, message))
                 self.metrics.ended(generation, "error")
             case _:
-                raise ProtocolError(f"unknown news {item[0]!r}")
+                assert_never(item)
 
-    def _token(self, generation: Generation, token: int, speculated: bool,
-               logprob: float | None, top: list[list[Any]], seen: bytes | None) -> None:
+    def _token(self, generation: Generation, item: Token) -> None:
         before = generation.counts.last
         try:
-            alternatives = [(int(t), p) for t, p in top]
-            if generation.push(token, speculated, logprob, alternatives, seen):
-                self._send({"op": "abort", "id": generation.request_id, "reason": "stop"})
+            if generation.push(item.token, item.speculated, item.logprob, item.top, item.seen):
+                self._send(Abort(generation.request_id, "stop"))
         except Exception as error:  # one request's trouble is not the others'
-            _log.exception("token %r can not be handled", token)
-            self._send({"op": "abort", "id": generation.request_id, "reason": "error"})
+            _log.exception("token %r can not be handled", item.token)
+            self._send(Abort(generation.request_id, "error"))
             generation.fail(Failure("internal", f"a token can not be handled: {error}"))
         self.metrics.token(generation, before)
 
@@ -255,6 +281,6 @@ class Hub:
         for watcher in self._watchers:
             watcher.push(frame)
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, frame: ClientFrame) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(frame))

@@ -5,9 +5,8 @@ Knows HTTP statuses and names, and nothing of who raises them.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeinfer.server.choice import Failure
+from pipeinfer.server.schema_replies import ErrorReply
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
@@ -31,7 +30,7 @@ class ApiError(Exception):
         if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER))
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorReply:
         """The object that clients get; never text that UTF-8 can not carry."""
         return {"error": {
             "message": _plain(self.message), "type": _TYPES.get(self.status, "server_error"),

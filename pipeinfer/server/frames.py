@@ -1,46 +1,238 @@
-"""Frames between rank 0 and the HTTP process: a length (4 bytes, big-endian), then JSON.
+"""What rank 0 and the HTTP process say to each other: one class per frame, and their bytes.
 
-`Link` is rank 0's end. A thread of its own reads, so that the loop that owns MPI never blocks on
-the socket; sends go out as far as the socket takes them and the rest waits in a bounded backlog.
-This module knows frames, not what is in them.
+A frame is a length (4 bytes, big-endian) and a JSON object with its fields under "op", its name;
+tokens, of which there are many, are lists. What is not of this form is refused with the name of
+the field. Knows what is said, neither sockets nor who acts on it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import socket
 import struct
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from pipeinfer.errors import ClusterError, ProtocolError
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import ProtocolError
+from pipeinfer.server.settings import Settings
+from pipeinfer.strategies.decomposers.base import Specification
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 64 << 20  #: bytes of the longest frame
-MAX_BACKLOG = 64 << 20  #: unsent bytes above which the other end counts as dead
+T = TypeVar("T")
+
+# --- from rank 0 ------------------------------------------------------------------------------
 
 
-def encode(frame: dict[str, Any]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the stages are: by name, as /health shows it."""
+
+    op: ClassVar[str] = "loading"
+    stages: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Requests are taken. facts: what is served by whom, as /props shows it."""
+
+    op: ClassVar[str] = "ready"
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Other stages have taken over; facts from now on."""
+
+    op: ClassVar[str] = "changed"
+    facts: dict[str, Any]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """An output token of request `id`. top: the likeliest tokens with their log-probabilities.
+    seen: what the reader sees of it, None for its own text."""
+
+    id: int
+    token: int
+    speculated: bool = False
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    seen: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of request `id`. reason: stop, length, context, or that of an abort."""
+
+    id: int
+    reason: str
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Request `id` ends without an answer. kind: one of those in `errors.for_failure`."""
+
+    id: int
+    kind: str
+    message: str
+
+
+NewsItem: TypeAlias = Token | Ended | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has come out, of any requests, in order."""
+
+    op: ClassVar[str] = "news"
+    items: tuple[NewsItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The scheduler's figures at a time (seconds since 1970)."""
+
+    op: ClassVar[str] = "status"
+    time: float
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs that have gone through the pipeline, for those who watch it."""
+
+    op: ClassVar[str] = "runs"
+    items: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """What came of the Rebalance of this id."""
+
+    op: ClassVar[str] = "rebalanced"
+    id: int
+    changed: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """No request is taken any more; those that run get so many seconds."""
+
+    op: ClassVar[str] = "draining"
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job can not go on."""
+
+    op: ClassVar[str] = "failed"
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The last frame of a job that ends as it should."""
+
+    op: ClassVar[str] = "bye"
+
+
+# --- from the HTTP process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request under an id of its own. prompt: token ids; decompose: for a response in threads."""
+
+    op: ClassVar[str] = "submit"
+    id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    params: SamplingParams
+    ignore_eos: bool = False
+    decompose: Specification | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody waits for this request any more."""
+
+    op: ClassVar[str] = "abort"
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Somebody watches the pipeline, or nobody any more."""
+
+    op: ClassVar[str] = "watch"
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """Deal the layers out anew."""
+
+    op: ClassVar[str] = "rebalance"
+    id: int
+
+
+EngineFrame: TypeAlias = (
+    Loading | Ready | Changed | News | Status | Runs | Rebalanced | Draining | Failed | Bye)
+ClientFrame: TypeAlias = Submit | Abort | Watch | Rebalance
+Kinds: TypeAlias = Mapping[str, type[T]]
+
+FIRST: Kinds[Settings] = {Settings.op: Settings}
+FROM_ENGINE: Kinds[EngineFrame] = {kind.op: kind for kind in typing.get_args(EngineFrame)}
+FROM_CLIENT: Kinds[ClientFrame] = {kind.op: kind for kind in typing.get_args(ClientFrame)}
+
+# --- bytes ------------------------------------------------------------------------------------
+
+_TOKEN, _ENDED, _REFUSED = "t", "end", "error"  #: what a list among the news begins with
+
+
+def encode(frame: Settings | EngineFrame | ClientFrame) -> bytes:
     """The bytes of one frame. Raises ProtocolError when it is too long."""
-    body = json.dumps(frame, separators=(",", ":")).encode()
+    body = json.dumps({"op": frame.op, **_fields(frame)}, separators=(",", ":"),
+                      default=_plain).encode()
     if len(body) > MAX_FRAME:
         raise ProtocolError(f"a frame of {len(body)} bytes is longer than {MAX_FRAME}")
     return HEADER.pack(len(body)) + body
 
 
-class Frames:
+def decode(body: bytes, kinds: Kinds[T]) -> T:
+    """The frame in a body, one of `kinds`. Raises ProtocolError that names the damaged field."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a frame is not JSON: {error}") from error
+    op = data.pop("op", None) if isinstance(data, dict) else None
+    if not isinstance(op, str) or op not in kinds:
+        raise ProtocolError(f"a frame is none of {', '.join(kinds)}: op is {str(op)[:40]!r}")
+    made: T = _read(kinds[op], data, op)
+    return made
+
+
+class FrameReader(Generic[T]):
     """Cuts a stream of bytes into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds[T]) -> None:
+        self._kinds = kinds
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
+    def feed(self, data: bytes) -> list[T]:
         """The frames that are complete with `data`. Raises ProtocolError."""
         self._bytes += data
-        out: list[dict[str, Any]] = []
+        out: list[T] = []
         start = 0
         while len(self._bytes) - start >= HEADER.size:
             (size,) = HEADER.unpack_from(self._bytes, start)
@@ -49,98 +241,121 @@ class Frames:
             end = start + HEADER.size + size
             if len(self._bytes) < end:
                 break
-            out.append(decode_body(bytes(self._bytes[start + HEADER.size : end])))
+            out.append(decode(bytes(self._bytes[start + HEADER.size : end]), self._kinds))
             start = end
         del self._bytes[:start]
         return out
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
-    """The object in a frame's body. Raises ProtocolError."""
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can carry of an object inside a frame."""
+    match value:
+        case Token(request, token, speculated, logprob, top, seen):
+            return [_TOKEN, request, token, speculated, logprob, top,
+                    None if seen is None else seen.decode("latin-1")]
+        case Ended(request, reason, stats):
+            return [_ENDED, request, reason, stats]
+        case Refused(request, kind, message):
+            return [_REFUSED, request, kind, message]
+        case SamplingParams():
+            return {name: v for name, v in _fields(value).items() if v != _DEFAULTS[name]}
+        case _:
+            return _fields(value)
+
+
+_DEFAULTS = _fields(SamplingParams())
+_HINTS: dict[Any, dict[str, Any]] = {}
+_ROWS: dict[str, type[NewsItem]] = {_TOKEN: Token, _ENDED: Ended, _REFUSED: Refused}
+
+
+def _read(kind: type[Any], data: dict[str, Any], where: str) -> Any:
+    """A dataclass from its fields. Raises ProtocolError."""
+    hints = _hints(kind)
+    if unknown := data.keys() - hints.keys():
+        raise ProtocolError(f"{where}: there is no field {min(unknown)[:40]!r}")
+    for f in dataclasses.fields(kind):
+        if f.name not in data and f.default is f.default_factory is dataclasses.MISSING:
+            raise ProtocolError(f"{where}.{f.name} is missing")
+    return kind(**{name: _check(hints[name], value, f"{where}.{name}")
+                   for name, value in data.items()})
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    if kind not in _HINTS:
+        hints = typing.get_type_hints(kind)
+        _HINTS[kind] = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+    return _HINTS[kind]
+
+
+def _check(hint: Any, value: Any, where: str) -> Any:
+    """A field's value as its type says. Raises ProtocolError naming the field."""
+    if hint is Any or (type(value) is hint and hint in (int, str, bool, float)):
+        return value
+    if hint is float and type(value) is int:
+        return value
+    if hint is bytes and isinstance(value, str):
+        return _bytes(value, where)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _check(inner[0], value, where)
+    if origin is dict and isinstance(value, dict):
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return _read(typing.cast("type[Any]", hint), value, where)
+    if origin is tuple and isinstance(value, list):
+        return _tuple(inner, value, where)
+    raise _wrong(value, _name(hint), where)
+
+
+def _tuple(inner: Sequence[Any], value: list[Any], where: str) -> tuple[Any, ...]:
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        if inner[0] is int and set(map(type, value)) <= {int}:  # long prompts
+            return tuple(value)
+        if inner[0] == NewsItem:
+            return tuple(_row(v, where, i) for i, v in enumerate(value))
+        return tuple(_check(inner[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if len(inner) != len(value):
+        raise ProtocolError(f"{where} has {len(value)} parts, not {len(inner)}")
+    return tuple(_check(h, v, f"{where}[{i}]")
+                 for i, (h, v) in enumerate(zip(inner, value, strict=True)))
+
+
+def _row(value: Any, where: str, index: int) -> NewsItem:
+    match value:  # what most tokens look like, without the way through the types
+        case ["t", int(request), int(token), bool(speculated), float() | None as logprob, [], None
+              ] if not isinstance(request, bool) and not isinstance(token, bool):
+            return Token(request, token, speculated, logprob)
+    where = f"{where}[{index}]"
+    name = value[0] if isinstance(value, list) and value else None
+    kind = _ROWS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise _wrong(value, "a piece of news", where)
+    hints = _hints(kind)
+    if len(value) != len(hints) + 1:
+        raise ProtocolError(f"{where} has {len(value)} parts, not {len(hints) + 1}")
+    return kind(*(_check(hint, v, f"{where}.{name}")
+                  for v, (name, hint) in zip(value[1:], hints.items(), strict=True)))
+
+
+def _bytes(text: str, where: str) -> bytes:
     try:
-        frame = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a frame is not JSON: {error}") from error
-    if not isinstance(frame, dict) or not isinstance(frame.get("op"), str):
-        raise ProtocolError("a frame is no object with an op")
-    return frame
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        raise ProtocolError(f"{where} is no text of bytes") from None
 
 
-class Link:
-    """Rank 0's end of the socket. `on_frame` is called from the reading thread."""
+def _wrong(value: Any, wanted: str, where: str) -> ProtocolError:
+    found = repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
+    return ProtocolError(f"{where} is {found}, not {wanted}")
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.on_frame: Callable[[], None] = lambda: None
-        self.closed = False  #: the other end has gone
-        self._sock = sock
-        self._arrived: deque[dict[str, Any]] = deque()
-        self._backlog: deque[memoryview] = deque()
-        self._unsent = 0
-        self._reader = threading.Thread(target=self._read, name="server link", daemon=True)
-        self._reader.start()
 
-    def take(self) -> dict[str, Any] | None:
-        """The oldest frame that has arrived."""
-        return self._arrived.popleft() if self._arrived else None
-
-    def send(self, frame: dict[str, Any]) -> None:
-        """Queue a frame and send what the socket takes now; never blocks.
-
-        Raises ClusterError when the other end has stopped reading (MAX_BACKLOG bytes wait).
-        """
-        data = encode(frame)
-        self._backlog.append(memoryview(data))
-        self._unsent += len(data)
-        self.pump()
-        if self._unsent > MAX_BACKLOG:
-            raise ClusterError(f"the HTTP process has left {self._unsent >> 20} MiB unread: it "
-                               "hangs")
-
-    def pump(self) -> bool:
-        """Send on; whether something still waits."""
-        try:
-            while self._backlog and not self.closed:
-                sent = self._sock.send(self._backlog[0], socket.MSG_DONTWAIT)
-                self._unsent -= sent
-                if sent == len(self._backlog[0]):
-                    self._backlog.popleft()
-                else:
-                    self._backlog[0] = self._backlog[0][sent:]
-        except BlockingIOError:
-            return True
-        except OSError:
-            self.closed = True
-        if self.closed:
-            self._backlog.clear()
-            self._unsent = 0
-        return bool(self._backlog)
-
-    def flush(self, timeout: float) -> bool:
-        """Send everything within `timeout` seconds; whether that worked."""
-        deadline = time.monotonic() + timeout
-        while self.pump():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return not self.closed
-
-    def close(self) -> None:
-        """Shut the socket; the reading thread ends."""
-        self.closed = True
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._reader.join(timeout=2.0)
-        self._sock.close()
-
-    def _read(self) -> None:
-        frames = Frames()
-        try:
-            while data := self._sock.recv(1 << 16):
-                self._arrived.extend(frames.feed(data))
-                self.on_frame()
-        except (OSError, ProtocolError):
-            pass
-        self.closed = True
-        self.on_frame()
+def _name(hint: Any) -> str:
+    """A type in words of JSON."""
+    words = {tuple: "a list", str: "a text", bytes: "a text", int: "a whole number",
+             float: "a number", bool: "true or false"}
+    return words.get(typing.get_origin(hint) or hint, "an object")

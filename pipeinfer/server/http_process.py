@@ -15,10 +15,11 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.frames import Link
+from pipeinfer.server.frames import Failed
+from pipeinfer.server.link import Link
+from pipeinfer.server.settings import Settings
 
 _BACKLOG = 1024
 _SEND_BUFFER = 512 << 10  #: bytes of an answer that the kernel holds for a slow reader
@@ -41,7 +42,7 @@ class Child:
             return
         self.told = True
         with contextlib.suppress(Exception):
-            self.link.send({"op": "failed", "message": message})
+            self.link.send(Failed(message))
             self.link.flush(_WORDS_SECONDS)
 
     def end(self, timeout: float) -> int:
@@ -81,7 +82,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
     return sock
 
 
-def start(settings: dict[str, Any], listener: socket.socket) -> Child:
+def start(settings: Settings, listener: socket.socket) -> Child:
     """Start the HTTP process on `listener`, which it takes over."""
     host, port = listener.getsockname()[:2]
     ours, theirs = socket.socketpair()
@@ -95,5 +96,5 @@ def start(settings: dict[str, Any], listener: socket.socket) -> Child:
     theirs.close()
     listener.close()
     link = Link(ours)
-    link.send({"op": "settings", **settings})
+    link.send(settings)
     return Child(process, link, f"http://{f'[{host}]' if ':' in host else host}:{port}")

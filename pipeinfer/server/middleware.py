@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.schema import Reply
+from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -7,20 +7,23 @@ other). Knows the vocabulary and the defaults, no HTTP and no engine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import schema
+from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
+from pipeinfer.strategies.decomposers.base import Specification
 
 _LONG = 4096  #: characters above which a text is tokenised beside the event loop
 _COMPLETION_TOKENS = 16  #: max_tokens of /v1/completions when it is left out, as in the OpenAI API
-_NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty",
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty",
           "frequency_penalty", "repeat_last_n")
 T = TypeVar("T")
 
@@ -28,13 +31,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A checked request. params: of every choice, without its key. n: choices per prompt.
-    decompose: method and messages of a response in threads."""
+    decompose: for a response in threads."""
 
     prompts: list[list[int]]
     texts: list[str]
     n: int
     max_tokens: int
-    params: dict[str, Any]
+    params: SamplingParams
     seed: int
     stops: list[str] = field(default_factory=list)
     ignore_eos: bool = False
@@ -43,34 +46,32 @@ class Asked:
     detail: bool = False
     logprobs: bool = False
     echo: bool = False
-    decompose: dict[str, Any] | None = None
+    decompose: Specification | None = None
 
     @property
     def count(self) -> int:
         """Choices in all."""
         return len(self.prompts) * self.n
 
-    def fields(self, choice: int) -> dict[str, Any]:
-        """The submit frame's fields for choice number `choice` of a prompt."""
-        fields: dict[str, Any] = {
-            "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos,
-            "params": {**self.params, "key": noise_key(self.seed, choice)}}
-        return fields if self.decompose is None else {**fields, "decompose": self.decompose}
+    def params_of(self, index: int, n_prompt: int) -> SamplingParams:
+        """The params of choice number `index`, with its noise and where its grammar begins."""
+        start = n_prompt if self.params.grammar else 0
+        return dataclasses.replace(
+            self.params, key=noise_key(self.seed, index % self.n), grammar_start=start)
 
 
 def sampling(
     request: schema.Sampling, settings: Settings, tokenizer: Tokenizer, n_logprobs: int,
-) -> dict[str, Any]:
-    """Fields of SamplingParams; defaults of the server where the request says nothing."""
-    values = dict(settings.defaults)
-    for name in _NAMES:
-        if (given := getattr(request, name)) is not None:
-            values[name] = given
+) -> SamplingParams:
+    """The sampling side of a request; defaults of the server where it says nothing.
+
+    Raises ApiError for biases of tokens that are none.
+    """
+    values: dict[str, Any] = {name: given for name in NAMES
+                              if (given := getattr(request, name)) is not None}
     if request.logit_bias is not None:
         values["logit_bias"] = _biases(request.logit_bias, tokenizer)
-    if n_logprobs >= 0:
-        values["n_logprobs"] = n_logprobs
-    return values
+    return dataclasses.replace(settings.defaults, n_logprobs=n_logprobs, **values)
 
 
 def common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def check_tokens(tokens: list[int], tokenizer: Tokenizer, param: str = "prompt")
 
 
 def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokenizer
-            ) -> list[list[float]]:
+            ) -> tuple[tuple[int, float], ...]:
     pairs = given.items() if isinstance(given, dict) else given
     biases: dict[int, float] = {}
     for token, bias in pairs:
@@ -171,4 +172,4 @@ def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokeni
         if not -100 <= bias <= 100:
             raise bad("a bias is outside -100 to 100", "logit_bias")
         biases[int(text)] = float(bias)
-    return [[token, bias] for token, bias in biases.items()]
+    return tuple(biases.items())

@@ -9,14 +9,33 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Delta, Generation, Piece
 from pipeinfer.server.requests import Asked
+from pipeinfer.server.schema_replies import (
+    Alternative,
+    ChatChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    Chunk,
+    Completion,
+    Detail,
+    End,
+    Finish,
+    MessageDelta,
+    ReplyMessage,
+    TextChoice,
+    TextDelta,
+    TextLogprobs,
+    Timings,
+    Usage,
+)
 from pipeinfer.server.tools import Call, CallParser
 
-_FINISH = {"context": "length", "length": "length", "stop": "stop"}
+_ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"}
 
 
 @dataclass(slots=True)
@@ -56,21 +75,14 @@ class Writer:
 
     # --- streams ------------------------------------------------------------------------------
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Chunk]:
         """Chunks that come before any token."""
-        out = []
-        for choice in self.choices:
-            index = choice.generation.index
-            if self.is_chat:
-                out.append(self._chunk({"index": index, "delta": {
-                    "role": "assistant", "content": ""}, "logprobs": None,
-                    "finish_reason": None}))
-            elif choice.text:
-                out.append(self._chunk({"index": index, "text": choice.text, "logprobs": None,
-                                        "finish_reason": None}))
-        return out
+        if self.is_chat:
+            return [self._delta(choice, {"role": "assistant", "content": ""})
+                    for choice in self.choices]
+        return [self._text(choice, choice.text) for choice in self.choices if choice.text]
 
-    def chunks(self, choice: Choice) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice) -> list[Chunk]:
         """Chunks for what has become certain, and the last one when the choice has ended."""
         generation = choice.generation
         ended = generation.ended and generation.failure is None
@@ -80,78 +92,97 @@ class Writer:
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
             out.append(self._piece(choice, delta, content))
         for call in calls:
-            out.append(self._chunk({"index": generation.index, "delta": {"tool_calls": [
-                {"index": choice.told, **call.to_json()}]}, "logprobs": None,
-                "finish_reason": None}))
+            out.append(self._delta(choice, {"tool_calls": [
+                {"index": choice.told, **call.to_json()}]}))
             choice.told += 1
         if ended:
             choice.done = True
-            empty: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-            chunk = self._chunk({"index": generation.index, **empty, "logprobs": None,
-                                 "finish_reason": self._reason(choice)})
-            chunk["timings"] = timings([generation])
-            out.append(chunk)
+            last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (
+                self._text(choice, "", _end(choice)))
+            last["timings"] = timings([generation])
+            out.append(last)
         return out
 
-    def closing(self) -> list[dict[str, Any]]:
+    def closing(self) -> list[Chunk]:
         """What comes after every choice has ended."""
         if not self.asked.usage:
             return []
-        return [{**self._head(chunk=True), "choices": [], "usage": self.usage()}]
+        chunk = self._chunk([])
+        chunk["usage"] = self.usage()
+        return [chunk]
 
-    def _piece(self, choice: Choice, delta: Delta, content: str) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            "index": choice.generation.index, "finish_reason": None,
-            "logprobs": self._logprobs(delta, len(choice.text)),
-        }
+    def _delta(self, choice: Choice, delta: MessageDelta, reason: Finish | None = None) -> Chunk:
+        return self._chunk([ChatDelta(
+            index=choice.generation.index, delta=delta, logprobs=None, finish_reason=reason)])
+
+    def _text(self, choice: Choice, text: str, reason: End | None = None) -> Chunk:
+        return self._chunk([TextDelta(
+            index=choice.generation.index, text=text, logprobs=None, finish_reason=reason)])
+
+    def _piece(self, choice: Choice, delta: Delta, content: str) -> Chunk:
+        index = choice.generation.index
         if self.is_chat:
-            entry["delta"] = {"content": content}
+            chunk = self._chunk([ChatDelta(
+                index=index, finish_reason=None, logprobs=self._chat_logprobs(delta),
+                delta={"content": content})])
         else:
-            entry["text"] = content
-        chunk = self._chunk(entry)
+            chunk = self._chunk([TextDelta(
+                index=index, finish_reason=None,
+                logprobs=self._text_logprobs(delta, len(choice.text)), text=content)])
         if self.asked.detail:
             chunk["pipeinfer"] = _detail(delta.pieces)
         return chunk
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head(chunk=True), "choices": [choice]}
+    def _chunk(self, choices: list[TextDelta] | list[ChatDelta]) -> Chunk:
+        chunk = Chunk(
+            id=self.answer_id,
+            object="chat.completion.chunk" if self.is_chat else "text_completion",
+            created=self.created, model=self.model, system_fingerprint=None, choices=choices)
         if self.asked.usage:
             chunk["usage"] = None
         return chunk
 
     # --- whole answers ------------------------------------------------------------------------
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Completion | ChatCompletion:
         """The answer once every choice has ended well."""
-        entries, details = [], []
-        for choice in self.choices:
-            delta = choice.generation.take()
-            content, calls = self._split(choice, delta, ended=True)
-            choice.told = len(calls)
-            entry: dict[str, Any] = {
-                "index": choice.generation.index,
-                "logprobs": self._logprobs(delta, len(choice.text)),
-                "finish_reason": self._reason(choice),
-            }
-            if self.is_chat:
-                message: dict[str, Any] = {"role": "assistant", "content": content,
-                                           "refusal": None}
-                if calls:
-                    message["content"] = content or None
-                    message["tool_calls"] = [call.to_json() for call in calls]
-                entry["message"] = message
-            else:
-                entry["text"] = choice.text + content
-            if self.asked.detail:
-                details.append(_detail(delta.pieces))
-            entries.append(entry)
-        answer = {**self._head(chunk=False), "choices": entries, "usage": self.usage(),
-                  "timings": timings([c.generation for c in self.choices])}
+        deltas = [choice.generation.take() for choice in self.choices]
+        each = list(zip(self.choices, deltas, strict=True))
+        spent = timings([choice.generation for choice in self.choices])
+        answer: Completion | ChatCompletion
+        if self.is_chat:
+            answer = ChatCompletion(
+                id=self.answer_id, object="chat.completion", created=self.created,
+                model=self.model, system_fingerprint=None,
+                choices=[self._chat_choice(*one) for one in each], usage=self.usage(),
+                timings=spent)
+        else:
+            answer = Completion(
+                id=self.answer_id, object="text_completion", created=self.created,
+                model=self.model, system_fingerprint=None,
+                choices=[self._text_choice(*one) for one in each], usage=self.usage(),
+                timings=spent)
         if self.asked.detail:
+            details = [_detail(delta.pieces) for delta in deltas]
             answer["pipeinfer"] = details[0] if len(details) == 1 else {"choices": details}
         return answer
 
-    def usage(self) -> dict[str, Any]:
+    def _chat_choice(self, choice: Choice, delta: Delta) -> ChatChoice:
+        content, calls = self._split(choice, delta, ended=True)
+        choice.told = len(calls)
+        message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [call.to_json() for call in calls]
+        return {"index": choice.generation.index, "logprobs": self._chat_logprobs(delta),
+                "finish_reason": self._reason(choice), "message": message}
+
+    def _text_choice(self, choice: Choice, delta: Delta) -> TextChoice:
+        return {"index": choice.generation.index,
+                "logprobs": self._text_logprobs(delta, len(choice.text)),
+                "finish_reason": _end(choice), "text": choice.text + delta.text}
+
+    def usage(self) -> Usage:
         """Token counts; a prompt counts once for all its choices."""
         generations = [choice.generation for choice in self.choices]
         firsts = generations[:: self.asked.n]
@@ -164,13 +195,6 @@ class Writer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _head(self, chunk: bool) -> dict[str, Any]:
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self.answer_id, "object": kind, "created": self.created,
-                "model": self.model, "system_fingerprint": None}
-
     def _split(self, choice: Choice, delta: Delta, ended: bool) -> tuple[str, list[Call]]:
         if choice.parser is None:
             return delta.text, []
@@ -180,15 +204,13 @@ class Writer:
             content, calls = content + more, calls + rest
         return content, calls
 
-    def _reason(self, choice: Choice) -> str:
-        reason = _FINISH.get(choice.generation.reason or "", "stop")
-        return "tool_calls" if choice.told and reason == "stop" else reason
+    def _reason(self, choice: Choice) -> Finish:
+        end = _end(choice)
+        return "tool_calls" if choice.told and end == "stop" else end
 
-    def _logprobs(self, delta: Delta, shift: int) -> dict[str, Any] | None:
+    def _text_logprobs(self, delta: Delta, shift: int) -> TextLogprobs | None:
         if not self.asked.logprobs:
             return None
-        if self.is_chat:
-            return {"content": [self._chat_logprob(p) for p in delta.pieces], "refusal": None}
         offset, offsets = delta.offset + shift, []
         for piece in delta.pieces:
             offsets.append(offset)
@@ -200,19 +222,28 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def _chat_logprob(self, piece: Piece) -> dict[str, Any]:
-        def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            return {"token": self._name(token), "logprob": logprob,
-                    "bytes": list(self.tokenizer.piece(token, special=True))}
+    def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self.asked.logprobs:
+            return None
+        return {"content": [self._chat_logprob(p) for p in delta.pieces], "refusal": None}
 
-        return {**entry(piece.token, piece.logprob),
-                "top_logprobs": [entry(token, logprob) for token, logprob in piece.top]}
+    def _chat_logprob(self, piece: Piece) -> ChatLogprob:
+        return {**self._alternative(piece.token, piece.logprob),
+                "top_logprobs": [self._alternative(*pair) for pair in piece.top]}
+
+    def _alternative(self, token: int, logprob: float | None) -> Alternative:
+        return {"token": self._name(token), "logprob": logprob,
+                "bytes": list(self.tokenizer.piece(token, special=True))}
 
     def _name(self, token: int) -> str:
         return self.tokenizer.piece(token, special=True).decode("utf-8", "replace")
 
 
-def timings(generations: Sequence[Generation]) -> dict[str, Any]:
+def _end(choice: Choice) -> End:
+    return _ENDS.get(choice.generation.reason or "", "stop")
+
+
+def timings(generations: Sequence[Generation]) -> Timings:
     """Counts and speeds, named as llama.cpp's server names them; of several choices together.
 
     Times in milliseconds. prompt: until the first token, the wait in the queue included.
@@ -245,6 +276,6 @@ def _reused(generation: Generation) -> int:
     return int(generation.stats.get("reused", 0))
 
 
-def _detail(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _detail(pieces: Sequence[Piece]) -> Detail:
     return {"tokens": [p.token for p in pieces], "texts": [p.text for p in pieces],
             "speculated": [p.speculated for p in pieces]}

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -23,6 +23,7 @@ from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, for_failure
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
+from pipeinfer.server.schema_replies import ChatCompletion, Completion
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
 _log = logging.getLogger("pipeinfer.server")
@@ -44,7 +45,7 @@ class Job:
         self.news = asyncio.Event()
         self.deadline = time.monotonic() + hub.settings.request_timeout
         self.generations = [
-            hub.submit(prompt, p * asked.n + c, asked.fields(c), asked.stops, self.news)
+            hub.submit(asked, prompt, p * asked.n + c, self.news)
             for p, prompt in enumerate(asked.prompts) for c in range(asked.n)
         ]
 
@@ -80,7 +81,7 @@ class Job:
         return True
 
 
-async def whole(job: Job, writer: Writer, request: Request) -> dict[str, Any]:
+async def whole(job: Job, writer: Writer, request: Request) -> Completion | ChatCompletion:
     """Wait for the end of every choice. Raises ApiError, or Left when the client goes."""
     try:
         await unless_left(_until_ended(job), request)
@@ -144,7 +145,7 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
         job.abort("disconnected")
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 

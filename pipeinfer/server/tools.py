@@ -12,6 +12,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeinfer.server.schema_replies import ReplyCall
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -24,7 +26,7 @@ class Call:
     arguments: str
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ReplyCall:
         """As the OpenAI API has it."""
         return {"id": self.call_id, "type": "function",
                 "function": {"name": self.name, "arguments": self.arguments}}

@@ -10,11 +10,13 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeinfer.config import JobConfig, OwnOption, SpeculationConfig
 from pipeinfer.errors import UsageError
-from pipeinfer.strategies.spec import ProposerSpec
+from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
+
+Spec: TypeAlias = ProposerSpec | DecomposerSpec
 
 GROUP = "pipeinfer.strategies"  #: entry points of other packages
 BUILT_IN = (
@@ -22,13 +24,17 @@ BUILT_IN = (
     "pipeinfer.strategies.proposers.prompt_lookup",
     "pipeinfer.strategies.proposers.lookahead",
     "pipeinfer.strategies.proposers.bita",
+    "pipeinfer.strategies.decomposers.pasta",
+    "pipeinfer.strategies.decomposers.pdos",
+    "pipeinfer.strategies.decomposers.skeleton",
+    "pipeinfer.strategies.decomposers.apar",
 )
 
 
 @cache
-def specs() -> Mapping[str, ProposerSpec]:
+def specs() -> Mapping[str, Spec]:
     """Every strategy by name, what comes along first. Raises UsageError for one that is broken."""
-    found: dict[str, ProposerSpec] = {}
+    found: dict[str, Spec] = {}
     for module in BUILT_IN:
         _add(found, importlib.import_module(module).SPEC, module)
     for entry in importlib.metadata.entry_points(group=GROUP):
@@ -41,8 +47,8 @@ def specs() -> Mapping[str, ProposerSpec]:
     return found
 
 
-def _add(found: dict[str, ProposerSpec], spec: Any, where: str) -> None:
-    if not isinstance(spec, ProposerSpec):
+def _add(found: dict[str, Spec], spec: Any, where: str) -> None:
+    if not isinstance(spec, Spec):
         raise UsageError(f"{where} is not the description of a strategy")
     if spec.name in found:
         raise UsageError(f"{where} describes a second strategy named {spec.name}")
@@ -52,6 +58,19 @@ def _add(found: dict[str, ProposerSpec], spec: Any, where: str) -> None:
 def proposers() -> Mapping[str, ProposerSpec]:
     """The proposers by name."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, ProposerSpec)}
+
+
+def decomposers() -> Mapping[str, DecomposerSpec]:
+    """The decomposers by name."""
+    return {name: spec for name, spec in specs().items() if isinstance(spec, DecomposerSpec)}
+
+
+def decomposer(name: str) -> DecomposerSpec:
+    """The decomposer of that name. Raises UsageError."""
+    known = decomposers()
+    if name not in known:
+        raise UsageError(f"there is no decomposer {name!r}: choose from {', '.join(known)}")
+    return known[name]
 
 
 def own_options() -> Mapping[str, OwnOption]:
@@ -64,7 +83,7 @@ def own_options() -> Mapping[str, OwnOption]:
     return found
 
 
-def values_of(spec: ProposerSpec, config: SpeculationConfig) -> dict[str, Any]:
+def values_of(spec: Spec, config: SpeculationConfig) -> dict[str, Any]:
     """The strategy's own options as given, else their defaults."""
     return {name: config.own.get(name, own.default) for name, own in spec.options.items()}
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeinfer.config import OwnOption
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
 from pipeinfer.strategies.proposers.base import Proposer, RowProposer
 
 if TYPE_CHECKING:
     from pipeinfer.backends.base import Backend
     from pipeinfer.models.bita_adapter import BitaAdapter
-    from pipeinfer.models.text.grammar import Vocabulary
+    from pipeinfer.models.text.grammar import Vocabulary as GrammarVocabulary
+
+
+def _anything(_: object) -> None:
+    """Nothing is wrong with it."""
 
 
 class Need(enum.Enum):
@@ -41,7 +46,7 @@ class ProposerSetup:
     n_vocab: int = 0
     drafts: Sequence[Backend] = ()
     paths: int = 1
-    vocabulary: Vocabulary | None = None
+    vocabulary: GrammarVocabulary | None = None
     adapter: BitaAdapter | None = None
     prompt_id: int = 0
 
@@ -75,3 +80,61 @@ class ProposerSpec:
             raise ValueError(f"proposer {self.name} is made by `worker` or by `inline`")
         if (Need.ADAPTER in self.needs) != (self.adapter in self.options):
             raise ValueError(f"proposer {self.name} has no option that names its adapter")
+
+
+@dataclass(frozen=True, slots=True)
+class DecomposerSetup:
+    """What the decomposer of one response is made of.
+
+    n_prompt: tokens of its prompt; room: of the context; most: threads beside the main one;
+    overlap: whether every stage takes positions in any order; wanted: what the prompt was made
+    with; encode: text to tokens, with the vocabulary's special ones.
+    """
+
+    vocabulary: Vocabulary
+    n_prompt: int
+    room: int
+    most: int
+    overlap: bool
+    options: Mapping[str, Any]
+    wanted: Specification
+    encode: Callable[[str], tuple[int, ...]]
+
+
+class Writer(Protocol):
+    """Writes prompts for one model. texts: what its file says of the methods."""
+
+    texts: Mapping[str, str]
+
+    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
+               ) -> tuple[int, ...]:
+        """`render`, as tokens."""
+
+    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "") -> str:
+        """A conversation with what asks for the method `name`: the model's own system message, or
+        the text `otherwise` behind the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecomposerSpec:
+    """A way to split a response into threads.
+
+    make: the decomposer of one response. help: what a list of them says. text: put behind the
+    question where the model's file says nothing of the method. open: writes the prompt and what
+    goes with it, where that takes more than `text`. check: raises ModelError for a vocabulary
+    without the method's tokens; validate: raises UsageError for values of its own options. gaps:
+    positions may leave gaps, so stages of llama.cpp have to be loaded for it. penalties: penalties
+    for repetition can be honoured.
+    """
+
+    name: str
+    help: str
+    make: Callable[[DecomposerSetup], Decomposer]
+    text: str = ""
+    open: Callable[[Writer, Sequence[Mapping[str, str]]], tuple[tuple[int, ...], Specification]] \
+        | None = None
+    check: Callable[[Vocabulary], object] = _anything
+    validate: Callable[[Mapping[str, Any]], object] = _anything
+    options: Mapping[str, OwnOption] = field(default_factory=dict)
+    gaps: bool = False
+    penalties: bool = True

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.client import rebalance_command
 from pipeinfer.experiments.rig.server_peer import FACTS, front
+from pipeinfer.server.frames import Changed, Failed, Rebalance, Rebalanced, Status, Submit, Watch
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -28,7 +29,7 @@ STAGES = [stage(1, 1, 0, 4), stage(2, 2, 4, 8, "b"), stage(3, 3, 8, 12)]
 FEWER = [stage(1, 1, 0, 6), stage(2, 3, 6, 12)]
 LOSS = {"lost": [2], "message": "rank 2 is lost"}
 DEALT = {"lost": [], "message": "dealt out anew"}
-STATUS = {"op": "status", "waiting": 0, "lanes": [], "runs": 0}
+STATUS = {"waiting": 0, "lanes": [], "runs": 0}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def server(shared):
 def change(server, stages, changes=(), lost=()):
     """The engine's word that others hold the layers, once the server has heard it."""
     facts = FACTS | {"stages": stages, "changes": list(changes), "lost": list(lost)}
-    server.peer.send({"op": "changed", "facts": facts, "message": "as it is now"})
+    server.peer.send(Changed(facts, "as it is now"))
     server.until(lambda: shown(server) == {k: facts[k] for k in ("stages", "changes", "lost")})
 
 
@@ -68,7 +69,7 @@ def asks(server, answer, **fields):
     found = []
     asking = threading.Thread(target=lambda: found.append(server.post("/rebalance", {}, **fields)))
     asking.start()
-    answer(server.peer.wait_for("rebalance"))
+    answer(server.peer.wait_for(Rebalance))
     asking.join(30.0)
     return found[0]
 
@@ -91,13 +92,13 @@ def test_health_counts_recoveries_and_names_who_is_lost(server):
 
 
 def test_requests_are_answered_before_and_after_a_change_and_an_open_one_goes_on(server):
-    server.peer.answer = lambda frame: server.peer.say(frame["id"], "be", None)
+    server.peer.answer = lambda frame: server.peer.say(frame.id, "be", None)
     found = []
     body = {"prompt": "x", "max_tokens": 9}
     asking = threading.Thread(
         target=lambda: found.append(server.post("/v1/completions", body).json()))
     asking.start()
-    number = server.peer.wait_for("submit")["id"]
+    number = server.peer.wait_for(Submit).id
     change(server, FEWER, [LOSS], [2])
     server.peer.news(server.peer.say(number, "fore", "stop", recovered=1))
     asking.join(30.0)
@@ -108,7 +109,7 @@ def test_requests_are_answered_before_and_after_a_change_and_an_open_one_goes_on
 
 def test_figures_are_of_the_stages_that_there_are(server):
     slow = {"stage_seconds": [0.1, 0.4, 0.1], "stage_slowdown": [1.0, 4.0, 1.0]}
-    server.peer.send(STATUS | slow)
+    server.peer.send(Status(0.0, STATUS | slow))
     server.until(lambda: len(figures(server, "stage_slowdown")) == 3)
     assert figures(server, "stage_slowdown") == {
         'host="a",rank="1",stage="1"': 1.0, 'host="b",rank="2",stage="2"': 4.0,
@@ -117,7 +118,8 @@ def test_figures_are_of_the_stages_that_there_are(server):
     assert figures(server, "recoveries") == {"": 0.0}
 
     change(server, FEWER, [LOSS, DEALT], [2])
-    server.peer.send(STATUS | {"stage_seconds": [0.2, 0.3], "stage_slowdown": [1.0, 1.5]})
+    server.peer.send(Status(0.0, STATUS | {
+        "stage_seconds": [0.2, 0.3], "stage_slowdown": [1.0, 1.5]}))
     server.until(lambda: len(figures(server, "stage_slowdown")) == 2)
     assert figures(server, "stage_seconds") == {
         'host="a",rank="1",stage="1"': 0.2, 'host="a",rank="3",stage="2"': 0.3}
@@ -128,7 +130,7 @@ def test_figures_are_of_the_stages_that_there_are(server):
 def test_onlookers_are_told_of_other_stages(server):
     with server.get("/pipeline", stream=True) as response:
         lines = response.iter_lines()
-        server.peer.wait_for("watch", on=True)
+        server.peer.wait_for(Watch, on=True)
         change(server, FEWER, [LOSS], [2])
         for line in lines:
             if line.startswith(b"data: ") and b'"facts"' in line:
@@ -136,7 +138,7 @@ def test_onlookers_are_told_of_other_stages(server):
                 if frame["facts"].get("lost") == [2]:
                     break
         assert frame["facts"]["stages"] == FEWER
-    server.peer.wait_for("watch", on=False)
+    server.peer.wait_for(Watch, on=False)
 
 
 # --- dealing out anew -------------------------------------------------------------------------
@@ -146,8 +148,7 @@ def says(server, changed, message, stages=None):
     def answer(frame):
         if stages is not None:
             change(server, stages, [DEALT])
-        server.peer.send({"op": "rebalanced", "id": frame["id"], "changed": changed,
-                          "message": message})
+        server.peer.send(Rebalanced(frame.id, changed, message))
     return answer
 
 
@@ -182,13 +183,13 @@ def asks_again(server):
 
 
 def test_answers_to_nobody_are_ignored(server):
-    server.peer.send({"op": "rebalanced", "id": 10**6, "changed": False, "message": "late"})
+    server.peer.send(Rebalanced(10**6, False, "late"))
     assert asks_again(server).json()["message"] == "the layers stay"
 
 
 def test_only_posts_deal_out(server):
     assert server.get("/rebalance").status_code == 405
-    assert not [frame for frame in server.peer.seen if frame["op"] == "rebalance"]
+    assert not [frame for frame in server.peer.seen if isinstance(frame, Rebalance)]
 
 
 def test_without_an_answer_it_ends_after_the_requests_time_and_can_be_asked_again():
@@ -216,7 +217,7 @@ def test_a_server_that_is_loading_deals_nothing_out():
 
 
 def test_an_engine_that_fails_meanwhile_is_a_503():
-    frame = {"op": "failed", "message": "rank 1 died"}
+    frame = Failed("rank 1 died")
     with front(MODEL, request_timeout=20.0, facts={"stages": STAGES}) as server:
         answer = asks(server, lambda _: server.peer.send(frame))
         assert answer.status_code == 503
@@ -233,7 +234,7 @@ def command(server, answer, *options):
     asking = threading.Thread(
         target=lambda: found.append(CliRunner().invoke(rebalance_command, args)))
     asking.start()
-    answer(server.peer.wait_for("rebalance"))
+    answer(server.peer.wait_for(Rebalance))
     asking.join(30.0)
     return found[0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipeinfer.server import schema
+from pipeinfer.server import schema_requests as schema
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

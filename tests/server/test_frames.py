@@ -1,31 +1,80 @@
-"""Frames on a socket: any cut, a reader that stops, an end that goes away."""
+"""Frames between rank 0 and the HTTP process: what was said arrives, damage is refused by name."""
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
+import dataclasses
+import json
+import types
+import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.errors import ClusterError, ProtocolError
-from pipeinfer.server import frames as link
-from pipeinfer.server.frames import HEADER, MAX_FRAME, Frames, Link, encode
+from pipeinfer.errors import ProtocolError
+from pipeinfer.server import frames
+from pipeinfer.server.frames import (
+    FIRST,
+    FROM_CLIENT,
+    FROM_ENGINE,
+    HEADER,
+    MAX_FRAME,
+    Abort,
+    Failed,
+    FrameReader,
+    News,
+    Submit,
+    Token,
+    decode,
+    encode,
+)
+from pipeinfer.strategies.decomposers.base import Specification
 
+KINDS = {**FIRST, **FROM_ENGINE, **FROM_CLIENT}
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
                       lambda inner: st.lists(inner, max_size=3)
                       | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
 
 
-@given(frames=st.lists(st.dictionaries(st.text(), values, max_size=3), max_size=5),
+def anything(hint):
+    """A strategy for values of a type."""
+    inner = typing.get_args(hint)
+    match typing.get_origin(hint) or hint:
+        case typing.Union | types.UnionType:
+            return st.one_of(map(anything, inner))
+        case types.NoneType:
+            return st.none()
+        case kind if kind is tuple and inner[1:] == (...,):
+            return st.lists(anything(inner[0]), max_size=4).map(tuple)
+        case kind if kind is tuple:
+            return st.tuples(*map(anything, inner))
+        case kind if kind is dict:
+            return st.dictionaries(st.text(), values, max_size=3)
+        case kind if kind is float:
+            return st.floats(allow_nan=False)
+        case kind if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            return st.builds(kind, **{f.name: anything(hints[f.name])
+                                      for f in dataclasses.fields(kind)})
+        case kind:
+            return st.from_type(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@given(data=st.data())
+def test_every_frame_comes_out_as_it_went_in(kind, data):
+    frame = data.draw(anything(kind))
+    got = decode(encode(frame)[HEADER.size :], KINDS)
+    assert got == frame
+    assert type(got) is kind
+
+
+@given(sent=st.lists(st.one_of(*(anything(kind) for kind in FROM_ENGINE.values())), max_size=5),
        cuts=st.lists(st.integers(0, 400), max_size=12))
-def test_frames_come_out_as_they_went_in(frames, cuts):
-    sent = [{**frame, "op": "x"} for frame in frames]
+def test_frames_come_out_however_the_stream_is_cut(sent, cuts):
     data = b"".join(map(encode, sent))
     ends = [*sorted({c % (len(data) + 1) for c in cuts}), len(data)]
-    reader, got, start = Frames(), [], 0
+    reader, got, start = FrameReader(FROM_ENGINE), [], 0
     for end in ends:
         got += reader.feed(data[start:end])
         start = end
@@ -35,85 +84,90 @@ def test_frames_come_out_as_they_went_in(frames, cuts):
 @pytest.mark.parametrize("data", [
     HEADER.pack(MAX_FRAME + 1), HEADER.pack(3) + b"{x}", HEADER.pack(2) + b"[]",
     HEADER.pack(2) + b"{}", HEADER.pack(1) + b"\xff", HEADER.pack(8) + b'{"op":1}',
+    HEADER.pack(12) + b'{"op":"bye"}', HEADER.pack(15) + b'{"op":"no such"',
 ])
 def test_what_is_no_frame_is_refused(data):
     with pytest.raises(ProtocolError):
-        Frames().feed(data)
+        FrameReader(FROM_CLIENT).feed(data)
 
 
-@pytest.fixture
-def pair():
-    ours, theirs = socket.socketpair()
-    made = Link(ours)
-    yield made, theirs
-    made.close()
-    theirs.close()
+RIGHT = {str: "x", int: 1, float: 0.5, bool: True, dict: {}, tuple: []}
+WRONG = {str: (5, None), int: ("x", 0.5, True), float: ("x", True), bool: (1, "x"), dict: ([], 5),
+         tuple: (5, {"x": 1}), None: (5, [])}
 
 
-def test_frames_arrive_and_ring(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
-    theirs.sendall(encode({"op": "a"}) + encode({"op": "b"}))
-    assert rang.wait(10)
-    found = []
-    while len(found) < 2:
-        rang.wait(0.1)
-        found += [f for f in (made.take(),) if f]
-    assert [f["op"] for f in found] == ["a", "b"]
-    assert made.take() is None
+def sample(hint):
+    """A right value for a field, and wrong ones."""
+    kind = next((a for a in typing.get_args(hint) if types.NoneType in typing.get_args(hint)), hint)
+    kind = typing.get_origin(kind) or kind
+    if dataclasses.is_dataclass(kind):
+        fields = {"method": "pasta"} if kind is Specification else {}
+        return fields, WRONG[None]
+    return RIGHT[kind], WRONG[kind]
 
 
-def test_a_reader_that_is_slow_gets_everything_and_nobody_blocks(pair):
-    made, theirs = pair
-    sent = [{"op": "x", "n": n, "fill": "y" * 10_000} for n in range(200)]
-    for frame in sent:
-        made.send(frame)
-    assert made.pump()  # more than the socket holds
-    got, reader = [], Frames()
-
-    def read():
-        while len(got) < len(sent):
-            got.extend(reader.feed(theirs.recv(1 << 16)))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert made.flush(30)
-    thread.join(30)
-    assert got == sent
+FIELDS = [(kind, name, hint) for kind in KINDS.values()
+          for name, hint in typing.get_type_hints(kind).items() if name != "op"]
 
 
-def test_a_reader_that_stopped_is_noticed(pair, monkeypatch):
-    made, _ = pair
-    monkeypatch.setattr(link, "MAX_BACKLOG", 1 << 20)
-    many = ({"op": "x", "fill": "y" * 10_000} for _ in range(1000))
-    with pytest.raises(ClusterError, match="unread"):
-        list(map(made.send, many))
-    assert not made.flush(0.05)
+@pytest.mark.parametrize(("kind", "name", "hint"), FIELDS,
+                         ids=[f"{kind.op}.{name}" for kind, name, _ in FIELDS])
+def test_a_damaged_field_is_named(kind, name, hint):
+    whole = {"op": kind.op} | {n: sample(h)[0] for k, n, h in FIELDS if k is kind}
+    decode(json.dumps(whole).encode(), KINDS)
+    for value in sample(hint)[1]:
+        with pytest.raises(ProtocolError, match=rf"{kind.op}\.{name}"):
+            decode(json.dumps(whole | {name: value}).encode(), KINDS)
+    field = next(f for f in dataclasses.fields(kind) if f.name == name)
+    del whole[name]
+    if field.default is field.default_factory is dataclasses.MISSING:
+        with pytest.raises(ProtocolError, match=rf"{kind.op}\.{name} is missing"):
+            decode(json.dumps(whole).encode(), KINDS)
 
 
-def test_an_end_that_goes_away_closes_the_link(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
-    theirs.close()
-    assert rang.wait(10)
-    assert made.closed
-    made.send({"op": "x"})  # harmless
-    assert not made.pump()
-    assert not made.flush(1)
+@pytest.mark.parametrize(("items", "where"), [
+    (5, "news.items"), ([5], r"news.items\[0\]"), ([[]], r"news.items\[0\]"),
+    ([["no such", 1]], r"news.items\[0\]"), ([[["t"]]], r"news.items\[0\]"),
+    ([["end", 1, "stop"]], "3 parts"),
+    ([["end", 1, "stop", {}], ["end", 1, "stop", 5]], r"items\[1\].stats"),
+    ([["t", 1, True, False, None, [], None]], "token"), ([["t", 1, 2, 0, None, [], None]], "specu"),
+    ([["t", 1, 2, False, "x", [], None]], "logprob"),
+    ([["t", 1, 2, False, None, [[1]], None]], r"top\[0\] has 1 parts"),
+    ([["t", 1, 2, False, None, [[1.5, 1]], None]], r"top\[0\]\[0\]"),
+    ([["t", 1, 2, False, None, [], 7]], "seen"),
+    ([["t", 1, 2, False, None, [], "\u1234"]], "seen"),
+    ([["error", 1, "request", None]], "message"),
+])
+def test_damaged_news_are_named(items, where):
+    with pytest.raises(ProtocolError, match=where):
+        decode(json.dumps({"op": "news", "items": items}).encode(), FROM_ENGINE)
 
 
-def test_nonsense_closes_the_link(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
-    theirs.sendall(struct.pack(">I", 5) + b"nope!")
-    assert rang.wait(10)
-    assert made.closed
+@pytest.mark.parametrize(("change", "where"), [
+    ({"more": 1}, "more"), ({"params": {"no_such": 1}}, "submit.params.*no_such"),
+    ({"params": {"top_k": 0.5}}, "submit.params.top_k"), ({"prompt": [1, "2"]}, r"prompt\[1\]"),
+    ({"params": {"logit_bias": [[1, 2.0, 3]]}}, r"logit_bias\[0\]"),
+    ({"decompose": {"method": 1}}, "submit.decompose.method"),
+])
+def test_damage_inside_a_field_is_named(change, where):
+    whole = {"op": "submit", "id": 1, "prompt": [1], "max_tokens": 3, "params": {}}
+    assert decode(json.dumps(whole).encode(), FROM_CLIENT) == Submit(
+        1, (1,), 3, frames.SamplingParams())
+    with pytest.raises(ProtocolError, match=where):
+        decode(json.dumps(whole | change).encode(), FROM_CLIENT)
+
+
+def test_a_batch_of_tokens_is_compact():
+    news = News(tuple(Token(5, 31999, i % 2 == 0) for i in range(256)))
+    assert len(encode(news)) / 256 < 36
 
 
 def test_a_frame_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(link, "MAX_FRAME", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME", 100)
     with pytest.raises(ProtocolError):
-        encode({"op": "x", "fill": "y" * 200})
+        encode(Failed("y" * 200))
+
+
+def test_a_frame_of_the_other_direction_is_refused():
+    with pytest.raises(ProtocolError, match="abort"):
+        decode(encode(Abort(1, "x"))[HEADER.size :], FROM_ENGINE)

@@ -12,7 +12,23 @@ import pytest
 import requests
 
 from pipeinfer.cli.client import Remote
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, front
+from pipeinfer.server.frames import (
+    HEADER,
+    Abort,
+    Bye,
+    Draining,
+    Ended,
+    Failed,
+    Loading,
+    Refused,
+    Runs,
+    Status,
+    Submit,
+    Token,
+    Watch,
+)
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -53,34 +69,32 @@ def test_a_request_reaches_the_engine_with_its_fields(server):
             "frequency_penalty": -1, "repeat_last_n": 9, "logit_bias": {"4": -100},
             "ignore_eos": True, "logprobs": 2}
     assert server.post("/v1/completions", body).status_code == 200
-    frame = server.peer.wait_for("submit")
-    key = frame["params"].pop("key")
-    assert frame["prompt"] == [1, 2, 3]
-    assert frame["max_tokens"] == 7
-    assert frame["ignore_eos"] is True
-    assert frame["params"] == {
-        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.5,
-        "presence_penalty": 1, "frequency_penalty": -1, "repeat_last_n": 9,
-        "logit_bias": [[4, -100.0]], "n_logprobs": 2}
+    frame = server.peer.wait_for(Submit)
+    assert frame.prompt == (1, 2, 3)
+    assert frame.max_tokens == 7
+    assert frame.ignore_eos is True
     from pipeinfer.core.sampling import noise_key
 
-    assert key == noise_key(5, 0)
+    assert frame.params == SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repeat_penalty=1.5, presence_penalty=1,
+        frequency_penalty=-1, repeat_last_n=9, logit_bias=((4, -100.0),), n_logprobs=2,
+        key=noise_key(5, 0))
 
 
 def test_choices_differ_in_their_key_only_and_prompts_do_not(server):
     body = {"prompt": ["a", "b"], "n": 1, "seed": 3, "max_tokens": 3}
     assert len(server.post("/v1/completions", body).json()["choices"]) == 2
-    keys = [server.peer.wait_for("submit", i)["params"]["key"] for i in (1, 2)]
+    keys = [server.peer.wait_for(Submit, i).params.key for i in (1, 2)]
     assert keys[0] == keys[1]
     server.peer.reset()
     server.post("/v1/completions", {"prompt": "a", "n": 2, "seed": 3})
-    assert server.peer.wait_for("submit", 2)["params"]["key"] != keys[0] == \
-        server.peer.wait_for("submit", 1)["params"]["key"]
+    assert server.peer.wait_for(Submit, 2).params.key != keys[0] == \
+        server.peer.wait_for(Submit, 1).params.key
 
 
 def test_usage_timings_and_cached_tokens(server):
     server.peer.answer = lambda f: server.peer.say(
-        f["id"], "abc", "length", reused=2, drafted=9, accepted_speculative=4)
+        f.id, "abc", "length", reused=2, drafted=9, accepted_speculative=4)
     answer = server.post("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 9}).json()
     count = len(server.tokenizer.encode("abc", add_bos=False))
     assert answer["usage"] == {
@@ -110,7 +124,7 @@ def test_a_stream_opens_with_the_role_and_closes_with_usage(server):
 
 def test_tokens_that_come_together_are_one_chunk(server):
     text = "def f(x):\n    return x\n"
-    server.peer.answer = lambda f: server.peer.say(f["id"], text)
+    server.peer.answer = lambda f: server.peer.say(f.id, text)
     chunks, _ = events(server.post("/v1/completions", {"prompt": "x", "stream": True},
                                    stream=True))
     assert [c["choices"][0]["text"] for c in chunks] == [text, ""]
@@ -119,17 +133,17 @@ def test_tokens_that_come_together_are_one_chunk(server):
 def test_a_stop_string_across_tokens_ends_the_answer_and_the_engines_work(server):
     tokens = [t for part in ("one ", "tw", "o th", "ree ", "four") for t in
               server.tokenizer.encode(part, add_bos=False)]
-    server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=tokens)
+    server.peer.answer = lambda f: server.peer.say(f.id, "", None, each=tokens)
     body = {"prompt": "x", "stop": ["never", "two three"], "logprobs": 0, "max_tokens": 99}
     choice = server.post("/v1/completions", body).json()["choices"][0]
     assert choice["text"] == "one "
     assert choice["finish_reason"] == "stop"
     assert "".join(choice["logprobs"]["tokens"]) == "one "
-    assert server.peer.wait_for("abort")["reason"] == "stop"
+    assert server.peer.wait_for(Abort).reason == "stop"
 
 
 def test_text_that_might_begin_a_stop_string_comes_at_the_end(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], "ab st", "length")
+    server.peer.answer = lambda f: server.peer.say(f.id, "ab st", "length")
     answer = server.post("/v1/completions", {"prompt": "x", "stop": "stop"}).json()
     assert answer["choices"][0]["text"] == "ab st"
 
@@ -140,11 +154,11 @@ def test_logprobs_of_a_chat_name_bytes_and_alternatives(server):
     assert "".join(c["token"] for c in content) == "ok"
     assert bytes(b for c in content for b in c["bytes"]) == b"ok"
     assert all(len(c["top_logprobs"]) == 2 for c in content)
-    assert server.peer.wait_for("submit")["params"]["n_logprobs"] == 2
+    assert server.peer.wait_for(Submit).params.n_logprobs == 2
 
 
 def test_text_offsets_follow_each_other_and_the_echo(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], "def f")
+    server.peer.answer = lambda f: server.peer.say(f.id, "def f")
     body = {"prompt": "xy", "logprobs": 1, "stream": True}
     chunks, _ = events(server.post("/v1/completions", body, stream=True))
     found = chunks[0]["choices"][0]["logprobs"]
@@ -197,7 +211,7 @@ def test_models_props_and_slots(server):
     assert server.get("/v1/models/m").json()["id"] == "m"
     assert error(server.get("/v1/models/other"), 404)["code"] == "model_not_found"
     assert server.get("/props").json()["n_ctx"] == FACTS["n_ctx"]
-    server.peer.send({"op": "status", "waiting": 1, "lanes": [{"request": 5}]})
+    server.peer.send(Status(0.0, {"waiting": 1, "lanes": [{"request": 5}]}))
     server.until(lambda: server.get("/slots").json()[0]["is_processing"])
     slots = server.get("/slots").json()
     assert [s["is_processing"] for s in slots] == [True, False]
@@ -219,8 +233,8 @@ def test_the_page_may_load_nothing_from_elsewhere(server):
 
 def test_the_pipeline_is_watched_only_while_somebody_looks(server):
     with server.get("/pipeline", stream=True) as response:
-        assert server.peer.wait_for("watch")["on"] is True
-        server.peer.send({"op": "runs", "items": [{"id": 1}]})
+        assert server.peer.wait_for(Watch).on is True
+        server.peer.send(Runs(({"id": 1},)))
         seen = []
         for line in response.iter_lines():
             if line.startswith(b"data: "):
@@ -229,7 +243,7 @@ def test_the_pipeline_is_watched_only_while_somebody_looks(server):
                     break
         assert seen[0]["op"] == "facts"
         assert seen[-1]["items"] == [{"id": 1}]
-    assert server.peer.wait_for("watch", on=False)
+    assert server.peer.wait_for(Watch, on=False)
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -264,7 +278,7 @@ def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, say
     found = error(server.post("/v1/completions", body), 400)
     assert found["param"] == param
     assert says in found["message"]
-    assert not [f for f in server.peer.seen if f["op"] == "submit"]
+    assert not [f for f in server.peer.seen if isinstance(f, Submit)]
 
 
 @pytest.mark.parametrize(("body", "param", "says"), [
@@ -321,7 +335,7 @@ def test_other_models_paths_methods_and_bodies(server):
 
 
 def test_an_engine_that_refuses_a_request_is_that_requests_error(server):
-    server.peer.answer = lambda f: [["error", f["id"], "request", "the grammar allows no token"]]
+    server.peer.answer = lambda f: [Refused(f.id, "request", "the grammar allows no token")]
     found = error(server.post("/v1/completions", {"prompt": "x"}), 400)
     assert found["message"] == "the grammar allows no token"
     chunks, last = events(server.post("/v1/completions", {"prompt": "x", "stream": True},
@@ -333,9 +347,9 @@ def test_an_engine_that_refuses_a_request_is_that_requests_error(server):
 
 
 def test_a_token_that_can_not_be_shown_is_that_requests_error(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[10**8])
+    server.peer.answer = lambda f: server.peer.say(f.id, "", None, each=[10**8])
     assert error(server.post("/v1/completions", {"prompt": "x"}), 500)
-    assert server.peer.wait_for("abort")["reason"] == "error"
+    assert server.peer.wait_for(Abort).reason == "error"
     server.peer.reset()
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
@@ -356,13 +370,13 @@ def open_stream(server, path="/v1/completions", body=None):
 def test_a_full_queue_is_a_429_and_room_comes_back(server):
     server.peer.answer = lambda frame: None
     held = [open_stream(server) for _ in range(3)]
-    server.peer.wait_for("submit", 3)
+    server.peer.wait_for(Submit, 3)
     answer = server.post("/v1/completions", {"prompt": "x"})
     assert error(answer, 429)["code"] == "queue_full"
     assert int(answer.headers["Retry-After"]) > 0
     for response in held:
         response.close()
-    server.peer.wait_for("abort", 3)
+    server.peer.wait_for(Abort, 3)
     server.peer.reset()
     server.until(lambda: server.post("/v1/completions", {"prompt": "x"}).status_code == 200)
 
@@ -381,9 +395,9 @@ def raw_client(server, **more):
 def test_a_client_that_leaves_frees_its_lane(server, stream):
     server.peer.answer = lambda frame: None
     with raw_client(server, stream=stream):
-        request_id = server.peer.wait_for("submit")["id"]
-    assert server.peer.wait_for("abort")["id"] == request_id
-    assert server.peer.wait_for("abort")["reason"] == "disconnected"
+        request_id = server.peer.wait_for(Submit).id
+    assert server.peer.wait_for(Abort).id == request_id
+    assert server.peer.wait_for(Abort).reason == "disconnected"
 
 
 def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
@@ -392,12 +406,12 @@ def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
     open_ids, over = set(), threading.Event()
 
     def answer(frame):
-        open_ids.add(frame["id"])
+        open_ids.add(frame.id)
 
     def feed():
         while not over.wait(0.0003):
             for request_id in list(open_ids):
-                server.peer.news([["t", request_id, token, False, None, [], None]])
+                server.peer.news([Token(request_id, token)])
 
     server.peer.answer = answer
     thread = threading.Thread(target=feed)
@@ -405,10 +419,10 @@ def test_leaving_is_noticed_at_whatever_moment_a_token_comes(server):
     try:
         for i in range(1, 101):
             client = raw_client(server, stream=bool(i % 2), max_tokens=10**6)
-            request_id = server.peer.wait_for("submit", i)["id"]
+            request_id = server.peer.wait_for(Submit, i).id
             time.sleep(i % 10 / 1000)  # another moment every time
             client.close()
-            server.peer.wait_for("abort", id=request_id)
+            server.peer.wait_for(Abort, id=request_id)
             open_ids.discard(request_id)
     finally:
         over.set()
@@ -455,7 +469,7 @@ def test_a_request_that_takes_too_long_is_a_504():
     with front(MODEL, request_timeout=0.2) as server:
         server.peer.answer = lambda frame: None
         assert error(server.post("/v1/completions", {"prompt": "x"}), 504)["code"] == "timeout"
-        assert server.peer.wait_for("abort")["reason"] == "timeout"
+        assert server.peer.wait_for(Abort).reason == "timeout"
         chunks, _ = events(open_stream(server))
         assert chunks[-1]["error"]["code"] == "timeout"
 
@@ -463,12 +477,12 @@ def test_a_request_that_takes_too_long_is_a_504():
 def test_a_client_that_takes_nothing_is_dropped_and_others_go_on():
     with front(MODEL, client_timeout=1.0) as server:
         token = server.tokenizer.encode("a", add_bos=False)[0]
-        server.peer.answer = lambda f: server.peer.say(f["id"], "", None, each=[token] * 60000)
+        server.peer.answer = lambda f: server.peer.say(f.id, "", None, each=[token] * 60000)
         slow = raw_client(server, stream=True, logprobs=2, pipeinfer={"detail": True})
-        server.peer.wait_for("submit")
-        server.peer.answer = lambda f: server.peer.say(f["id"], "ok")
+        server.peer.wait_for(Submit)
+        server.peer.answer = lambda f: server.peer.say(f.id, "ok")
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
-        assert server.peer.wait_for("abort")["reason"] == "disconnected"
+        assert server.peer.wait_for(Abort).reason == "disconnected"
         with pytest.raises(ConnectionResetError):
             read_all(slow)
         slow.close()
@@ -492,7 +506,7 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(begun, answer):
 
 def test_until_the_model_is_there_requests_are_told_to_come_back():
     with front(MODEL, ready=False) as server:
-        server.peer.send({"op": "loading", "stages": {"1": {"phase": "loading"}}})
+        server.peer.send(Loading({"1": {"phase": "loading"}}))
         server.until(lambda: server.get("/health").json().get("stages"))
         answer = server.get("/health")
         assert answer.status_code == 503
@@ -510,15 +524,15 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
         stream = open_stream(server)
-        server.peer.wait_for("submit")
+        server.peer.wait_for(Submit)
         if how == "failed":
-            server.peer.send({"op": "failed", "message": "rank 2 on b failed: oh"})
+            server.peer.send(Failed("rank 2 on b failed: oh"))
         elif how == "nonsense":
-            server.peer.send({"op": "news", "items": 5})
+            server.child.link.send_bytes(HEADER.pack(23) + b'{"op":"news","items":5}')
         else:
             server.child.link.close()
         reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
-                  "nonsense": "rank 0 is not understood: 'int' object is not iterable"}[how]
+                  "nonsense": "rank 0 is not understood: news.items is 5, not a list"}[how]
         chunks, last = events(stream)
         assert reason in chunks[-1]["error"]["message"]
         assert last != [b"data: [DONE]"]
@@ -534,13 +548,13 @@ def test_draining_takes_nothing_new_and_lets_the_running_end():
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
         stream = open_stream(server)
-        frame = server.peer.wait_for("submit")
-        server.peer.send({"op": "draining", "seconds": 30})
+        frame = server.peer.wait_for(Submit)
+        server.peer.send(Draining(30))
         server.until(lambda: server.get("/health").json()["status"] == "draining")
         assert error(server.post("/v1/completions", {"prompt": "x"}), 503)["code"] == \
             "shutting_down"
-        server.peer.news(server.peer.say(frame["id"], "bye"))
-        server.peer.send({"op": "bye"})
+        server.peer.news(server.peer.say(frame.id, "bye"))
+        server.peer.send(Bye())
         chunks, last = events(stream)
         assert "".join(c["choices"][0]["text"] for c in chunks) == "bye"
         assert last == [b"data: [DONE]"]
@@ -551,8 +565,8 @@ def test_what_does_not_end_in_time_is_told_so():
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
         stream = open_stream(server)
-        frame = server.peer.wait_for("submit")
-        server.peer.news([["end", frame["id"], "shutdown", {}]])
+        frame = server.peer.wait_for(Submit)
+        server.peer.news([Ended(frame.id, "shutdown")])
         chunks, _ = events(stream)
         assert chunks[-1]["error"]["code"] == "shutting_down"
 

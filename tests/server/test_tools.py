@@ -8,6 +8,7 @@ import pytest
 
 from pipeinfer.experiments import random_model
 from pipeinfer.experiments.rig.server_peer import front
+from pipeinfer.server.frames import Submit
 from tests.server.test_http import error, events
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,7 @@ def test_the_template_gets_tools_calls_as_objects_and_variables(server):
 
 
 def test_a_call_becomes_tool_calls(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], f"Let me see. {CALL}")
+    server.peer.answer = lambda f: server.peer.say(f.id, f"Let me see. {CALL}")
     choice = ask(server).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see. "
@@ -69,11 +70,11 @@ def test_a_call_becomes_tool_calls(server):
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert call["type"] == "function"
     assert call["id"]
-    assert "grammar" not in server.peer.wait_for("submit")["params"]
+    assert server.peer.wait_for(Submit).params.grammar == ""
 
 
 def test_a_streamed_call_is_never_content(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], f"ok {CALL}\n{CALL}")
+    server.peer.answer = lambda f: server.peer.say(f.id, f"ok {CALL}\n{CALL}")
     response = server.post("/v1/chat/completions", {**BODY, "stream": True}, stream=True)
     deltas = [c["choices"][0] for c in events(response)[0]]
     assert "".join(d["delta"].get("content") or "" for d in deltas).strip() == "ok"
@@ -84,7 +85,7 @@ def test_a_streamed_call_is_never_content(server):
 
 
 def test_an_answer_without_a_call_is_content(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], "no <tool")
+    server.peer.answer = lambda f: server.peer.say(f.id, "no <tool")
     choice = ask(server).json()["choices"][0]
     assert choice["message"]["content"] == "no <tool"
     assert choice["finish_reason"] == "stop"
@@ -96,19 +97,19 @@ def test_an_answer_without_a_call_is_content(server):
     ({"type": "function", "function": {"name": "add"}}, {"add"}),
 ])
 def test_a_required_call_is_a_grammar(server, choice, names):
-    server.peer.answer = lambda f: server.peer.say(f["id"], CALL)
+    server.peer.answer = lambda f: server.peer.say(f.id, CALL)
     assert ask(server, tool_choice=choice).json()["choices"][0]["finish_reason"] == "tool_calls"
-    grammar = server.peer.wait_for("submit")["params"]["grammar"]
+    grammar = server.peer.wait_for(Submit).params.grammar
     assert {name for name in ("add", "other") if json.dumps(name) in grammar} == names
 
 
 def test_none_hides_the_tools_and_finds_no_calls(server):
-    server.peer.answer = lambda f: server.peer.say(f["id"], CALL)
+    server.peer.answer = lambda f: server.peer.say(f.id, CALL)
     message = ask(server, tool_choice="none").json()["choices"][0]["message"]
     assert message["content"] == CALL
-    with_tools = len(server.peer.wait_for("submit")["prompt"])
+    with_tools = len(server.peer.wait_for(Submit).prompt)
     ask(server)
-    assert len(server.peer.wait_for("submit", 2)["prompt"]) > with_tools
+    assert len(server.peer.wait_for(Submit, 2).prompt) > with_tools
 
 
 @pytest.mark.parametrize(("more", "param"), [

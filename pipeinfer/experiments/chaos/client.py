@@ -1,6 +1,7 @@
 """Clients for experiments: honest ones that keep tokens and times, and a storm of bad ones.
 
-Speaks just enough HTTP/1.1 for `pipeinfer serve`. Knows no job, rank or fault.
+The bad ones write to bare sockets, since no library sends half a request. Knows no job, rank or
+fault.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-_BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError)
+from pipeinfer.transport import http_client
+from pipeinfer.transport.http_client import HttpFailure
+
+_SILENCE = 600.0  #: seconds without a byte after which an answer is given up; pings come sooner
 
 
 @dataclass(slots=True)
@@ -39,19 +43,13 @@ async def get(url: str, path: str, timeout: float = 10.0) -> tuple[int, Any]:
     """Status and JSON (or text) of a GET; (0, None) when nobody answers in time."""
     try:
         async with asyncio.timeout(timeout):
-            reader, writer = await _connect(url)
-            with contextlib.closing(writer):
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n\r\n"
-                             .encode())
-                status, headers = await read_head(reader)
-                size = headers.get("content-length")
-                raw = await (reader.readexactly(int(size)) if size else reader.read())
-    except (*_BROKEN, TimeoutError):
+            answer = await http_client.ask_async("GET", url + path, timeout=timeout)
+    except (HttpFailure, TimeoutError):
         return 0, None
     try:
-        return status, json.loads(raw)
+        return answer.status, answer.json()
     except ValueError:
-        return status, raw.decode("utf-8", "replace")
+        return answer.status, answer.text
 
 
 async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = None,
@@ -64,27 +62,27 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
     """
     got = Answer() if answer is None else answer
     try:
-        reader, writer = await _connect(url)
-        with contextlib.closing(writer):
-            writer.write(_request(body))
-            await writer.drain()
-            got.status, headers = await read_head(reader)
-            if "text/event-stream" not in headers.get("content-type", ""):
-                raw = await reader.read()
+        async with http_client.stream_async("POST", f"{url}/v1/completions", _asked(body),
+                                            timeout=_SILENCE) as response:
+            got.status = response.status_code
+            if not http_client.is_stream(response):
+                raw = await response.aread()
                 got.trouble = f"status {got.status}: {raw[:300].decode('utf-8', 'replace')}"
                 return got
-            got.trouble = "the stream ended early"
-            async for data in read_events(reader):
-                if data == "[DONE]":
-                    if got.trouble == "the stream ended early":
-                        got.trouble = ""
-                    break
-                _take(got, json.loads(data), on_token)
-                if leave_after is not None and len(got.tokens) >= leave_after:
-                    got.left, got.trouble = True, ""
-                    break
-    except _BROKEN as error:
-        got.trouble = f"{got.trouble}: {type(error).__name__} {error}".strip()
+            got.trouble = "the answer is not whole"
+            async with contextlib.aclosing(http_client.events_async(response)) as events:
+                async for chunk in events:
+                    if "error" in chunk:
+                        error = chunk["error"]
+                        got.trouble = f"error: {error.get('message', error)}"
+                        return got
+                    _take(got, chunk, on_token)
+                    if leave_after is not None and len(got.tokens) >= leave_after:
+                        got.left, got.trouble = True, ""
+                        return got
+            got.trouble = ""
+    except HttpFailure as failure:
+        got.trouble = f"{got.trouble}: {failure}"
     return got
 
 
@@ -99,7 +97,7 @@ async def storm(url: str, clients: int, rng: random.Random, stop: asyncio.Event)
         nonlocal count
         while not stop.is_set():
             count += 1
-            with contextlib.suppress(*_BROKEN, TimeoutError):
+            with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(10.0):
                     await _bad_client(url, rng)
             await asyncio.sleep(rng.uniform(0.05, 0.5))
@@ -110,8 +108,9 @@ async def storm(url: str, clients: int, rng: random.Random, stop: asyncio.Event)
 
 async def _bad_client(url: str, rng: random.Random) -> None:
     """Sends a part of a request (or all of it) and disappears."""
+    where = urlsplit(url)
     whole = _request({"prompt": "import os\n" * rng.randint(1, 20), "max_tokens": 200})
-    reader, writer = await _connect(url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
     try:
         part = rng.choice((0, rng.randrange(len(whole)), len(whole)))
         writer.write(whole[:part])
@@ -125,24 +124,20 @@ async def _bad_client(url: str, rng: random.Random) -> None:
         writer.close()
 
 
-# --- HTTP -------------------------------------------------------------------------------------
+# --- requests and answers ---------------------------------------------------------------------
 
 
-async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    where = urlsplit(url)
-    return await asyncio.open_connection(where.hostname, where.port)
+def _asked(body: dict[str, Any]) -> dict[str, Any]:
+    return {"stream": True, "pipeinfer": {"detail": True}, **body}
 
 
 def _request(body: dict[str, Any]) -> bytes:
-    data = json.dumps({"stream": True, "pipeinfer": {"detail": True}, **body}).encode()
+    data = json.dumps(_asked(body)).encode()
     return (f"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n").encode() + data
 
 
 def _take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | None) -> None:
-    if "error" in chunk:
-        got.trouble = f"error: {chunk['error'].get('message', chunk['error'])}"
-        return
     tokens = (chunk.get("pipeinfer") or {}).get("tokens", [])
     got.tokens += tokens
     got.times += [time.monotonic()] * len(tokens)
@@ -152,29 +147,3 @@ def _take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | Non
     for _ in tokens if on_token is not None else ():
         assert on_token is not None
         on_token()
-
-
-async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """The status and the headers, names in lower case. Raises IndexError, ValueError."""
-    status = int((await reader.readline()).split()[1])
-    headers = {}
-    while (line := (await reader.readline()).decode().strip()):
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return status, headers
-
-
-async def read_events(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events in a chunked body."""
-    buffer = b""
-    while size := (await reader.readline()).strip():
-        count = int(size, 16)
-        if count == 0:
-            return
-        buffer += await reader.readexactly(count)
-        await reader.readexactly(2)
-        while b"\n\n" in buffer:
-            event, _, buffer = buffer.partition(b"\n\n")
-            for line in event.split(b"\n"):
-                if line.startswith(b"data: "):
-                    yield line[6:].decode()

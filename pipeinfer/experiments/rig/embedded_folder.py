@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf.quants import dequantize
@@ -16,12 +19,12 @@ NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
          "ffn_down": "mlp.down_proj"}
 
 
-def write_folder(gguf_path, folder):
+def write_folder(gguf_path: str | os.PathLike[str], folder: Path) -> Path:
     """Weights in float32, config, tokenizer and chat template of the file at `gguf_path`."""
-    model = ModelFile(gguf_path)
+    model: Any = ModelFile(gguf_path)
     folder.mkdir(parents=True, exist_ok=True)
     heads, kv = model.arch_get("attention.head_count"), model.arch_get("attention.head_count_kv")
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, info in model.tensors.items():
         raw = np.frombuffer(b"".join(model.read_tensor(info)), np.uint8)
         shape = info.shape[::-1]
@@ -56,7 +59,8 @@ def write_folder(gguf_path, folder):
     return folder
 
 
-def write_tokenizer(model, folder):
+def write_tokenizer(model: Any, folder: Path) -> None:
+    """The tokenizer's files of a ModelFile with a byte-level vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     texts, kinds = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type")

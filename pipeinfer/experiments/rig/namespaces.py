@@ -1,7 +1,6 @@
 """A Beowulf cluster on one machine: network namespaces as hosts, with real links and real sshd.
 
-    python -m pipeinfer.experiments.rig.namespaces --nodes 5 --slow 3:0.25 -- \\
-        pipeinfer generate -p "import"
+    python -m pipeinfer.experiments.rig.namespaces --nodes 5 --slow 3:0.25 -- pipeinfer generate
     python -m pipeinfer.experiments.rig.namespaces --nodes 3 -- bash        # a shell on node1
 
 Every node has its own network namespace behind a switch (a bridge in a namespace of its own, veth
@@ -269,7 +268,7 @@ class Cluster:
     def pipeinfer(self, arguments: Sequence[str], *, timeout: float, ranks: int = 0, **env: str
                   ) -> subprocess.CompletedProcess[str]:
         """`pipeinfer ARGUMENTS` over all nodes through launch/ssh."""
-        return self.run(self.launch(arguments, ranks), timeout=timeout, **env)
+        return self.run(self.launch(arguments, ranks), timeout=timeout, node=1, **env)
 
     def launch(self, arguments: Sequence[str], ranks: int = 0) -> list[str]:
         """The command that runs `pipeinfer ARGUMENTS` over all nodes."""

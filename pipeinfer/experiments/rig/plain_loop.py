@@ -6,40 +6,49 @@ Prompt in chunks of `chunk`, then one token at a time: the text every policy has
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
 from pipeinfer.core.sampling import choose
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models.llama import ensure_llama
 
 
 class PlainLoop:
     """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
-    def __init__(self, path, n_ctx=2048, n_threads=1, n_batch=512, type_k=1, type_v=8, flash=1):
+    def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
+                 n_batch: int = 512, type_k: int = 1, type_v: int = 8, flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = False
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        self.model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
-        self.is_eog = lambda token: llama_cpp.llama_vocab_is_eog(vocab, token)
+        self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
+        self._vocab: Any = llama_cpp.llama_model_get_vocab(self.model)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
 
-    def close(self):
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def close(self) -> None:
+        """Release context and model."""
         llama_cpp.llama_free(self.context)
         llama_cpp.llama_model_free(self.model)
 
-    def reset(self):
+    def reset(self) -> None:
+        """Forget every token."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
-    def decode(self, tokens, position):
+    def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
         """Logits after the last of `tokens`, which start at `position`."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
@@ -54,7 +63,8 @@ class PlainLoop:
         address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(address, (self.n_vocab,)).copy()
 
-    def logits_after(self, prompt, forced, chunk=64):
+    def logits_after(self, prompt: Sequence[int], forced: Sequence[int], chunk: int = 64
+                     ) -> Iterator[FloatArray]:
         """Logits at every position from the prompt's last token on, with `forced` fed in."""
         self.reset()
         for start in range(0, len(prompt), chunk):
@@ -63,7 +73,8 @@ class PlainLoop:
         for i, token in enumerate(forced):
             yield self.decode([token], len(prompt) + i)
 
-    def generate(self, prompt, count, params=None, chunk=64, ignore_eos=True):
+    def generate(self, prompt: Sequence[int], count: int, params: SamplingParams | None = None,
+                 chunk: int = 64, ignore_eos: bool = True) -> list[int]:
         """`count` tokens (fewer at an end-of-text token unless ignored)."""
         params = params or SamplingParams()
         self.reset()

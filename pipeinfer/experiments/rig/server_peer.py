@@ -9,64 +9,92 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import requests
 
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import http_process
+from pipeinfer.server.frames import (
+    Abort,
+    Bye,
+    ClientFrame,
+    Ended,
+    EngineFrame,
+    News,
+    NewsItem,
+    Ready,
+    Submit,
+    Token,
+)
+from pipeinfer.server.link import Link
+from pipeinfer.server.settings import Settings
 
 SECONDS = 30.0
-FACTS = {"model": "m.gguf", "draft": "", "policy": "pipeinfer", "n_ctx": 256, "stages": []}
+FACTS: dict[str, Any] = {
+    "model": "m.gguf", "draft": "", "policy": "pipeinfer", "n_ctx": 256, "stages": []}
+F = TypeVar("F", bound=ClientFrame)
 
 
 class Peer:
     """The engine's end. `answer(frame)` gives news items for a submitted request, None holds it
     until it is aborted; frames seen so far are in `seen`."""
 
-    def __init__(self, link, tokenizer):
-        self.link, self.tokenizer, self.seen = link, tokenizer, []
-        self.answer = lambda frame: self.say(frame["id"], "ok")
+    answer: Callable[[Submit], Sequence[NewsItem] | None]
+
+    def __init__(self, link: Link, tokenizer: Tokenizer) -> None:
+        self.link, self.tokenizer = link, tokenizer
+        self.seen: list[ClientFrame] = []
+        self.answer = lambda frame: self.say(frame.id, "ok")
         self._arrived, self._changed = threading.Event(), threading.Condition()
         self._over, self._sending = False, threading.Lock()
         link.on_frame = self._arrived.set
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def say(self, request_id, text, reason="stop", each=None, **stats):
+    def say(self, request_id: int, text: str, reason: str | None = "stop",
+            each: Sequence[int] = (), **stats: Any) -> list[NewsItem]:
         """News: the tokens of a text and the end."""
-        items = [["t", request_id, token, i % 2 == 1, -0.5, [[token, -0.5], [1, -3.0]], None]
-                 for i, token in enumerate(each or self.tokenizer.encode(text, add_bos=False))]
-        return [*items, ["end", request_id, reason, stats]] if reason else items
+        items: list[NewsItem] = [
+            Token(request_id, token, i % 2 == 1, -0.5, ((token, -0.5), (1, -3.0)))
+            for i, token in enumerate(each or self.tokenizer.encode(text, add_bos=False))]
+        return [*items, Ended(request_id, reason, stats)] if reason else items
 
-    def send(self, frame):
+    def send(self, frame: EngineFrame) -> None:
         """A frame to the HTTP process; from any thread."""
         with self._sending:
             self.link.send(frame)
 
-    def news(self, items):
-        self.send({"op": "news", "items": items})
+    def news(self, items: Sequence[NewsItem]) -> None:
+        """News to the HTTP process; from any thread."""
+        self.send(News(tuple(items)))
 
-    def wait_for(self, op, count=1, **fields):
+    def wait_for(self, kind: type[F], count: int = 1, **fields: Any) -> F:
         """The `count`-th frame of this kind, waiting for it."""
-        def found():
-            return [f for f in self.seen if f["op"] == op
-                    and all(f.get(k) == v for k, v in fields.items())]
+        def found() -> list[F]:
+            return [f for f in self.seen if isinstance(f, kind)
+                    and all(getattr(f, k) == v for k, v in fields.items())]
 
         with self._changed:
             assert self._changed.wait_for(lambda: len(found()) >= count, SECONDS), self.seen
         return found()[count - 1]
 
-    def reset(self):
+    def reset(self) -> None:
+        """Forget what was seen and answer as at first."""
         with self._changed:
             self.seen.clear()
-        self.answer = lambda frame: self.say(frame["id"], "ok")
+        self.answer = lambda frame: self.say(frame.id, "ok")
 
-    def close(self):
+    def close(self) -> None:
+        """End the thread that answers."""
         self._over = True
         self._arrived.set()
         self._thread.join(SECONDS)
 
-    def _run(self):
+    def _run(self) -> None:
         while not self._over and not self.link.closed:
             with self._sending:
                 waits = self.link.pump()
@@ -80,45 +108,50 @@ class Peer:
                     self.seen.append(frame)
                     self._changed.notify_all()
 
-    def _reply(self, frame):
-        match frame["op"]:
-            case "submit":
+    def _reply(self, frame: ClientFrame) -> Sequence[NewsItem] | None:
+        match frame:
+            case Submit():
                 return self.answer(frame)
-            case "abort":
-                return [["end", frame["id"], frame["reason"], {}]]
+            case Abort(request_id, reason):
+                return [Ended(request_id, reason)]
         return None
 
 
 class Front:
     """The HTTP process. url, and its Peer once `ready` has been sent."""
 
-    def __init__(self, model, **settings):
+    def __init__(self, model: Path, **settings: Any) -> None:
         listener = http_process.listen("127.0.0.1", 0, settings.get("client_timeout", 60.0))
-        self.child = http_process.start({"model": str(model), "name": "m", **settings}, listener)
+        self.child = http_process.start(Settings(str(model), "m", **settings), listener)
         self.tokenizer = open_tokenizer(model)
         self.peer = Peer(self.child.link, self.tokenizer)
         self.url = self.child.url
 
-    def ready(self, **facts):
-        self.peer.send({"op": "ready", "facts": FACTS | facts})
+    def ready(self, **facts: Any) -> Front:
+        """Requests are taken from now on."""
+        self.peer.send(Ready(FACTS | facts))
         self.until(lambda: self.get("/health").status_code == 200)
         return self
 
-    def get(self, path, **options):
+    def get(self, path: str, **options: Any) -> requests.Response:
+        """The answer to a GET."""
         return requests.get(self.url + path, timeout=SECONDS, **options)
 
-    def post(self, path, body, **options):
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        """The answer to a POST of JSON."""
         return requests.post(self.url + path, json=body, timeout=SECONDS, **options)
 
-    def until(self, true, seconds=SECONDS):
+    def until(self, true: Callable[[], Any], seconds: float = SECONDS) -> None:
+        """Wait for a condition."""
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def close(self):
+    def close(self) -> int:
+        """End both; the exit status of the HTTP process."""
         with contextlib.suppress(Exception):
-            self.peer.send({"op": "bye"})
+            self.peer.send(Bye())
         self.peer.close()
         code = self.child.end(SECONDS)
         self.tokenizer.close()
@@ -126,7 +159,8 @@ class Front:
 
 
 @contextlib.contextmanager
-def front(model, *, ready=True, facts=None, **settings):
+def front(model: Path, *, ready: bool = True, facts: dict[str, Any] | None = None, **settings: Any
+          ) -> Iterator[Front]:
     """A running front, ended in any case."""
     server = Front(model, **settings)
     try:

@@ -1,10 +1,11 @@
-"""Compiles grammars in a process of its own, so that none can end this one or hold it up.
+"""Work on texts that are not trusted, in a process of its own: none can end this one or hold it up.
 
-llguidance recurses as deep as a grammar is nested and takes as long as it takes: a hostile
-grammar overflows the stack, which no exception reports. The helper has a smaller stack than those
-who use the grammar later and bounded memory, is killed at a deadline (by the system, should this
-process be gone by then), and started again when it is needed next. It takes one JSON object per
-line and answers with one. This module knows no grammar.
+Grammars are compiled and chat templates rendered so. llguidance recurses as deep as a grammar is
+nested and takes as long as it takes: a hostile grammar overflows the stack, which no exception
+reports. The helper has a smaller stack than those who use the grammar later and bounded memory, is
+killed at a deadline (by the system, should this process be gone by then), and started again when
+it is needed next. It takes one JSON object per line and answers with one. This module knows neither
+grammars nor templates.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ _STACK_BYTES = 2 * 1024 * 1024
 _MEMORY_BYTES = 4 * 1024**3  #: of addresses, which are more than is used
 
 
+class HelperLate(RequestError):
+    """No answer before the deadline; the helper was killed."""
+
+
+class HelperDied(RequestError):
+    """The helper ended over a question: its stack or its memory did not suffice."""
+
+
 class Helper:
     """A process that answers requests one at a time; threads take turns."""
 
@@ -39,13 +48,26 @@ class Helper:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
+        self._greeted = False  # whether it has answered our first line
+
+    def start(self) -> None:
+        """Start it, if it does not run, without waiting until it is up."""
+        with self._lock:
+            self._ensure()
 
     def ask(self, question: dict[str, Any], seconds: float = SECONDS) -> dict[str, Any]:
-        """The answer. Raises RequestError when it crashes or when there is none in time."""
+        """The answer. Raises RequestError: what it says is wrong, HelperDied or HelperLate."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            answer = self._exchange(question, seconds)
+            self._ensure()
+            try:
+                if not self._greeted:
+                    self._receive(_START_SECONDS)
+                    self._greeted = True
+                self._send(question)
+                answer = self._receive(seconds)
+            except BaseException:  # an interrupt, too: an answer that nobody read is not the next's
+                self._stop()
+                raise
         if "error" in answer:
             raise RequestError(str(answer["error"]))
         return answer
@@ -55,37 +77,39 @@ class Helper:
         with self._lock:
             self._stop()
 
-    def _start(self) -> None:
+    def _ensure(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
         self._stop()
         process = subprocess.Popen(
             [sys.executable, "-m", self._module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True)
-        self._process = process
+        self._process, self._greeted = process, False
         self._finalizer = weakref.finalize(self, _end, process)
-        self._exchange(self._hello(), _START_SECONDS)
+        self._send(self._hello())
 
     def _stop(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
 
-    def _exchange(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None
-        reader, writer = self._process.stdout, self._process.stdin
-        assert reader is not None
+        writer = self._process.stdin
         assert writer is not None
-        try:
+        with contextlib.suppress(OSError):  # its end is seen when its answer is waited for
             writer.write(json.dumps(message).encode() + b"\n")
             writer.flush()
-            line = _read_line(reader, seconds)
-        except OSError:
-            line = b""
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self._process is not None
+        reader = self._process.stdout
+        assert reader is not None
+        line = _read_line(reader, seconds)
         if line is None:
-            self._stop()
-            raise RequestError(f"it was not ready after {seconds:g} s: make it smaller")
+            raise HelperLate(f"it was not ready after {seconds:g} s: make it smaller")
         if not line.endswith(b"\n"):
-            self._stop()
-            raise RequestError("it is nested too deeply or too large")
+            raise HelperDied("it is nested too deeply or too large")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -115,8 +139,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
-def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """The helper's side: `begin(hello)` gives what answers. Ends with its standard input."""
+def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
+          memory: int = _MEMORY_BYTES) -> None:
+    """The helper's side: `begin(hello)` gives what answers. Ends with its standard input.
+
+    memory: bytes of addresses, which are more than is used.
+    """
 
     def run() -> None:
         handler: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -133,7 +161,7 @@ def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
 
-    _allow(resource.RLIMIT_AS, _MEMORY_BYTES)
+    _allow(resource.RLIMIT_AS, memory)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=run)
     thread.start()

@@ -1,8 +1,78 @@
-"""Text as it may be shown: nothing after a stop string, no beginning of one."""
+"""Tokens become text that may be shown: no half character, nothing after a stop string, no
+beginning of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeinfer.models.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """The text of one response. Positions count its characters from 0.
+
+    Text is certain once it can not be the beginning of a stop string; `take` hands it out once.
+    stopped: a stop string was met, and the text ends where it begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self.produced = 0  #: characters of all tokens, certain or not
+        self.certain = 0  #: characters that stay; where the text ends, once it has ended
+        self._decoder, self._stopper = tokenizer.stream(), StopText(stops)
+        self._ready = ""
+
+    @property
+    def taken(self) -> int:
+        """Characters handed out."""
+        return self.certain - len(self._ready)
+
+    def push(self, token: int, seen: bytes | None = None) -> str:
+        """The text that the token adds, certain or not; nothing after a stop string.
+
+        seen: what the reader sees of the token, of a response in threads; None for its own text.
+        Raises UsageError for a token outside the vocabulary.
+        """
+        if self.stopped:
+            return ""
+        text = self._decoder.push(token) if seen is None else self._decoder.push_bytes(seen)
+        self._add(text)
+        return text
+
+    def finish(self) -> None:
+        """No token comes any more: what was held back is certain."""
+        if not self.stopped:
+            self._add(self._decoder.finish())
+            if not self.stopped:
+                self._show(self._stopper.rest())
+
+    def take(self) -> str:
+        """What has become certain since the last call."""
+        text, self._ready = self._ready, ""
+        return text
+
+    def is_certain(self, start: int, text: str) -> bool:
+        """Whether a token's text at position `start` stays whole."""
+        return start + len(text) <= self.certain
+
+    def cut(self, start: int, text: str) -> str | None:
+        """What stays of a token's text at position `start` of a text that has ended.
+
+        None for a token that begins behind the end.
+        """
+        return text[: self.certain - start] if start < self.certain else None
+
+    def _add(self, text: str) -> None:
+        self.produced += len(text)
+        safe, self.stopped = self._stopper.push(text)
+        self._show(safe)
+
+    def _show(self, text: str) -> None:
+        self._ready += text
+        self.certain += len(text)
 
 
 class StopText:

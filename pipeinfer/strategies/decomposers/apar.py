@@ -11,6 +11,7 @@ from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
 from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+from pipeinfer.strategies.spec import DecomposerSpec
 
 FORK, CHILD = "[Fork]", "[Child]"
 
@@ -64,3 +65,9 @@ class Apar(Reader):
             return []
         self._children[thread].over = True
         return [Close(thread)]
+
+
+SPEC = DecomposerSpec(
+    "apar", "forks that a trained model asks for",
+    lambda setup: Apar(setup.vocabulary, n_prompt=setup.n_prompt),
+    check=lambda vocabulary: Apar(vocabulary, n_prompt=0))

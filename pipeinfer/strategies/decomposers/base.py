@@ -109,6 +109,21 @@ class Vocabulary:
         return tokens[0] if len(tokens) == 1 and self.piece(tokens[0]) == text.encode() else None
 
 
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """Which decomposer a response gets, as plain data that goes from process to process.
+
+    method: its name. What a method's `open` leaves for its `make`: plain, tokens of an ordinary
+    prompt; point, a text (a skeleton's: of a point's prompt, with holes for outline, index and
+    point); lead, a choice (a skeleton's: whether the reader gets number and point first).
+    """
+
+    method: str
+    plain: tuple[int, ...] = ()
+    point: str = ""
+    lead: bool = False
+
+
 class Decomposer(Protocol):
     """One response; see the module docstring. Every call returns what is to be done, in order."""
 

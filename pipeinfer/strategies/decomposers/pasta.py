@@ -17,7 +17,9 @@ import enum
 import re
 from dataclasses import dataclass, field
 
+from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.types import ANY
+from pipeinfer.errors import UsageError
 from pipeinfer.strategies.decomposers.base import (
     MAIN,
     Action,
@@ -30,6 +32,7 @@ from pipeinfer.strategies.decomposers.base import (
     Vocabulary,
 )
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+from pipeinfer.strategies.spec import DecomposerSpec
 
 ASYNC, END_ASYNC, SYNC = b"<async>", b"</async>", b"<sync/>"
 UNIT = 10  #: tokens that the attribute counts in
@@ -274,3 +277,26 @@ def _banned(vocabulary: Vocabulary, *tags: bytes) -> tuple[tuple[int, int, int],
     """Bans of those tags that are single tokens."""
     return tuple((ANY, ANY, token) for tag in tags
                  if (token := vocabulary.single(tag.decode())) is not None)
+
+
+def spacing_of(text: str) -> Spacing:
+    """PASTA's positions from an option: pred-10x, pred-1x, fixed or fixed:N. Raises UsageError."""
+    kind, colon, count = text.partition(":")
+    if kind == "fixed" and (not colon or count.isdigit()):
+        return Spacing(Positions.FIXED, int(count or 40))
+    if kind in ("pred-10x", "pred-1x") and not colon:
+        return Spacing(Positions(kind))
+    raise UsageError(f"--pasta-positions {text}: choose pred-10x, pred-1x, fixed or fixed:N")
+
+
+SPEC = DecomposerSpec(
+    "pasta", "promises with attributes, whose blocks are written at once",
+    lambda setup: Pasta(
+        setup.vocabulary, start=setup.n_prompt, room=setup.room, most=setup.most,
+        spacing=spacing_of(setup.options["pasta_positions"]), overlap=setup.overlap),
+    validate=lambda options: spacing_of(options["pasta_positions"]),
+    options={"pasta_positions": OwnOption("pred-10x", Option(
+        ("--pasta-positions",), "str",
+        "How far the main thread moves on behind a promise: pred-10x (ten times its attribute), "
+        "pred-1x, fixed or fixed:N."))},
+    gaps=True, penalties=False)

@@ -21,6 +21,7 @@ from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
 from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Cut, Feed, Fork, Vocabulary
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+from pipeinfer.strategies.spec import DecomposerSpec
 
 STEP, END, ELLIPSIS, HALF, BREAK = "####", "%%%%", "......", "...", "\n\n"
 COLONS = (":", ":\n")
@@ -166,3 +167,36 @@ class Pdos(Reader):
 
     def _text(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self._vocabulary.piece, tokens))
+
+
+TEXT = """
+
+When parts of your answer do not depend on each other, write them as parallel steps: begin each with
+"####", then its title and a colon, and write only "......" instead of its content. After the last
+step write "####%%%%". Examples:
+
+####Check the first item:......
+
+####Check the second item:......
+
+####%%%%
+
+####Cost:......
+
+####Quality:......
+
+####%%%%
+
+####Alice:......
+
+####Bob:......
+
+####Carol:......
+
+####%%%%
+
+Everything else is written as usual, without "####"."""
+
+SPEC = DecomposerSpec(
+    "pdos", "steps that are named first and written at once, in one sequence",
+    lambda setup: Pdos(setup.vocabulary, n_prompt=setup.n_prompt), text=TEXT, check=Markers.of)

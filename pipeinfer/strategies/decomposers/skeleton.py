@@ -9,11 +9,19 @@ question is answered plainly. Knows no cells, runs or models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.strategies.decomposers.base import (
+    MAIN,
+    Action,
+    Close,
+    Fork,
+    Specification,
+    Vocabulary,
+)
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
+from pipeinfer.strategies.spec import DecomposerSetup, DecomposerSpec, Writer
 
 _POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
 
@@ -80,3 +88,56 @@ class Skeleton(Reader):
         self._main.parts += self._points.values()
         self._main.over = True
         return list(forks)
+
+
+# --- prompts ----------------------------------------------------------------------------------
+
+OUTLINE = """You only write the skeleton of an answer, not the answer. Give it as a numbered
+list of 3 to 10 points of 3 to 5 words each, and nothing else.
+
+Question: {question}"""
+POINT = """You continue one point of the answer to a question, and nothing else.
+
+Question: {question}
+
+Skeleton of the answer:
+{outline}
+
+Write point {index} ("{point}") in one or two short sentences. Do not write the other points."""
+_NAMES = ("outline", "index", "point")
+_HOLE = re.compile("\ue000(outline|index|point)\ue001")  # private use: in no text of a model
+
+
+def open_response(writer: Writer, messages: Sequence[Mapping[str, str]]
+                  ) -> tuple[tuple[int, ...], Specification]:
+    """The prompt that asks for the outline, and what the points' prompts are made of.
+
+    The outline is not there yet: holes in the rendered text stand for it, so that the template is
+    not needed once it is.
+    """
+    values = {"question": messages[-1]["content"], **{n: f"\ue000{n}\ue001" for n in _NAMES}}
+
+    def asking(template: str) -> list[Mapping[str, str]]:
+        text = re.sub(r"\{(question|outline|index|point)\}", lambda m: values[m[1]], template)
+        return [*messages[:-1], {"role": "user", "content": text}]
+
+    texts = writer.texts
+    point = writer.render(asking(texts.get("sot.point", POINT)), "sot.system")
+    return writer.encode(asking(texts.get("sot.outline", OUTLINE)), "sot.system"), Specification(
+        "skeleton", writer.encode(messages, "plain"), point, lead="sot.outline" not in texts)
+
+
+def _make(setup: DecomposerSetup) -> Skeleton:
+    wanted = setup.wanted
+
+    def prompt(outline: str, index: int, point: str) -> tuple[int, ...]:
+        values = {"outline": outline, "index": str(index), "point": point}
+        return setup.encode(_HOLE.sub(lambda found: values[found[1]], wanted.point))
+
+    return Skeleton(setup.vocabulary, Prompts(
+        wanted.plain, prompt, lambda index, text: f"{index}. {text}: " if wanted.lead else ""),
+        most=setup.most)
+
+
+SPEC = DecomposerSpec("skeleton", "an outline, then every point with a prompt of its own", _make,
+                      open=open_response)

@@ -5,14 +5,13 @@ Does not know: what is asked, tags, training.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 
 from pipeinfer.errors import PipeinferError, UsageError
+from pipeinfer.transport import http_client
+from pipeinfer.transport.http_client import HttpFailure
 
 
 class EndpointError(PipeinferError):
@@ -36,28 +35,26 @@ class Endpoint:
     def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0) -> str:
         """The answer's text; EndpointError when it can not be had."""
         body = {"model": self.model, "messages": messages, "temperature": temperature}
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={
-                "Content-Type": "application/json",
-                "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}",
-            },
-        )
+        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
         problem = "never asked"
         for attempt in range(self.tries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    content = json.load(reply)["choices"][0]["message"]["content"]
+                answer = http_client.ask(
+                    "POST", f"{self.url.rstrip('/')}/chat/completions", body,
+                    timeout=self.timeout, headers=headers, proxies=True)
+                if answer.status != 200:
+                    problem = f"status {answer.status}"
+                    if answer.status < 500 and answer.status != 429:
+                        break
+                    continue
+                content = answer.json()["choices"][0]["message"]["content"]
                 if isinstance(content, str):
                     return content
                 problem = "an answer without text"
-            except urllib.error.HTTPError as error:
-                problem = f"status {error.code}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except HttpFailure as error:
+                problem = str(error)
+            except (ValueError, LookupError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise EndpointError(f"{self.url} gave no answer: {problem}")

@@ -21,6 +21,7 @@ from pipeinfer.strategies import registry
 
 
 def main() -> None:
+    """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
     config = registry.job_config(**{k: tuple(v) if isinstance(v, list) else v
                                     for k, v in task["config"].items()})

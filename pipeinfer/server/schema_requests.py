@@ -7,11 +7,19 @@ unknown field is a 400, never dropped in silence. Knows shapes, bounds and names
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
-from starlette.responses import JSONResponse
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    WithJsonSchema,
+    model_validator,
+)
+
+from pipeinfer.strategies import registry
 
 #: accepted without effect, with the reason that docs/api.md gives
 IGNORED = {
@@ -62,6 +70,16 @@ _INT32 = 2**31 - 1
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Token: TypeAlias = Annotated[int, Field(ge=0, le=_INT32)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+def _known(name: str) -> str:
+    if name not in ("none", *registry.decomposers()):
+        raise ValueError(f"choose from none, {', '.join(registry.decomposers())}")
+    return name
+
+
+DecomposerName: TypeAlias = Annotated[str, AfterValidator(_known), WithJsonSchema(
+    {"type": "string", "enum": ["none", *registry.decomposers()]})]
 
 
 class Strict(BaseModel):
@@ -245,7 +263,7 @@ class ChatRequest(Sampling, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    decomposer: Literal["none", "pasta", "pdos", "skeleton", "apar"] | None = None
+    decomposer: DecomposerName | None = None
     modalities: list[Literal["text"]] | None = None
 
 
@@ -268,195 +286,3 @@ class TemplateRequest(Conversation):
     """A conversation to the text that the model would get."""
 
     add_generation_prompt: bool = True
-
-
-class Reply(JSONResponse):
-    """A JSON answer that may hold half a surrogate pair, which a request's JSON can bring."""
-
-    def render(self, content: Any) -> bytes:
-        """The body: UTF-8, halves of pairs as escapes."""
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "backslashreplace")
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong. param: the field that is to blame."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    """Every error has this form."""
-
-    error: ErrorDetail
-
-
-class CachedTokens(BaseModel):
-    """cached_tokens: prompt tokens that were not computed again."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class Timings(BaseModel):
-    """Counts, and times in milliseconds."""
-
-    prompt_n: int
-    cache_n: int
-    prompt_ms: float
-    prompt_per_second: float | None
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float | None
-    predicted_per_second: float | None
-    drafted_n: int
-    accepted_n: int
-    runs_n: int
-    cancelled_runs_n: int
-
-
-class Answer(BaseModel):
-    """What both kinds of answers share. pipeinfer: only with pipeinfer.detail."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    usage: Usage
-    timings: Timings
-    pipeinfer: dict[str, Any] | None = None
-
-
-class TextChoice(BaseModel):
-    """One continuation."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(Answer):
-    """The answer of /v1/completions."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class ReplyMessage(BaseModel):
-    """What the model said, and the calls it wants made."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: str | None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer."""
-
-    index: int
-    message: ReplyMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(Answer):
-    """The answer of /v1/chat/completions."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class Model(BaseModel):
-    """A model that can be asked."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    """Every model that can be asked."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Piece(BaseModel):
-    """A token and its text (bytes where it is no UTF-8 by itself)."""
-
-    id: int
-    piece: str | list[int]
-
-
-class Tokens(BaseModel):
-    """A text's tokens."""
-
-    tokens: list[int] | list[Piece]
-
-
-class Content(BaseModel):
-    """A text."""
-
-    content: str
-
-
-class Prompt(BaseModel):
-    """What the model would get."""
-
-    prompt: str
-
-
-class Health(BaseModel):
-    """status: ok, loading, draining, failed or stopped. recoveries: how often the job went on after
-    it had lost ranks; lost: which."""
-
-    status: Literal["ok", "loading", "draining", "failed", "stopped"]
-    reason: str | None = None
-    stages: dict[str, Any] | None = None
-    recoveries: int = 0
-    lost: list[int] = []
-
-
-class Rebalanced(BaseModel):
-    """What came of dealing the layers out anew, and the stages from now on."""
-
-    changed: bool
-    message: str
-    stages: list[dict[str, Any]]
-
-
-class Props(BaseModel):
-    """What the server is and does."""
-
-    model_alias: str
-    total_slots: int
-    n_ctx: int
-    chat_template: str
-    bos_token: str
-    eos_token: str
-    build_info: str
-    default_generation_settings: dict[str, Any]
-    pipeinfer: dict[str, Any]
-
-
-class Slot(BaseModel):
-    """A place for a request; fields of the lane when it is taken."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-    lane: dict[str, Any] | None = None

@@ -1,0 +1,112 @@
+"""Rank 0's end of the socket to the HTTP process.
+
+A thread of its own reads, so that the loop that owns MPI never blocks on the socket; sends go out
+as far as the socket takes them and the rest waits in a bounded backlog. This module knows frames,
+not what is in them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pipeinfer.errors import ClusterError, ProtocolError
+from pipeinfer.server.frames import (
+    FROM_CLIENT,
+    ClientFrame,
+    EngineFrame,
+    FrameReader,
+    encode,
+)
+from pipeinfer.server.settings import Settings
+
+MAX_BACKLOG = 64 << 20  #: unsent bytes above which the other end counts as dead
+
+
+class Link:
+    """Rank 0's end of the socket. `on_frame` is called from the reading thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.on_frame: Callable[[], None] = lambda: None
+        self.closed = False  #: the other end has gone
+        self.problem = ""  #: what was wrong with a frame of it, after which nothing is read
+        self._sock = sock
+        self._arrived: deque[ClientFrame] = deque()
+        self._backlog: deque[memoryview] = deque()
+        self._unsent = 0
+        self._reader = threading.Thread(target=self._read, name="server link", daemon=True)
+        self._reader.start()
+
+    def take(self) -> ClientFrame | None:
+        """The oldest frame that has arrived."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def send(self, frame: Settings | EngineFrame) -> None:
+        """Queue a frame and send what the socket takes now; never blocks.
+
+        Raises ClusterError when the other end has stopped reading (MAX_BACKLOG bytes wait).
+        """
+        self.send_bytes(encode(frame))
+
+    def send_bytes(self, data: bytes) -> None:
+        """`send`, of a frame's bytes."""
+        self._backlog.append(memoryview(data))
+        self._unsent += len(data)
+        self.pump()
+        if self._unsent > MAX_BACKLOG:
+            raise ClusterError(f"the HTTP process has left {self._unsent >> 20} MiB unread: it "
+                               "hangs")
+
+    def pump(self) -> bool:
+        """Send on; whether something still waits."""
+        try:
+            while self._backlog and not self.closed:
+                sent = self._sock.send(self._backlog[0], socket.MSG_DONTWAIT)
+                self._unsent -= sent
+                if sent == len(self._backlog[0]):
+                    self._backlog.popleft()
+                else:
+                    self._backlog[0] = self._backlog[0][sent:]
+        except BlockingIOError:
+            return True
+        except OSError:
+            self.closed = True
+        if self.closed:
+            self._backlog.clear()
+            self._unsent = 0
+        return bool(self._backlog)
+
+    def flush(self, timeout: float) -> bool:
+        """Send everything within `timeout` seconds; whether that worked."""
+        deadline = time.monotonic() + timeout
+        while self.pump():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return not self.closed
+
+    def close(self) -> None:
+        """Shut the socket; the reading thread ends."""
+        self.closed = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._reader.join(timeout=2.0)
+        self._sock.close()
+
+    def _read(self) -> None:
+        frames = FrameReader(FROM_CLIENT)
+        try:
+            while data := self._sock.recv(1 << 16):
+                self._arrived.extend(frames.feed(data))
+                self.on_frame()
+        except OSError:
+            pass
+        except ProtocolError as error:
+            self.problem = str(error)
+        self.closed = True
+        self.on_frame()

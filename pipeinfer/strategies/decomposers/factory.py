@@ -1,0 +1,53 @@
+"""From a specification to the decomposer of one response.
+
+Runs where tokens are decoded: it knows the vocabulary, no chat template, cells, runs or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from pipeinfer.config import SpeculationConfig
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
+from pipeinfer.strategies.spec import DecomposerSetup
+
+
+@functools.lru_cache(8)
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """What decomposers need of a tokenizer."""
+    @functools.lru_cache(256)
+    def split(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.split(text, special=True))
+
+    return Vocabulary(functools.lru_cache(1 << 16)(functools.partial(
+        tokenizer.piece, special=True)), lambda text: list(split(text)))
+
+
+class Decomposition:
+    """The methods for one model. n_ctx: of one response; overlap: whether every stage takes
+    positions in any order."""
+
+    def __init__(self, tokenizer: Tokenizer, config: SpeculationConfig, *, n_ctx: int,
+                 overlap: bool = True) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        self._n_ctx, self._overlap = n_ctx, overlap
+        self._vocabulary = vocabulary_of(tokenizer)
+
+    def factory(self, wanted: Specification, n_prompt: int) -> Callable[[], Decomposer]:
+        """Makes the decomposer of a response to a prompt of so many tokens.
+
+        Raises UsageError for an unknown method, and ModelError for one whose tokens this
+        vocabulary does not have.
+        """
+        spec = registry.decomposer(wanted.method)
+        spec.check(self._vocabulary)
+        setup = DecomposerSetup(
+            self._vocabulary, n_prompt, self._n_ctx, self._config.decompose_threads, self._overlap,
+            registry.values_of(spec, self._config), wanted, self._encode)
+        return functools.partial(spec.make, setup)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, special=True))

@@ -1,0 +1,166 @@
+"""Asking a server over HTTP: whole answers and server-sent events, with a deadline on every wait.
+
+For commands, experiments and training; one connection per request. Knows HTTP, neither what is
+asked nor what becomes of a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from pipeinfer.errors import RequestError
+
+_MOST_EVENT = 64 << 20  #: bytes of one event: the log-probabilities of a long answer
+_PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading certificates takes longer than a request
+_END = "[DONE]"  #: the last event of a whole stream
+_FAILURES = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
+
+
+class HttpFailure(RequestError):
+    """No whole answer: nobody listens, it broke off, or a wait was longer than its deadline.
+
+    The text says why in a few words.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. headers: names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """The body as JSON. Raises ValueError for what is none."""
+        return json.loads(self.body)
+
+
+def ask(method: str, url: str, body: Any = None, *, timeout: float,
+        headers: Mapping[str, str] | None = None, proxies: bool = False) -> Answer:
+    """One request. body: sent as JSON. proxies: whether the environment's are used.
+
+    timeout: seconds for each wait: to connect, to send, for a part of the answer. Raises
+    HttpFailure.
+    """
+    with stream(method, url, body, timeout=timeout, headers=headers, proxies=proxies) as response:
+        return _whole(response, response.read())
+
+
+@contextlib.contextmanager
+def stream(method: str, url: str, body: Any = None, *, timeout: float,
+           headers: Mapping[str, str] | None = None, proxies: bool = False
+           ) -> Iterator[httpx2.Response]:
+    """A response whose body has not been read yet; see `ask`. Leaving early hangs up."""
+    with _failures(), httpx2.Client(**_options(url, timeout, proxies)) as client, client.stream(
+            method, url, headers=_headers(headers, body), content=_content(body)) as response:
+        yield response
+
+
+def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
+    """The events of a stream as they come. Raises HttpFailure when it breaks off before its end."""
+    with _failures():
+        for sent in httpx2.EventSource(response, _MOST_EVENT):
+            if sent.data == _END:
+                return
+            yield _event(sent.data)
+    raise HttpFailure("the stream ended early")
+
+
+async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
+                    headers: Mapping[str, str] | None = None) -> Answer:
+    """`ask`, in an event loop."""
+    async with stream_async(method, url, body, timeout=timeout, headers=headers) as response:
+        return _whole(response, await response.aread())
+
+
+@contextlib.asynccontextmanager
+async def stream_async(method: str, url: str, body: Any = None, *, timeout: float,
+                       headers: Mapping[str, str] | None = None
+                       ) -> AsyncIterator[httpx2.Response]:
+    """`stream`, in an event loop."""
+    with _failures():
+        async with (httpx2.AsyncClient(**_options(url, timeout, False)) as client,
+                    client.stream(method, url, headers=_headers(headers, body),
+                                  content=_content(body)) as response):
+            yield response
+
+
+async def events_async(response: httpx2.Response) -> AsyncGenerator[dict[str, Any], None]:
+    """`events`, in an event loop."""
+    with _failures():
+        async for sent in httpx2.EventSource(response, _MOST_EVENT):
+            if sent.data == _END:
+                return
+            yield _event(sent.data)
+    raise HttpFailure("the stream ended early")
+
+
+def is_stream(response: httpx2.Response) -> bool:
+    """Whether the answer is a stream of events."""
+    return str(response.headers.get("content-type", "")).startswith("text/event-stream")
+
+
+def _options(url: str, timeout: float, proxies: bool) -> dict[str, Any]:
+    secure = proxies or url.startswith("https:")
+    return {"timeout": timeout, "trust_env": proxies, "verify": True if secure else _PLAIN}
+
+
+def _headers(given: Mapping[str, str] | None, body: Any) -> dict[str, str]:
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    return {"Connection": "close", **kind, **(given or {})}
+
+
+def _content(body: Any) -> bytes | None:
+    return None if body is None else json.dumps(body).encode()
+
+
+def _whole(response: httpx2.Response, body: bytes) -> Answer:
+    return Answer(response.status_code, dict(response.headers), body)
+
+
+def _event(data: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise HttpFailure("an event of the stream is no JSON object")
+    return found
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise HttpFailure(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError | httpx2.TimeoutException):
+        return "no answer in time"
+    if isinstance(error, httpx2.RemoteProtocolError):
+        return "the stream ended early"
+    seen: BaseException | None = error
+    while seen is not None:  # the library wraps what the system said
+        if isinstance(seen, socket.gaierror):
+            return "no such host"
+        if isinstance(seen, OSError) and seen.errno:
+            return os.strerror(seen.errno)
+        seen = seen.__cause__ or seen.__context__
+    return str(error) or type(error).__name__

@@ -1,0 +1,73 @@
+"""Tokens to text that may be shown, whatever the pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text.text_stream import StopText, TextStream
+
+MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = open_tokenizer(MODEL)
+    yield made
+    made.close()
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+       st.data())
+def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data):
+    stopper, shown, rest, stopped = StopText(stops), "", text, False
+    while rest and not stopped:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, stopped = stopper.push(rest[:size])
+        shown, rest = shown + piece, rest[size:]
+    if not stopped:
+        shown += stopper.rest()
+    found = [at for s in stops if (at := text.find(s)) >= 0]
+    assert stopped == bool(found)
+    if not found:
+        assert shown == text
+    else:  # a longer stop may begin earlier and end later than the one that was met first
+        assert text.startswith(shown)
+        assert any(text[len(shown):].startswith(s) for s in stops)
+
+
+@given(text=st.text("ab é漢", max_size=20),
+       stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+       sizes=st.lists(st.integers(1, 5), max_size=30))
+def test_bytes_in_any_pieces_give_the_text_up_to_the_stop(tokenizer, text, stops, sizes):
+    stream, data, shown, parts = TextStream(tokenizer, stops), text.encode(), "", []
+    for size in [*sizes, len(data)]:
+        start = stream.produced
+        parts.append((start, stream.push(0, data[:size])))
+        data = data[size:]
+        assert stream.taken == len(shown)
+        shown += stream.take()
+        assert stream.certain == len(shown)
+    stream.finish()
+    shown += stream.take()
+    assert stream.stopped == any(s in text for s in stops)
+    assert text.startswith(shown)
+    if not stream.stopped:
+        assert shown == text
+    kept = [stream.cut(start, part) for start, part in parts]
+    assert "".join(part for part in kept if part is not None) == shown
+
+
+def test_half_a_character_is_told_at_the_end_and_may_complete_a_stop_string(tokenizer):
+    for stops, shown in ((), "\ufffd"), (("\ufffd",), ""):
+        stream = TextStream(tokenizer, stops)
+        assert stream.push(0, b"\xc3") == stream.take() == ""
+        stream.finish()
+        assert stream.take() == shown
+        assert stream.stopped == bool(stops)
+        if stops:
+            assert stream.push(0, b"more") == stream.take() == ""

@@ -1,0 +1,94 @@
+"""A proposer and a decomposer of another package work everywhere after one line each: the package's
+two entry points."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import openai
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import PIPEINFER, serve
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT = ("-p", "import os", "-n", "24", "--temp", "0", "-c", "512")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The path on which a package with these two entry points is found."""
+    site = tmp_path_factory.mktemp("site")
+    about = site / "stutter-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stutter\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[pipeinfer.strategies]\n"
+        "stutter = tests.support.plugin:STUTTER\n"
+        "shout = tests.support.plugin:SHOUT\n")
+    return {"PYTHONPATH": f"{site}{os.pathsep}{launch.ROOT}"}
+
+
+def generate(ranks, installed, *args):
+    done = launch.run(ranks, [*PIPEINFER, "generate", "--json", *args], **installed)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_generate(ranks, installed):
+    plain = generate(ranks, installed, *PROMPT, "--ignore-eos", "--policy", "iterative")
+    stuttered = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter",
+                         "--stutter-times", "3", "--path-min", "0", "--no-adapt")
+    assert stuttered["tokens"] == plain["tokens"]
+    assert stuttered["stats"]["issued_speculative"] > 0
+    plain = generate(ranks, installed, *PROMPT, "--policy", "iterative", "--chat",
+                     "-m", str(launch.ROOT / "pipeinfer/models/embedded/task.gguf"))
+    shouted = generate(ranks, installed, *PROMPT, "--decomposer", "shout", "--shout-sign", "")
+    assert shouted["text"] == plain["text"].upper()
+    assert shouted["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_serve(ranks, installed):
+    with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",
+               "1024", **installed) as server:
+        server.wait_until_ready()
+        ask = {"model": "m", "messages": [{"role": "user", "content": "Say abc."}],
+               "temperature": 0, "max_tokens": 24}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            create = client.chat.completions.create
+            shouted = create(**ask).choices[0].message.content
+            spoken = create(**ask, extra_body={"decomposer": "none"}).choices[0].message.content
+            assert shouted == spoken.upper() != spoken
+            with pytest.raises(openai.BadRequestError, match="shout"):
+                create(**ask, extra_body={"decomposer": "whisper"})
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_compare(ranks, installed, tmp_path):
+    done = launch.run(ranks, [
+        sys.executable, "-m", "pipeinfer", "compare", "--tasks", "1", "-n", "40", "-c", "1024",
+        "--method", "stutter", "--method", "shout", "--method", "shout+stutter",
+        "-o", str(tmp_path)], **installed)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["answers"]) == {"plain", "stutter", "shout", "shout+stutter"}
+    texts = {name: answers[0]["text"] for name, answers in results["answers"].items()}
+    assert texts["stutter"] == texts["plain"]
+    assert texts["shout"] == texts["shout+stutter"]
+
+
+def test_a_broken_package_is_named(installed, tmp_path):
+    about = tmp_path / "broken-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[pipeinfer.strategies]\nbroken = tests.support.absent:SPEC\n")
+    done = launch.run(1, [*PIPEINFER, "generate", "-p", "x"],
+                      PYTHONPATH=f"{tmp_path}{os.pathsep}{launch.ROOT}")
+    assert done.returncode == 2
+    assert "pipeinfer: error: the strategy broken" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,91 @@
+"""How responses in threads begin: once, with text; what goes on from there needs no template."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.config import SpeculationConfig
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer.server.frames import FROM_CLIENT, HEADER, Submit, decode, encode
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.decomposers import pdos, prompts, skeleton
+from pipeinfer.strategies.decomposers.base import MAIN, Fork, Specification
+from pipeinfer.strategies.decomposers.factory import Decomposition
+from pipeinfer.strategies.decomposers.prompts import opening, texts_of
+
+QUESTION = "What {outline} is {point} and why?"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+OUTLINE = "1. First thing\n2. Second {index} thing"
+
+
+@pytest.fixture(scope="module", params=["task", "target"])
+def model(request):
+    path = EMBEDDED / f"{request.param}.gguf"
+    tokenizer = open_tokenizer(path)
+    yield tokenizer, texts_of(path)
+    tokenizer.close()
+
+
+def sent(opened):
+    """What arrives of an opening in rank 0's process."""
+    frame = Submit(1, opened.prompt, 9, prompts.SamplingParams(), decompose=opened.decompose)
+    got = decode(encode(frame)[HEADER.size :], FROM_CLIENT)
+    assert got == frame
+    return got.decompose
+
+
+def as_text(tokenizer, texts, name, content, default=""):
+    """Tokens of the conversation with this last message, rendered as a whole."""
+    system = {"role": "system", "content": texts[name]} if name in texts else MESSAGES[0]
+    chat = tokenizer.apply_chat([system, {"role": "user", "content": content + default}])
+    return tuple(tokenizer.encode(chat, special=True))
+
+
+def test_prompts_ask_for_their_method(model):
+    tokenizer, texts = model
+    assert opening(tokenizer, texts, "", MESSAGES) == prompts.Opening(
+        as_text(tokenizer, texts, "plain", QUESTION))
+    for method in ("pasta", "pdos", "apar"):
+        more = pdos.TEXT if method == "pdos" and method not in texts else ""
+        opened = opening(tokenizer, texts, method, MESSAGES)
+        assert opened.prompt == as_text(tokenizer, texts, method, QUESTION, more)
+        assert sent(opened) == Specification(method)
+    with pytest.raises(UsageError, match="magic"):
+        opening(tokenizer, texts, "magic", MESSAGES)
+
+
+def test_a_skeletons_points_are_what_the_template_makes_of_them(model, monkeypatch):
+    tokenizer, texts = model
+    opened = opening(tokenizer, texts, "skeleton", MESSAGES)
+    outline = texts.get("sot.outline", skeleton.OUTLINE).replace("{question}", QUESTION)
+    assert opened.prompt == as_text(tokenizer, texts, "sot.system", outline)
+    wanted = []
+    for index, point in ((1, "First thing"), (2, "Second {index} thing")):
+        parts = {"question": QUESTION, "outline": OUTLINE, "index": str(index), "point": point}
+        wanted.append(as_text(tokenizer, texts, "sot.system",
+                              texts.get("sot.point", skeleton.POINT).format(**parts)))
+    plain = as_text(tokenizer, texts, "plain", QUESTION)
+    monkeypatch.setattr(type(tokenizer), "apply_chat", None)  # nobody needs it any more
+    specification = sent(opened)
+    methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
+    made = methods.factory(specification, len(opened.prompt))()
+    for token in tokenizer.encode(OUTLINE, add_bos=False):
+        assert made.accepted(MAIN, token) == []
+    forks = made.ended(MAIN)
+    assert [fork.tokens for fork in forks if isinstance(fork, Fork)] == wanted
+    assert specification.lead == ("sot.outline" not in texts)
+    assert specification.plain == plain
+
+
+def test_a_method_needs_its_tokens(model):
+    tokenizer, texts = model
+    methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
+    for method in registry.decomposers():
+        if "sot.point" in texts or method in ("pasta", "skeleton"):
+            assert not methods.factory(Specification(method), 3)().complete
+        else:
+            with pytest.raises(ModelError, match="single tokens"):
+                methods.factory(Specification(method), 3)
+    with pytest.raises(UsageError, match="magic"):
+        methods.factory(Specification("magic"), 3)

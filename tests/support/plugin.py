@@ -1,0 +1,67 @@
+"""A proposer and a decomposer of another package: all that has to be written for each is here."""
+
+from __future__ import annotations
+
+from pipeinfer.config import Option, OwnOption
+from pipeinfer.core.drafting import Proposal
+from pipeinfer.strategies.decomposers.base import MAIN, Piece
+from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
+
+
+class Stutter:
+    """Proposes that the last token comes again, so many times."""
+
+    free = True
+    rows_evaluated = 0
+
+    def __init__(self, times):
+        self._times = times
+
+    def propose(self, job, stopped):
+        path = [*job.accepted[: job.base], *job.suffix]
+        count = min(self._times, job.max_tokens, job.max_depth)
+        if not path or path[-1] in job.stop_ids:
+            return ()
+        return tuple(Proposal(k - 1, path[-1], 0.5) for k in range(count))
+
+    def close(self):
+        pass
+
+
+class Shout:
+    """One thread, whose text comes in capitals."""
+
+    bans = ()
+
+    def __init__(self, setup):
+        self._vocabulary, self._sign = setup.vocabulary, setup.options["shout_sign"]
+        self._pieces, self._count, self.complete = [], 0, False
+
+    def accepted(self, thread, token):
+        text = self._vocabulary.piece(token).upper()
+        self._pieces.append(Piece(MAIN, self._count, text))
+        self._count += 1
+        return []
+
+    def ended(self, thread):
+        if self._sign:
+            self._pieces.append(Piece(MAIN, max(self._count - 1, 0), self._sign.encode()))
+        self.complete = True
+        return []
+
+    def settled(self, thread):
+        return []
+
+    def take(self):
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    flush = take
+
+
+STUTTER = ProposerSpec(
+    "stutter", "the last token again", worker=lambda setup: [Stutter(setup.options["times"])],
+    options={"times": OwnOption(2, Option(("--stutter-times",), "int", "How often.", 1, 8))})
+SHOUT = DecomposerSpec(
+    "shout", "one thread in capitals", Shout,
+    options={"shout_sign": OwnOption("!", Option(("--shout-sign",), "str", "What ends it."))})
