@@ -6,7 +6,6 @@ Each route checks, submits and answers; how that is done is elsewhere.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import time
@@ -22,12 +21,12 @@ from starlette.types import ASGIApp
 from pipeinfer import __version__
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import chat as conversation
-from pipeinfer.server import requests
+from pipeinfer.server import chat, prompts, requests
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
 from pipeinfer.server.requests import Asked
@@ -67,7 +66,7 @@ class Server:
         self.hub = hub
         self.settings = hub.settings
         self.created = int(time.time())
-        self._grammars: conversation.Grammars | None = None
+        self._grammars: Grammars | None = None
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             description="A large language model over a cluster, with the OpenAI API.",
@@ -87,21 +86,19 @@ class Server:
     async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
         tokenizer = self._ready(body)
-        wanted = await requests.completion(body, self.settings, tokenizer, self._n_ctx)
-        grammar = await conversation.constrain(body, self._compiler(tokenizer))
-        wanted = dataclasses.replace(
-            wanted, params=dataclasses.replace(wanted.params, grammar=grammar))
+        wanted = await requests.completion(body, self.settings, tokenizer,
+                                           self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
             wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
 
     async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
         tokenizer = self._ready(body)
-        chat = await conversation.chat(body, self.settings, tokenizer,
-                                       self._compiler(tokenizer), self._n_ctx)
+        found = await requests.conversation(body, self.settings, tokenizer,
+                                            self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
-            chat.asked,
-            Writer(chat.asked, self.settings.name, tokenizer, is_chat=True, hermes=chat.hermes),
+            found.asked,
+            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, hermes=found.hermes),
             request)
 
     async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
@@ -124,9 +121,9 @@ class Server:
                                 f"{self.settings.name!r} (--alias gives it another name)",
                            param="model", code="model_not_found")
 
-    def _compiler(self, tokenizer: Tokenizer) -> conversation.Grammars:
+    def _compiler(self, tokenizer: Tokenizer) -> Grammars:
         if self._grammars is None:
-            self._grammars = conversation.Grammars(tokenizer)
+            self._grammars = Grammars(tokenizer)
         return self._grammars
 
     @property
@@ -138,8 +135,8 @@ class Server:
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
         """A text's tokens."""
         tokenizer = self.hub.check_ready()
-        tokens = await requests.encode(tokenizer, body.content, special=body.parse_special,
-                                    add_bos=None if body.add_special else False)
+        tokens = await prompts.encode(tokenizer, body.content, special=body.parse_special,
+                                      add_bos=None if body.add_special else False)
         if not body.with_pieces:
             return Reply(replies.Tokens(tokens=tokens))
 
@@ -153,15 +150,15 @@ class Server:
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
         """The text of tokens."""
         tokenizer = self.hub.check_ready()
-        tokens = requests.check_tokens(body.tokens, tokenizer, "tokens")
+        tokens = prompts.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
         return Reply(replies.Content(content=content))
 
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
-        offered = conversation.tool_list(body, tokenizer.chat_template or "")
-        text = await conversation.render(body, tokenizer, offered, body.add_generation_prompt)
+        offered = chat.tool_list(body, tokenizer.chat_template or "")
+        text = await chat.render(body, tokenizer, offered, body.add_generation_prompt)
         return Reply(replies.Prompt(prompt=text))
 
     # --- looking ------------------------------------------------------------------------------

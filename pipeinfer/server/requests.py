@@ -1,31 +1,30 @@
 """From a request to what the engine gets: sampling fields, stop strings, prompts as tokens.
 
 Checks what shapes alone can not say (the vocabulary, the context, fields that exclude each
-other). Knows the vocabulary and the defaults, no HTTP and no engine.
+other), with the help of `prompts`, `chat` and `grammars`. Knows the vocabulary and the defaults, no
+HTTP and no engine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import chat, prompts, tools
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
+from pipeinfer.server.grammars import Grammars, constrain
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.base import Specification
 
-_LONG = 4096  #: characters above which a text is tokenised beside the event loop
 _COMPLETION_TOKENS = 16  #: max_tokens of /v1/completions when it is left out, as in the OpenAI API
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty",
           "frequency_penalty", "repeat_last_n")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,60 @@ class Asked:
             self.params, key=noise_key(self.seed, index % self.n), grammar_start=start)
 
 
-def sampling(
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A checked chat request. hermes: style of calls to look for, None for no tools."""
+
+    asked: Asked
+    hermes: bool | None
+
+
+async def completion(
+    request: schema.CompletionRequest, settings: Settings, tokenizer: Tokenizer,
+    grammars: Grammars, n_ctx: int,
+) -> Asked:
+    """Check a completion request. Raises ApiError."""
+    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer)
+    prompts.check_lengths(tokens, n_ctx)
+    if request.echo and request.logprobs is not None:
+        raise bad("echo with logprobs is not supported: prompts are not scored", "echo")
+    n_logprobs = -1 if request.logprobs is None else request.logprobs
+    if request.echo:
+        texts = [t or tokenizer.decode(p) for t, p in zip(texts, tokens, strict=True)]
+    max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    params = _sampling(request, settings, tokenizer, n_logprobs)
+    shared = _common(request, settings)
+    params = dataclasses.replace(params, grammar=await constrain(request, grammars))
+    return Asked(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
+                 echo=bool(request.echo), params=params, **shared)
+
+
+async def conversation(
+    request: schema.ChatRequest, settings: Settings, tokenizer: Tokenizer, grammars: Grammars,
+    n_ctx: int,
+) -> Chat:
+    """Check a chat request. Raises ApiError."""
+    max_tokens, n_logprobs = _chat_limits(request, n_ctx)
+    params = _sampling(request, settings, tokenizer, n_logprobs)
+    template = tokenizer.chat_template or ""
+    offered, forced = chat.tools_of(request, template, tokenizer)
+    params = dataclasses.replace(params, grammar=await constrain(request, grammars, forced))
+    decompose = None
+    if method := chat.method_of(request, settings, params, offered):
+        opened = await chat.open_response(method, request, settings, tokenizer)
+        prompt, decompose = list(opened.prompt), opened.decompose
+    else:
+        text = await chat.render(request, tokenizer, offered)
+        prompt = await prompts.encode(tokenizer, text, special=True)
+    prompts.check_lengths([prompt], n_ctx)
+    return Chat(
+        Asked([prompt], [""], max_tokens=max_tokens, params=params, logprobs=n_logprobs >= 0,
+              decompose=decompose, **_common(request, settings)),
+        tools.is_hermes(template) if offered else None,
+    )
+
+
+def _sampling(
     request: schema.Sampling, settings: Settings, tokenizer: Tokenizer, n_logprobs: int,
 ) -> SamplingParams:
     """The sampling side of a request; defaults of the server where it says nothing.
@@ -74,7 +126,7 @@ def sampling(
     return dataclasses.replace(settings.defaults, n_logprobs=n_logprobs, **values)
 
 
-def common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
+def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
     """Fields of Asked that both kinds of request share. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad("best_of other than n is not supported", "best_of")
@@ -93,24 +145,7 @@ def common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
     }
 
 
-async def completion(
-    request: schema.CompletionRequest, settings: Settings, tokenizer: Tokenizer, n_ctx: int,
-) -> Asked:
-    """Check a completion request. Raises ApiError."""
-    texts, prompts = await _prompts(request.prompt, tokenizer)
-    check_lengths(prompts, n_ctx)
-    if request.echo and request.logprobs is not None:
-        raise bad("echo with logprobs is not supported: prompts are not scored", "echo")
-    n_logprobs = -1 if request.logprobs is None else request.logprobs
-    if request.echo:
-        texts = [t or tokenizer.decode(p) for t, p in zip(texts, prompts, strict=True)]
-    max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return Asked(
-        prompts, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0, echo=bool(request.echo),
-        params=sampling(request, settings, tokenizer, n_logprobs), **common(request, settings))
-
-
-def chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
+def _chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
     """max_tokens and n_logprobs of a chat request. Raises ApiError."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad("top_logprobs needs logprobs: true", "top_logprobs")
@@ -119,44 +154,6 @@ def chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
     if None not in given and given[0] != given[1]:
         raise bad("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     return next((g for g in given if g is not None), n_ctx), n_logprobs
-
-
-def check_lengths(prompts: list[list[int]], n_ctx: int) -> None:
-    """Raises ApiError (context_length_exceeded) when a prompt leaves no room for a token."""
-    for prompt in prompts:
-        if not prompt:
-            raise bad("the prompt is empty", "prompt")
-        if len(prompt) >= n_ctx:
-            raise bad(f"the prompt has {len(prompt)} tokens and the context holds {n_ctx}: "
-                      "shorten the prompt", "prompt", "context_length_exceeded")
-
-
-async def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
-    """Token ids of a text; a long one does not hold up the event loop. Raises ApiError."""
-    try:
-        if len(text) > _LONG:
-            return await asyncio.to_thread(tokenizer.encode, text, **how)
-        return tokenizer.encode(text, **how)
-    except RequestError as error:
-        raise bad(str(error), "prompt") from error
-
-
-async def _prompts(prompt: Any, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Texts (empty where token ids were given) and token ids of each prompt."""
-    if isinstance(prompt, str):
-        return [prompt], [await encode(tokenizer, prompt)]
-    if isinstance(prompt[0], int):
-        return [""], [check_tokens(prompt, tokenizer)]
-    if isinstance(prompt[0], str):
-        return list(prompt), [await encode(tokenizer, text) for text in prompt]
-    return [""] * len(prompt), [check_tokens(p, tokenizer) for p in prompt]
-
-
-def check_tokens(tokens: list[int], tokenizer: Tokenizer, param: str = "prompt") -> list[int]:
-    """The same tokens. Raises ApiError for one outside the vocabulary."""
-    if tokens and max(tokens) >= tokenizer.n_vocab:
-        raise bad(f"token {max(tokens)} is outside the vocabulary of {tokenizer.n_vocab}", param)
-    return tokens
 
 
 def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokenizer

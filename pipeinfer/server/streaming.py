@@ -1,6 +1,6 @@
 """A request while it runs: its choices, the stream to its client, the client leaving.
 
-Knows ASGI and choices; what is written is the business of `answers`. Waits are bounded by
+Knows ASGI and choices; what is written is the business of `responses`. Waits are bounded by
 `asyncio.timeout`: before Python 3.12 `wait_for` can swallow a cancellation.
 """
 

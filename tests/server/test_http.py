@@ -246,6 +246,16 @@ def test_the_pipeline_is_watched_only_while_somebody_looks(server):
     assert server.peer.wait_for(Watch, on=False)
 
 
+def test_a_model_that_is_a_folder_is_served_too(tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    from pipeinfer.experiments.rig.embedded_folder import write_folder
+
+    with front(write_folder(MODEL, tmp_path)) as server:
+        answer = server.post("/v1/chat/completions", CHAT).json()
+    assert answer["choices"][0]["message"]["content"] == "ok"
+
+
 # --- refusals ---------------------------------------------------------------------------------
 
 

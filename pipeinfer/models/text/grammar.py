@@ -169,7 +169,7 @@ def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary:
     kind: json_object (any JSON object; `text` is not read), json_schema (`text` is the schema,
     written out or as an object), gbnf (llama.cpp's, from rule `root`), regex (the whole output
     matches) or lark (llguidance's dialect). Terminals take the longest match. Thread-safe; takes
-    `isolated.SECONDS` at most, and some time more in the first call.
+    `sandbox.SECONDS` at most, and some time more in the first call.
     """
     match kind:
         case "json_object":

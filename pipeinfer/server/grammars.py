@@ -1,0 +1,64 @@
+"""Which grammar a request's answer has to follow, and its compilation beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from pipeinfer.errors import RequestError
+from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.errors import bad
+
+
+class Grammars:
+    """Compiles grammars against one vocabulary, beside the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    async def compile(self, kind: str, text: Any, param: str) -> str:
+        """The compiled grammar. Raises ApiError naming `param` when it can not be used."""
+        try:
+            return await asyncio.to_thread(self._compile, kind, text)
+        except RequestError as error:
+            raise bad(str(error), param, "invalid_grammar") from error
+
+    def _compile(self, kind: str, text: Any) -> str:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary.of(self._tokenizer)
+        return compile_grammar(kind, text, self._vocabulary)
+
+
+async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") -> str:
+    """The compiled grammar that a request asks for, empty for none. Raises ApiError.
+
+    forced: a grammar (lark) that a tool choice asks for.
+    """
+    wanted = request.response_format
+    kind, param = "", ""
+    text: Any = None
+    if wanted is not None and wanted.type != "text":
+        kind, param = wanted.type, "response_format"
+        if kind == "json_schema":
+            if wanted.json_schema is None:
+                raise bad("response_format json_schema needs json_schema", "response_format")
+            text = wanted.json_schema.json_schema
+    if request.grammar:
+        if kind:
+            raise bad("give either grammar or response_format", "grammar")
+        kind, text, param = "gbnf", request.grammar, "grammar"
+    if forced:
+        if kind:
+            raise bad(f"tool_choice asks for a call and {param} for something else", "tool_choice")
+        kind, text, param = "lark", forced, "tools"
+    if not kind:
+        return ""
+    if request.ignore_eos:
+        raise bad(f"ignore_eos with {param}: a grammar says where the text ends", "ignore_eos")
+    return await grammars.compile(kind, text, param)
