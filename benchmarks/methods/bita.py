@@ -22,7 +22,7 @@ from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.scheduler.hint_rows import Probes
+from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
 from pipeinfer.strategies.registry import job_config
 
@@ -45,7 +45,7 @@ def measure(session: Session, texts: list[list[int]], tokens: int, proposer: Bit
             params: SamplingParams) -> dict[str, Any]:
     """Tokens and steps over all texts."""
     session.head.drain(60)
-    session.head.scheduler.speculation.probes = Probes(proposer)
+    session.head.scheduler.speculation.hints = HintRows(proposer)
     made = steps = 0
     for text in texts:
         out = run_request(session, text, params, tokens, ignore_eos=True)

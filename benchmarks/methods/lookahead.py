@@ -24,7 +24,7 @@ from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import open_session
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.scheduler.hint_rows import Probes
+from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.strategies.registry import job_config
 
@@ -52,7 +52,7 @@ def measure(session: Session, setting: tuple[str, int, int, int, bool], texts: l
     label, window, ngram, most, pool = setting
     session.head.drain(60)
     scheduler = session.head.scheduler
-    scheduler.speculation.probes = Probes(Lookahead(window, ngram, most, prompt_pool=pool))
+    scheduler.speculation.hints = HintRows(Lookahead(window, ngram, most, prompt_pool=pool))
     steps = made = 0
     for text in texts:
         out = run_request(session, text, params, tokens, ignore_eos=True)

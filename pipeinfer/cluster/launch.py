@@ -38,11 +38,11 @@ from pipeinfer.cluster.sizing import (
     check_proposers,
     choose_policy,
     draft_models,
-    probe_cells,
+    hint_cells,
     spare_cells,
     widths_for,
 )
-from pipeinfer.cluster.stage_process import StageLife
+from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.watchdog import Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
@@ -168,7 +168,9 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
 
 
 def _stage_thread(config: JobConfig, place: Place, port: Port) -> threading.Thread:
-    thread = threading.Thread(target=StageLife(config, place, port).run, name="stage", daemon=True)
+    thread = threading.Thread(
+        target=StageProcess(config, place, port).run, name="stage", daemon=True
+    )
     thread.start()
     return thread
 
@@ -190,7 +192,7 @@ def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
     if called.meeting is not None:
         beats = RankPulse(place.rank, called.meeting, pulse, lambda: _cut_off(place))
     try:
-        ok = StageLife(config, place, port, pulse).run()
+        ok = StageProcess(config, place, port, pulse).run()
         if not ok:
             _await_verdict(port)
     except Dismissed:
@@ -258,17 +260,17 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         GapModel(model)  # says what is wrong with it
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
-    width, probes = widths_for(config, EXACT_LIMIT)
+    width, hints = widths_for(config, EXACT_LIMIT)
     n_batch = max(
         min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
         width,
-        probes,
+        hints,
     )
     n_ctx = context_size(config.model, model)
     cells = (
         cells_for(config.speculation, n_ctx)
         + spare_cells(width, config.speculation.credit or most + 1)
-        + probe_cells(config.speculation)
+        + hint_cells(config.speculation)
     )
     head_bytes = 0
     for path in draft_models(config, draft_path, policy):

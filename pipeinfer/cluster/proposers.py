@@ -15,7 +15,7 @@ from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Proposer
-from pipeinfer.strategies.proposers.cascade import Several
+from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.spec import Need, ProposerSetup
 
 DRAFT_PATHS = 8  #: paths that a draft keeps in its cache
@@ -36,7 +36,7 @@ def load_proposers(
                 registry.values_of(spec, config.speculation), n_vocab, loaded, paths, vocabulary))
     if not found:
         return None
-    return DraftWorker(found[0] if len(found) == 1 else Several(found), notify)
+    return DraftWorker(found[0] if len(found) == 1 else Cascade(found), notify)
 
 
 def _load(config: JobConfig, place: Place, path: Path, cells: int, paths: int) -> Backend:

@@ -5,8 +5,8 @@
     rebalance   the layers dealt out otherwise
     a loss      the assembly finds other stages, and what runs is replayed over them
 
-What stages were loaded for (`Ground`) stays; who decides about runs (`Brain`) is made anew each
-time. This module knows no prompts and no HTTP, and not how ranks find each other (`cluster`).
+What stages were loaded for (`LoadedCluster`) stays; who decides about runs (`SchedulerSetup`) is
+made anew each time. This module knows no prompts and no HTTP, and not how ranks find each other (`cluster`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipeinfer.cluster.sizing import (
     choose_policy,
     controller_for,
     draft_models,
+    hint_cells,
     ids_for,
     limits_for,
-    probe_cells,
     row_proposer,
     sizes_for,
     spare_cells,
@@ -55,7 +55,7 @@ from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.base import Port
 
@@ -86,7 +86,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class LoadedCluster:
     """What stages were loaded for. cells: of each stage's cache, of which `spare` are for guesses;
     chunk: rows of a prompt that travel together; prompt_id: the first sequence id beyond those of
     requests; vocabulary: for grammars, None where no request may have one."""
@@ -102,7 +102,9 @@ class Ground:
     prompt_id: int
 
     @classmethod
-    def of(cls, config: JobConfig, place: Place, job: Job, port: Port, *, grammars: bool) -> Ground:
+    def of(
+        cls, config: JobConfig, place: Place, job: Job, port: Port, *, grammars: bool
+    ) -> LoadedCluster:
         """Read off a config and a plan."""
         credit = config.speculation.credit or len(job.plan.ranks) + 1
         spare = spare_cells(job.width, credit)
@@ -113,7 +115,7 @@ class Ground:
             port,
             tokenizer,
             Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
-            cells_for(config.speculation, job.n_ctx) + spare + probe_cells(config.speculation),
+            cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
             spare,
             min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
             ids_for(config.speculation, credit),
@@ -158,11 +160,11 @@ class Ground:
 
 
 @dataclass(frozen=True, slots=True)
-class Brain:
+class SchedulerSetup:
     """What decides about runs, for one config."""
 
     limits: Limits
-    rows: RowProposer | None
+    rows: InlineProposer | None
     controller: Controller | None
 
 
@@ -173,7 +175,7 @@ class Session:
     draft want more cores than rank 0's host has."""
 
     config: JobConfig
-    ground: Ground
+    ground: LoadedCluster
     assembly: Assembly
     hosts: list[RankInfo]
     head: Head
@@ -271,7 +273,7 @@ class Session:
         """Begin to compare what the stages take with their best."""
         self.head.pace = StagePace(len(self.assembly.held), self.first.curve)
 
-    def _think(self, config: JobConfig, policy: Policy) -> Brain:
+    def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return think(self.ground, self.assembly, self.first, config, policy,
                      contended=self.contended)
 
@@ -280,7 +282,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
     reports that the job can not go on without."""
-    ground = Ground.of(config, place, job, port, grammars=grammars)
+    ground = LoadedCluster.of(config, place, job, port, grammars=grammars)
     assembly = ground.assembly(config, hosts, progress)
     worker = ground.proposers(config, job.policy)
     assembly.start()
@@ -318,8 +320,15 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     return session
 
 
-def think(ground: Ground, assembly: Assembly, first: Terms, config: JobConfig, policy: Policy, *,
-          contended: bool) -> Brain:
+def think(
+    ground: LoadedCluster,
+    assembly: Assembly,
+    first: Terms,
+    config: JobConfig,
+    policy: Policy,
+    *,
+    contended: bool,
+) -> SchedulerSetup:
     """What decides about runs over the stages that are there. first, contended: see `Session`."""
     job = ground.job
     limits, pinned = limits_for(
@@ -329,7 +338,7 @@ def think(ground: Ground, assembly: Assembly, first: Terms, config: JobConfig, p
         curve=first.curve, spare=ground.spare)
     rows = None if policy is Policy.ITERATIVE else row_proposer(
         config.speculation, ground.tokenizer.n_vocab, ground.prompt_id)
-    return Brain(
+    return SchedulerSetup(
         limits,
         rows,
         controller_for(

@@ -24,9 +24,9 @@ from pipeinfer.scheduler.controller import (
     groups,
 )
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.speculation_trial import Probe
+from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
@@ -37,7 +37,7 @@ _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacp
 
 def row_proposer(
     config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
-) -> RowProposer | None:
+) -> InlineProposer | None:
     """What proposes from rows of its own in the target's runs, if anything does.
 
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
@@ -48,7 +48,7 @@ def row_proposer(
 
 
 def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0
-          ) -> RowProposer:
+          ) -> InlineProposer:
     assert spec.inline is not None
     learned = load_bita(registry.adapter_of(spec, config)) if spec.adapter else None
     return spec.inline(ProposerSetup(registry.values_of(spec, config), n_vocab, adapter=learned,
@@ -57,7 +57,7 @@ def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, promp
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """Room for whatever of a config proposes from rows: see `RowProposer`, each the most of any."""
+    """Room for what proposes from rows of its own: see `InlineProposer`, each the most of any."""
 
     candidates: int = 0
     rows: int = 0
@@ -120,8 +120,8 @@ def spare_cells(width: int, credit: int) -> int:
     return width * (2 * credit + 4)
 
 
-def probe_cells(config: SpeculationConfig) -> int:
-    """Cells for the probes of all lanes, and for learned prompts."""
+def hint_cells(config: SpeculationConfig) -> int:
+    """Cells for the hints of all lanes, and for learned prompts."""
     path = registry.adapter(config)
     learned = load_bita(path).n_prompts if path else 0
     return learned + row_sizes(config).rows * lanes_of(config)
@@ -129,7 +129,7 @@ def probe_cells(config: SpeculationConfig) -> int:
 
 def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
     """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
-    run of probes."""
+    run of hints."""
     sizes = row_sizes(config.speculation)
     if config.model.exact == "on":
         return exact, sizes.rows
@@ -186,9 +186,11 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
     cells: beyond the context, half of which live guesses may take. contended: the draft takes
     processors from stages.
     """
-    probe = contended and limits.speculates and config.speculation == "auto" \
+    trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
-    controller = Controller(limits, pinned, curve, cells // 2, Probe() if probe else None)
+    controller = Controller(
+        limits, pinned, curve, cells // 2, SpeculationTrial() if trial else None
+    )
     return controller if config.adapt and controller.active else None
 
 

@@ -86,7 +86,7 @@ class Part:
     received: int
 
 
-class StageLife:
+class StageProcess:
     """Serves epoch after epoch on one port; see the module docstring."""
 
     def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None

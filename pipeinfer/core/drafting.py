@@ -13,7 +13,7 @@ class StartDraft:
 
     The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
     is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
-    tokens in all; max_tokens 0 only brings the draft's cache up to the path. spares: how many
+    tokens in all; max_tokens 0 only brings the draft's cache up to the path. alternatives: how many
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
     output when the target chooses them. shift: by how much the target's positions exceed those of
     the path.
@@ -31,7 +31,7 @@ class StartDraft:
     p_min: float
     p_split: float
     stop_ids: frozenset[int]
-    spares: int = 0
+    alternatives: int = 0
     shift: int = 0
 
 ENOUGH = 0.6  #: a first guess as likely as that needs no second opinion
@@ -42,10 +42,10 @@ class Proposal:
     """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
 
     confidence: estimated probability that the target chooses it, given that its parent is.
-    spare: an alternative that nothing was drafted below; spares follow the others.
+    alternative: a second or later choice, below which nothing was drafted; these follow the others.
     """
 
     parent: int
     token: int
     confidence: float = 1.0
-    spare: bool = False
+    alternative: bool = False

@@ -132,7 +132,7 @@ class Head:
             raise ProtocolError("the scheduler can be replaced only while it is idle")
         if self._draft is not None:
             self._draft.close(self._timeout)
-        scheduler.flight.next_run = self.scheduler.flight.next_run
+        scheduler.state.next_run = self.scheduler.state.next_run
         self.scheduler, self._draft, self._controller = scheduler, draft, controller
         self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
 
@@ -256,7 +256,7 @@ class Head:
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
             self._last_result = time.monotonic()
-            guesses = sum(not proposal.spare for proposal in drafted.proposals)
+            guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
             if self._controller is not None and guesses and timed:
                 self._controller.drafted(guesses, drafted.seconds)

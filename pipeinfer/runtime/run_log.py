@@ -25,7 +25,7 @@ class RunWatch:
         """A run went out."""
         self._open[run.run_id] = run
         guesses = run.guesses
-        kind = "prompt" if run.chunk else "guess" if run.probe else "token" if not guesses else \
+        kind = "prompt" if run.chunk else "guess" if run.hint else "token" if not guesses else \
             "guess" if guesses == len(run.nodes) else "mixed"
         self._items.append({
             "id": run.run_id, "requests": [lane.request.request_id for lane in run.lanes],

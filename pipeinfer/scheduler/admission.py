@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import Request
-from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.prefix_cache import Block, Prefixes
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
@@ -30,7 +30,7 @@ class Admission:
         self.limits = limits
         self.pool = SequencePool(limits.n_ids, limits.parallel + limits.kept)
         self.prefixes = Prefixes(limits.chunk)
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[QueuedRequest] = deque()
         self.next_lane_id = next_lane_id
         self._running: dict[int, Lane] = {}
 
@@ -84,7 +84,7 @@ class Admission:
         self.next_lane_id += 1
         return self.next_lane_id - 1
 
-    def _open(self, ticket: Ticket, accepted: list[int], own: Request | None = None,
+    def _open(self, ticket: QueuedRequest, accepted: list[int], own: Request | None = None,
               thread: int = 0, jumps: list[tuple[int, int]] | None = None, base: int = 0) -> Lane:
         lane_id, self.next_lane_id = self.next_lane_id, self.next_lane_id + 1
         seq_id = self.pool.acquire(lane_id)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from pipeinfer.core.messages import Spans
 from pipeinfer.core.policy import Policy
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.speculation_trial import Probe
+from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
 _MEMORY = 0.9  #: weight of the past in a running mean
@@ -191,7 +191,7 @@ class Controller:
 
     limits: the starting point. pinned: names of `Limits` fields that must stay. curve: what the
     stages measured when they loaded, used until runs of so many rows have come back.
-    max_rows: most rows in flight; the stages' caches have room for so many. probe: finds out
+    max_rows: most rows in flight; the stages' caches have room for so many. trial: finds out
     whether guesses pay, where the draft shares processors with stages.
     """
 
@@ -199,7 +199,7 @@ class Controller:
     pinned: Collection[str] = ()
     curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
-    probe: Probe | None = None
+    trial: SpeculationTrial | None = None
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
@@ -273,12 +273,12 @@ class Controller:
         return min(alone, max(math.fsum(least), 0.0))
 
     def progress(self, total: int, now: float, lanes: int, key: object) -> Limits | None:
-        """What came of it all, see `Probe.tokens`; limits for the next runs when guesses begin
-        or end because of that."""
-        if self.probe is None or not self.probe.tokens(total, now, lanes, key):
+        """What came of it all, see `SpeculationTrial.tokens`; limits for the next runs when
+        guesses begin or end because of that."""
+        if self.trial is None or not self.trial.tokens(total, now, lanes, key):
             return None
         return self._change({"path_min": cutoff(self.limits.credit)
-                             if self.probe.speculate else _NEVER})
+                             if self.trial.speculate else _NEVER})
 
     def advise(self, acceptance: float, second: float) -> Limits | None:
         """Limits for the next runs; None: nothing changes.
@@ -288,7 +288,7 @@ class Controller:
         timing = self.timing
         if not self.active or timing is None or self._results % _EVERY:
             return None
-        quiet = self.probe is not None and not self.probe.speculate
+        quiet = self.trial is not None and not self.trial.speculate
         if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)

@@ -24,7 +24,7 @@ _Heap: TypeAlias = list[tuple[float, int, Node]]
 
 
 @dataclass(slots=True)
-class Reserve:
+class GuessQueue:
     """Planned nodes, and nodes of which no draft has said what follows (leaves), of one lane."""
 
     _planned: _Heap = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Probes in flight: rows of the target's runs that are there for what a proposer learns from them.
+"""Hint rows in flight: rows of the target's runs that are there for what a proposer learns.
 
-Stands between the drafting half of the scheduler and a `RowProposer`: makes nodes of its probes,
+Stands between the drafting half of the scheduler and an `InlineProposer`: makes nodes of its hints,
 keeps what was asked until the results are back, and tells it how the path has grown. It knows
 neither policies nor what a proposer does with a result.
 """
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.scheduler.lanes import Lane, Run
-from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from pipeinfer.strategies.proposers.base import Anchor, RowProposer
+from pipeinfer.strategies.proposers.base import Anchor, InlineProposer
 
 
 @dataclass(slots=True)
 class _Asked:
     """key: how the proposer knows the lane. told: tokens that it has been told. nodes, run: of the
-    probes that are out, anchors first. at: position of the last token that had probes."""
+    hints that are out, anchors first. at: position of the last token that had hints."""
 
     key: int
     told: int
@@ -29,10 +29,10 @@ class _Asked:
     at: int = -1
 
 
-class Probes:
-    """At most one batch of probes per lane is in flight."""
+class HintRows:
+    """At most one batch of hints per lane is in flight."""
 
-    def __init__(self, proposer: RowProposer) -> None:
+    def __init__(self, proposer: InlineProposer) -> None:
         self.proposer = proposer
         self._lanes: dict[int, _Asked] = {}
 
@@ -47,47 +47,47 @@ class Probes:
         return asked is not None and asked.run is not None
 
     def due(self, lane: Lane) -> bool:
-        """Whether new probes may go out below the frontier: none are out, and it has moved."""
+        """Whether new hints may go out below the frontier: none are out, and it has moved."""
         asked = self._lanes.get(lane.lane)
         return asked is None or (asked.run is None and lane.tree.frontier.pos > asked.at)
 
     def plan(self, lane: Lane, anchors: Sequence[Node], last: int) -> list[Node]:
-        """Nodes for new probes below rows that are verified, parents first, none issued yet.
+        """Nodes for new hints below rows that are verified, parents first, none issued yet.
 
         anchors: the tip or frontier, then guesses below it. last: the highest position there is.
         """
         asked = self._tell(lane)
         index = {id(node): k for k, node in enumerate(anchors)}
-        rows = self.proposer.probes(asked.key, [
+        rows = self.proposer.hints(asked.key, [
             Anchor(-1 if k == 0 else index[id(node.parent)], node.token)
             for k, node in enumerate(anchors)], self.proposer.rows)
         nodes = list(anchors)
         for row in rows:
             parent = nodes[row.parent]
             nodes.append(Node(row.token, parent.next_pos, parent, (), PLANNED, speculative=False,
-                              probe=True, wanted=row.wanted, sees=row.sees))
+                              hint=True, wanted=row.wanted, sees=row.sees))
         asked.nodes, asked.at = nodes, anchors[0].pos
         return [node for node in nodes[len(anchors):] if node.pos <= last]
 
     def sent(self, lane: Lane, run: Run) -> None:
-        """The planned probes went out with this run (or none was left, and their anchors did)."""
+        """The planned hints went out with this run (or none was left, and their anchors did)."""
         self._lanes[lane.lane].run = run
 
-    def send(self, lane: Lane, planned: list[Node], flight: Flight) -> None:
-        """Issue planned probes in a run of their own, behind that of the rows they hang below."""
+    def send(self, lane: Lane, planned: list[Node], state: SchedulerState) -> None:
+        """Issue planned hints in a run of their own, behind that of the rows they hang below."""
         ready: list[Node] = []
         for node in planned:  # a guess that they hang below may have found no room
             assert node.parent is not None
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)
-        nodes = lane.tree.issue(ready, flight.next_run)
+        nodes = lane.tree.issue(ready, state.next_run)
         if nodes:
             assert nodes[0].parent is not None
-            self.sent(lane, flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
-                                        speculative=True, probe=True))
+            self.sent(lane, state.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+                                        speculative=True, hint=True))
 
     def back(self, lane: Lane) -> None:
-        """A run of the lane is back: if it had the probes, the proposer hears what came of them."""
+        """A run of the lane is back: if it had the hints, the proposer hears what came of them."""
         asked = self._lanes.get(lane.lane)
         if asked is None or asked.run is None or asked.run.in_flight:
             return

@@ -9,14 +9,14 @@ from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.scheduler.events import LaneStats
-from pipeinfer.scheduler.guess_queue import Reserve
+from pipeinfer.scheduler.guess_queue import GuessQueue
 from pipeinfer.scheduler.prefix_cache import Block
 from pipeinfer.scheduler.token_tree import Node, Tree
 from pipeinfer.strategies.decomposers.base import Decomposer
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class QueuedRequest:
     """A request on its way to a lane. order: of submission. output: what it has brought already
     (it had a lane before and gave it up, or another cluster's was lost). decompose: makes the
     decomposer of a response with threads; past: what its threads have brought already."""
@@ -33,7 +33,7 @@ class Ticket:
 class Run:
     """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
     chunk without outputs: its lane). block: the chunk that becomes known when it is back.
-    probe: its rows' results are hints, wanted whatever becomes of the rows while the lane lasts.
+    hint: its rows' results are hints, wanted whatever becomes of the rows while the lane lasts.
     useful: neither back nor cancelled. in_flight: not back."""
 
     run_id: int
@@ -43,7 +43,7 @@ class Run:
     speculative: bool
     chunk: bool = False
     block: Block | None = None
-    probe: bool = False
+    hint: bool = False
     useful: bool = True
     in_flight: bool = True
 
@@ -60,7 +60,7 @@ class Run:
     @property
     def alive(self) -> bool:
         """Whether any of its rows can still matter."""
-        if self.probe or not self.nodes:
+        if self.hint or not self.nodes:
             return not self.owners[0].done
         return any(node.alive for node in self.nodes)
 
@@ -88,7 +88,7 @@ class Lane:
     """
 
     lane: int
-    ticket: Ticket
+    ticket: QueuedRequest
     tree: Tree
     accepted: list[int]
     block: Block
@@ -96,7 +96,7 @@ class Lane:
     reused: int = 0
     last_chunk_run: int = NO_RUN
     root_issued: bool = False
-    reserve: Reserve = field(default_factory=Reserve)
+    reserve: GuessQueue = field(default_factory=GuessQueue)
     waiting_tip: Node | None = None
     unsent: bool = False
     job: StartDraft | None = None

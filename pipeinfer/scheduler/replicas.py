@@ -303,15 +303,15 @@ class ReplicaScheduler:
             for row in rows:
                 parent = nodes[row.parent]
                 nodes.append(Node(row.token, parent.next_pos, parent, (), PLANNED,
-                                  speculative=False, probe=True, wanted=row.wanted))
+                                  speculative=False, hint=True, wanted=row.wanted))
         replica.tops = [nodes[top] for top in tops]
-        probes = nodes[1 + len(guesses):]
-        if len(chain) + len(guesses) + len(probes) <= width:
-            self._verify(task, replica, chain, [*guesses, *probes])
+        hints = nodes[1 + len(guesses):]
+        if len(chain) + len(guesses) + len(hints) <= width:
+            self._verify(task, replica, chain, [*guesses, *hints])
             return
         self._verify(task, replica, chain, guesses)
         ready: list[Node] = []
-        for node in probes:  # a guess that they hang below may have found no id
+        for node in hints:  # a guess that they hang below may have found no id
             assert node.parent is not None
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)

@@ -16,9 +16,9 @@ from pipeinfer.core.sampling import thread_key
 from pipeinfer.core.types import Choice
 from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Emit, OpenLane
-from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.speculation import Speculation
-from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.strategies.decomposers.base import (
     MAIN,
@@ -44,7 +44,7 @@ class Response:
     out before. settling: threads whose last row was not issued yet. step: the latest `Lane.step` of
     threads that are over."""
 
-    ticket: Ticket
+    ticket: QueuedRequest
     decomposer: Decomposer
     lanes: dict[int, Lane] = field(default_factory=dict)
     pending: list[tuple[Fork, int]] = field(default_factory=list)
@@ -68,9 +68,14 @@ class Threads:
     pipeline; its second argument says whether its runs are of no use any more.
     """
 
-    def __init__(self, flight: Flight, speculation: Speculation, filling: Callable[[Lane], None],
-                 close: Callable[[Lane, bool], None]) -> None:
-        self._flight, self._speculation = flight, speculation
+    def __init__(
+        self,
+        state: SchedulerState,
+        speculation: Speculation,
+        filling: Callable[[Lane], None],
+        close: Callable[[Lane, bool], None],
+    ) -> None:
+        self._state, self._speculation = state, speculation
         self._filling, self._close = filling, close
         self.responses: dict[int, Response] = {}  #: by order of submission
 
@@ -130,7 +135,7 @@ class Threads:
             if len(response.ticket.output) >= response.ticket.request.max_tokens:
                 return
             response.ticket.output.append(choice.token)
-            self._flight.out.append(Emit(response.ticket.request.request_id, choice, guessed,
+            self._state.out.append(Emit(response.ticket.request.request_id, choice, guessed,
                                          piece.thread, piece.text))
 
     def give_up(self, response: Response) -> None:
@@ -179,7 +184,7 @@ class Threads:
         lane.root_issued = False
         lane.waiting_tip = None
         if lane.unsent:
-            self._flight.withdraw(lane)
+            self._state.withdraw(lane)
         self._speculation.forget(lane)
         self._call_off(dead)
 
@@ -189,15 +194,15 @@ class Threads:
         self._call_off(dead)
 
     def _call_off(self, dead: list[Node]) -> None:
-        runs = self._flight.runs
-        self._flight.cancel(runs[node.run_id] for node in dead if node.run_id in runs)
+        runs = self._state.runs
+        self._state.cancel(runs[node.run_id] for node in dead if node.run_id in runs)
 
     def _last_row(self, lane: Lane) -> None:
         """Nothing follows the newest token; it is evaluated by itself."""
         self._prune(lane)
         lane.closing = True
         if lane.waiting_tip is not None:
-            self._flight.wait(lane, lane.waiting_tip)
+            self._state.wait(lane, lane.waiting_tip)
             lane.waiting_tip = None
 
     def _feed(self, lane: Lane, tokens: tuple[int, ...], skip: int) -> None:
@@ -227,23 +232,23 @@ class Threads:
         lane.accepted = lane.accepted[:keep]
         lane.jumps = [jump for jump in lane.jumps if jump[0] < keep]
         lane.given, lane.next_row = min(lane.given, keep), keep
-        lane.path_id = self._flight.admission.new_path()
+        lane.path_id = self._state.admission.new_path()
         self._restart(lane, lane.accepted[-1], pos)
-        self._flight.pool.cool(lane.lane, pos)
+        self._state.pool.cool(lane.lane, pos)
 
     def _join(self, response: Response, lane: Lane, others: tuple[int, ...]) -> None:
-        self._flight.pool.cool(lane.lane, 0)
+        self._state.pool.cool(lane.lane, 0)
         for thread in others:
             other = response.lanes.pop(thread)
             response.step = max(response.step, other.step)
-            self._flight.pool.join(other.main_id, lane.main_id)
+            self._state.pool.join(other.main_id, lane.main_id)
             lane.joined += len(other.accepted) - other.base
             self._close(other, False)
 
     def _open(self, response: Response, fork: Fork, step: int) -> bool:
         """A lane for a fork, once its parent's rows are issued and there is room for it."""
         parent = response.lanes[fork.parent]
-        limits, ticket = self._flight.limits, response.ticket
+        limits, ticket = self._state.limits, response.ticket
         if parent.issued < fork.keep or len(response.lanes) > limits.threads:
             return False
         params = ticket.request.params
@@ -254,10 +259,10 @@ class Threads:
             ticket.request, prompt=(*parent.accepted[:fork.keep], *fork.tokens),
             params=dataclasses.replace(params, key=thread_key(params.key, fork.thread),
                                        bans=fork.bans))
-        lane = self._flight.admission.fork(parent, own, fork.thread, fork.keep)
+        lane = self._state.admission.fork(parent, own, fork.thread, fork.keep)
         lane.step = step
-        response.lanes[fork.thread] = self._flight.lanes[lane.lane] = lane
-        self._flight.out.append(OpenLane(lane.lane, own.params))
+        response.lanes[fork.thread] = self._state.lanes[lane.lane] = lane
+        self._state.out.append(OpenLane(lane.lane, own.params))
         self._filling(lane)
         return True
 

@@ -38,15 +38,15 @@ from pipeinfer.scheduler.events import (
     StopDraft,
     Submit,
 )
-from pipeinfer.scheduler.lanes import Lane, Ticket
+from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation import Speculation
-from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
-from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.base import InlineProposer
 
 
 class Scheduler:
@@ -55,26 +55,26 @@ class Scheduler:
     rows: a proposer that puts rows of its own into runs. drafts: whether a draft can be asked.
     """
 
-    def __init__(self, limits: Limits, rows: RowProposer | None = None, *, drafts: bool = True
+    def __init__(self, limits: Limits, rows: InlineProposer | None = None, *, drafts: bool = True
                  ) -> None:
-        self.flight = Flight(limits)
-        self.speculation = Speculation(self.flight, rows, drafts=drafts)
-        self.lanes, self.runs = self.flight.lanes, self.flight.runs
+        self.state = SchedulerState(limits)
+        self.speculation = Speculation(self.state, rows, drafts=drafts)
+        self.lanes, self.runs = self.state.lanes, self.state.runs
         self.calibration = self.speculation.calibration
         self.totals = LaneStats()  # of all requests: tokens and how many were guessed
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
-        self.threads = Threads(self.flight, self.speculation, self._filling.append, self._close)
+        self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
 
     @property
     def limits(self) -> Limits:
         """The knobs in use."""
-        return self.flight.limits
+        return self.state.limits
 
     @property
     def admission(self) -> Admission:
         """Who may start, and what the caches remember."""
-        return self.flight.admission
+        return self.state.admission
 
     @property
     def pool(self) -> SequencePool:
@@ -82,7 +82,7 @@ class Scheduler:
         return self.admission.pool
 
     @property
-    def waiting(self) -> deque[Ticket]:
+    def waiting(self) -> deque[QueuedRequest]:
         """Requests without a lane."""
         return self.admission.waiting
 
@@ -95,10 +95,10 @@ class Scheduler:
         """Use other knobs from now on; only while idle, and run ids keep increasing."""
         if not self.idle:
             raise ProtocolError("the scheduler can be reconfigured only while it is idle")
-        self.flight.limits = limits
+        self.state.limits = limits
         self.admission.forget_all()
         ops = self.pool.take_ops()
-        self.flight.admission = Admission(limits)
+        self.state.admission = Admission(limits)
         self.pool.ops.extend(ops)
 
     def tune(self, limits: Limits) -> None:
@@ -111,7 +111,7 @@ class Scheduler:
                  "cells", "kept", "threads")
         if any(getattr(limits, name) != getattr(old, name) for name in fixed):
             raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
-        self.flight.limits = self.admission.limits = limits
+        self.state.limits = self.admission.limits = limits
 
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; returns the instructions to execute, in order."""
@@ -139,14 +139,14 @@ class Scheduler:
             ended = self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
-        out, self.flight.out = self.flight.out, []
+        out, self.state.out = self.state.out, []
         return out
 
     @property
     def company(self) -> tuple[int, object]:
         """How many requests are past their prompts, 0 while prompts are on their way; and a value
         that changes when one comes or goes."""
-        if self.flight.chunks or self._filling or not self.lanes:
+        if self.state.chunks or self._filling or not self.lanes:
             return 0, None
         return len(self.lanes), tuple(self.lanes)
 
@@ -154,7 +154,7 @@ class Scheduler:
         """What is going on, for people: counts, and one entry per lane."""
         limits, admission = self.limits, self.admission
         return {
-            "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self.flight.useful,
+            "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self.state.useful,
             "cells_used": admission.used(self.lanes.values()), "cells": limits.cells or
             limits.n_ctx * limits.parallel, "kept_prefixes": len(admission.prefixes.kept),
             "free_ids": len(self.pool.free),
@@ -179,13 +179,15 @@ class Scheduler:
                 decompose: Callable[[], Decomposer] | None) -> None:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
-            self.flight.out.append(Refuse(request.request_id, ContextOverflow(
+            self.state.out.append(Refuse(request.request_id, ContextOverflow(
                 f"the prompt has {n} tokens and the context holds {self.limits.n_ctx}: shorten "
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
             return
         self._next_order += 1
-        self.waiting.append(Ticket(self._next_order, request, list(output), decompose=decompose))
+        self.waiting.append(
+            QueuedRequest(self._next_order, request, list(output), decompose=decompose)
+        )
 
     def _admit(self) -> None:
         while (lane := self.admission.next_lane(self.lanes.values())) is not None:
@@ -193,7 +195,7 @@ class Scheduler:
             if lane.has_threads:
                 self.threads.start(lane)
             request = lane.request
-            self.flight.out.append(OpenLane(lane.lane, request.params))
+            self.state.out.append(OpenLane(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
                 self._finish(lane, "length")
                 continue
@@ -226,8 +228,8 @@ class Scheduler:
         if run is None:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
         was_useful, run.in_flight = run.useful, False
-        self.flight.retire(run)
-        self.flight.guess_rows -= run.guesses
+        self.state.retire(run)
+        self.state.guess_rows -= run.guesses
         if choices is None:
             if was_useful:
                 raise ProtocolError(f"run {run_id} was skipped although it has live rows")
@@ -251,7 +253,7 @@ class Scheduler:
         for ticket in self.waiting:
             if ticket.request.request_id == request_id:
                 self.waiting.remove(ticket)
-                self.flight.out.append(Finish(request_id, reason, ticket.stats))
+                self.state.out.append(Finish(request_id, reason, ticket.stats))
                 return
         for lane in list(self.lanes.values()):
             if lane.request.request_id == request_id and not lane.thread:
@@ -266,14 +268,14 @@ class Scheduler:
                 self._give_up(lane)
         for ticket in tickets.values():
             ticket.stats.recovered += 1
-        out: list[Instruction] = [o for o in self.flight.out if isinstance(o, StopDraft)]
+        out: list[Instruction] = [o for o in self.state.out if isinstance(o, StopDraft)]
         if reason:
             out += [Finish(t.request.request_id, reason, t.stats) for t in tickets.values()]
             tickets.clear()
         waiting = sorted([*tickets.values(), *self.waiting], key=lambda ticket: ticket.order)
-        self.flight.restart(limits)
+        self.state.restart(limits)
         self.waiting.extend(waiting)
-        self.flight.out = out
+        self.state.out = out
 
     # --- the walk -----------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class Scheduler:
                 break
             if choice.token == NO_TOKEN:
                 self._give_up(lane)
-                self.flight.out.append(Refuse(lane.request.request_id, RequestError(
+                self.state.out.append(Refuse(lane.request.request_id, RequestError(
                     f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
                 break
@@ -307,7 +309,7 @@ class Scheduler:
             if lane.has_threads:
                 self.threads.accepted(lane, choice, survivor, self._miss)
             else:
-                self.flight.out.append(Emit(lane.request.request_id, choice, survivor is not None))
+                self.state.out.append(Emit(lane.request.request_id, choice, survivor is not None))
             if lane.done or lane.closing:
                 pass
             elif self._n_chosen(lane) >= lane.request.max_tokens:
@@ -320,13 +322,13 @@ class Scheduler:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
-        self.flight.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+        self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
 
     def _miss(self, lane: Lane, token: int) -> None:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
         node = lane.tree.add(token, NO_RUN)
         if not self.speculation.missed(lane, node):
-            self.flight.wait(lane, node)
+            self.state.wait(lane, node)
 
     def _n_chosen(self, lane: Lane) -> int:
         """How many tokens the model chose in this lane."""
@@ -363,25 +365,25 @@ class Scheduler:
             if reason != "length":
                 self.threads.hand_out(response, response.decomposer.flush())
         self._give_up(lane)
-        self.flight.out.append(Finish(ticket.request.request_id, reason, ticket.stats))
+        self.state.out.append(Finish(ticket.request.request_id, reason, ticket.stats))
 
     def _close(self, lane: Lane, useless: bool = True) -> None:
         """Take a lane out of the pipeline, with all it has in flight where that is useless."""
         lane.done = True
         self.speculation.drop_job(lane)
         if lane.warm_up is not None:
-            self.flight.out.append(StopDraft(lane.warm_up.job_id))
+            self.state.out.append(StopDraft(lane.warm_up.job_id))
         if useless:
             lane.tree.kill()
-            self.flight.cancel(run for run in self.runs.values() if lane in run.owners)
+            self.state.cancel(run for run in self.runs.values() if lane in run.owners)
         del self.lanes[lane.lane]
         if lane in self._filling:
             self._filling.remove(lane)
         if lane.unsent:
-            self.flight.withdraw(lane)
+            self.state.withdraw(lane)
         self.admission.leave(lane)
-        self.flight.out.append(SendOps(self.pool.take_ops()))
-        self.flight.out.append(CloseLane(lane.lane))
+        self.state.out.append(SendOps(self.pool.take_ops()))
+        self.state.out.append(CloseLane(lane.lane))
 
     # --- what to issue next -------------------------------------------------------------------
 
@@ -397,15 +399,15 @@ class Scheduler:
         Lanes are spread over the runs that fill the pipeline: all in one would leave its other
         stages idle.
         """
-        if not self.flight.tips:
+        if not self.state.tips:
             return
-        lanes = self.flight.decoding
+        lanes = self.state.decoding
         size = self.limits.group(lanes)
-        while self.flight.tips and self.flight.plain < -(-lanes // size):
-            tips = [self.flight.tips.popleft() for _ in range(min(size, len(self.flight.tips)))]
+        while self.state.tips and self.state.plain < -(-lanes // size):
+            tips = [self.state.tips.popleft() for _ in range(min(size, len(self.state.tips)))]
             for lane, _ in tips:
                 lane.unsent = False
-            self.flight.send(tips, NO_RUN, speculative=False)
+            self.state.send(tips, NO_RUN, speculative=False)
 
     def _prefill(self) -> None:
         """Chunks of prompts, lane after lane.
@@ -414,7 +416,7 @@ class Scheduler:
         many may be on their way, and tokens go between them.
         """
         limits, turns = self.limits, len(self._filling)
-        while turns and self.flight.chunks < limits.credit:
+        while turns and self.state.chunks < limits.credit:
             lane = self._filling.popleft()
             if self.admission.catch_up(lane):
                 turns -= 1
@@ -432,7 +434,7 @@ class Scheduler:
         seq = root.seq_ids[:1]
         rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
                           for i in range(start, stop)])
-        run_id = self.flight.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
+        run_id = self.state.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
                               speculative=False, chunk=True,
                               block=self.admission.shareable(lane, start, stop))
         lane.last_chunk_run = run_id

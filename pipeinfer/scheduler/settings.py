@@ -106,7 +106,7 @@ class Limits:
         return self.branches
 
     @property
-    def spares(self) -> int:
+    def wanted_alternatives(self) -> int:
         """Alternatives wanted beside each first guess."""
         if Ablation.MULTIBUFFER in self.ablations or self.synchronous or not self.partitions:
             return 0

@@ -15,12 +15,12 @@ from pipeinfer.core.policy import Ablation
 from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
-from pipeinfer.scheduler.hint_rows import Probes
+from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
-from pipeinfer.strategies.proposers.base import RowProposer
+from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
 _MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
@@ -32,10 +32,11 @@ class Speculation:
     rows: the proposer of the target's own rows, if any. drafts: whether there is a draft.
     """
 
-    def __init__(self, flight: Flight, rows: RowProposer | None = None, *, drafts: bool = True
-                 ) -> None:
-        self.flight = flight
-        self.probes = None if rows is None else Probes(rows)
+    def __init__(
+        self, state: SchedulerState, rows: InlineProposer | None = None, *, drafts: bool = True
+    ) -> None:
+        self.state = state
+        self.hints = None if rows is None else HintRows(rows)
         self._drafts = drafts
         self.calibration = Calibration()
         self._next_job = 0
@@ -43,19 +44,19 @@ class Speculation:
     @property
     def limits(self) -> Limits:
         """The knobs in use."""
-        return self.flight.limits
+        return self.state.limits
 
     def warm_up(self, lane: Lane) -> None:
         """Let the draft read the prompt while the stages do."""
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
-                len(self.flight.lanes) == 1:
+                len(self.state.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
-            self.flight.out.append(lane.warm_up)
+            self.state.out.append(lane.warm_up)
 
     def news(self, lane: Lane) -> None:
         """A result is back: what brought nothing before is worth another question."""
-        if self.probes is not None:
-            self.probes.back(lane)
+        if self.hints is not None:
+            self.hints.back(lane)
         for node in lane.empty:
             node.ranked = False
             lane.reserve.add_leaf(node)
@@ -72,7 +73,7 @@ class Speculation:
         the tip is to wait for guesses that travel with it."""
         self.forget(lane)
         hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
-        quick = self.probes is not None
+        quick = self.hints is not None
         if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
                 and self._depth_left(lane, tip) > 0:
             lane.waiting_tip = tip
@@ -82,12 +83,12 @@ class Speculation:
 
     def drafted(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
         """A draft job ended."""
-        lane = next((lane for lane in self.flight.lanes.values()
+        lane = next((lane for lane in self.state.lanes.values()
                      if lane.job and lane.job.job_id == job_id), None)
         if lane is None or lane.job is None or lane.job_node is None:
             return
         node, lane.job, lane.job_node = lane.job_node, None, None
-        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
         planned = self._plan(lane, node, proposals)
         if node is lane.waiting_tip:
             limits = self.limits
@@ -102,10 +103,19 @@ class Speculation:
     def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
         """Nodes for proposals, with what experience says of their confidence."""
         estimate = self.calibration.estimate
-        nodes = lane.tree.plan(tip, [
-            Proposal(p.parent, p.token, estimate(p.confidence, first=not p.spare), p.spare)
-            for p in proposals
-        ], self._spare_weight())
+        nodes = lane.tree.plan(
+            tip,
+            [
+                Proposal(
+                    p.parent,
+                    p.token,
+                    estimate(p.confidence, first=not p.alternative),
+                    p.alternative,
+                )
+                for p in proposals
+            ],
+            self._alternative_weight(),
+        )
         for node, proposal in zip(nodes, proposals, strict=True):
             assert node.parent is not None
             node.parent.ranked = True
@@ -126,27 +136,29 @@ class Speculation:
         """What the target chose where the draft had named something, issued or not."""
         guesses = node.guesses
         for guess in guesses:
-            self.calibration.learn(guess.confidence, guess.token == token, first=not guess.spare)
+            self.calibration.learn(
+                guess.confidence, guess.token == token, first=not guess.alternative
+            )
         if guesses and guesses[0].token != token:  # an alternative that is not named does not help
             self.calibration.learn_second(len(guesses) > 1 and guesses[1].token == token)
 
     def drop_job(self, lane: Lane) -> None:
         """What the draft does for this lane is not wanted any more."""
         if lane.job is not None:
-            self.flight.out.append(StopDraft(lane.job.job_id))
+            self.state.out.append(StopDraft(lane.job.job_id))
             lane.job = lane.job_node = None
-        if lane.done and self.probes is not None:
-            self.probes.closed(lane)
+        if lane.done and self.hints is not None:
+            self.hints.closed(lane)
 
     def room_to_guess(self) -> bool:
         """Whether requests' own tokens leave stages idle."""
-        if self.limits.alone or len(self.flight.lanes) <= 1:
+        if self.limits.alone or len(self.state.lanes) <= 1:
             return True
-        lanes = self.flight.decoding
-        own = self.flight.plain + len(self.flight.tips)
+        lanes = self.state.decoding
+        own = self.state.plain + len(self.state.tips)
         runs = max(-(-lanes // self.limits.group(lanes)), own)
         credit = self.limits.credit
-        return runs < credit - 1 and runs + self.flight.chunks < credit
+        return runs < credit - 1 and runs + self.state.chunks < credit
 
     def may_guess(self, lane: Lane) -> bool:
         """Whether the policy speculates at all in this lane now."""
@@ -159,44 +171,44 @@ class Speculation:
         if limits.synchronous or not limits.speculates or not self.room_to_guess():
             return
         self._guess(limits)
-        self._probe()
+        self._hint()
 
     def _guess(self, limits: Limits) -> None:
         alone = Ablation.CONTINUOUS in limits.ablations
         most = min(limits.tree_max if alone else limits.draft_max, limits.exact_width)
-        open_lanes = {lane.lane: lane for lane in self.flight.lanes.values()}
+        open_lanes = {lane.lane: lane for lane in self.state.lanes.values()}
         while open_lanes:
-            if limits.guess_rows and self.flight.guess_rows + most > limits.guess_rows \
-                    and self.flight.guess_rows:
+            if limits.guess_rows and self.state.guess_rows + most > limits.guess_rows \
+                    and self.state.guess_rows:
                 return
             chances = {k: self._chance(lane) for k, lane in open_lanes.items()}
             best = max(chances, key=lambda k: chances[k])
             lane = open_lanes[best]
             if chances[best] <= 0.0:
                 return
-            taken = lane.reserve.take(most, self.flight.pool.available, self._floor(lane))
-            nodes = lane.tree.issue(taken, self.flight.next_run)
+            taken = lane.reserve.take(most, self.state.pool.available, self._floor(lane))
+            nodes = lane.tree.issue(taken, self.state.next_run)
             if not nodes:
                 del open_lanes[best]
                 continue
             assert nodes[0].parent is not None
-            self.flight.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+            self.state.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
                              speculative=True)
             lane.runs_since_accept += 1
 
-    def _probe(self) -> None:
-        """Probes below frontiers whose run is on its way without them, if guesses leave room:
+    def _hint(self) -> None:
+        """HintRows below frontiers whose run is on its way without them, if guesses leave room:
         behind a guess that was right, or where they never fit into the run of a tip."""
-        if self.probes is None:
+        if self.hints is None:
             return
-        apart = self.probes.proposer.rows >= self.limits.exact_width
-        for lane in self.flight.lanes.values():
+        apart = self.hints.proposer.rows >= self.limits.exact_width
+        for lane in self.state.lanes.values():
             tip = lane.tree.frontier
-            if self.flight.useful + self._drafts >= self.limits.credit:
+            if self.state.useful + self._drafts >= self.limits.credit:
                 return
-            if self.may_guess(lane) and (apart or tip.speculative) and self.probes.due(lane) \
+            if self.may_guess(lane) and (apart or tip.speculative) and self.hints.due(lane) \
                     and not (lane.unsent or lane.waiting_tip or tip.choice):
-                self.probes.send(lane, self.probes.plan(lane, [tip], self._last_pos), self.flight)
+                self.hints.send(lane, self.hints.plan(lane, [tip], self._last_pos), self.state)
 
     @property
     def _last_pos(self) -> int:
@@ -212,11 +224,11 @@ class Speculation:
         limits, frontier = self.limits, lane.tree.frontier
         if lane.unsent or not self.may_guess(lane):
             return 0.0
-        if (lane.useful if limits.alone else self.flight.useful) >= limits.credit:
+        if (lane.useful if limits.alone else self.state.useful) >= limits.credit:
             return 0.0
         if Ablation.CONTINUOUS in limits.ablations and any(
                 run.speculative and run.useful and lane in run.owners
-                for run in self.flight.runs.values()):
+                for run in self.state.runs.values()):
             return 0.0
         best = lane.reserve.best()
         if best is None or best.priority < self._floor(lane):
@@ -227,7 +239,7 @@ class Speculation:
             return 0.0
         return chance
 
-    def _spare_weight(self) -> float:
+    def _alternative_weight(self) -> float:
         """What an accepted alternative is worth beside an accepted first guess.
 
         Nothing hangs below it yet, so the pipeline starts anew behind it all the same; it brings
@@ -260,7 +272,7 @@ class Speculation:
         """Give the draft work: below tokens that wait for it, then where it promises most."""
         if not self.limits.speculates:
             return
-        for lane in self.flight.lanes.values():
+        for lane in self.state.lanes.values():
             if lane.waiting_tip is not None:
                 self._start_draft(lane, lane.waiting_tip)
         if self.limits.synchronous or not self.room_to_guess():
@@ -268,9 +280,9 @@ class Speculation:
         self._ask_rows()
         if not self._drafts:
             return
-        jobs = sum(lane.job is not None for lane in self.flight.lanes.values())
+        jobs = sum(lane.job is not None for lane in self.state.lanes.values())
         wanted = []
-        for lane in self.flight.lanes.values():
+        for lane in self.state.lanes.values():
             if lane.job is None and self.may_guess(lane) and \
                     (leaf := self._wanted_leaf(lane)) is not None:
                 wanted.append((-self._promise(leaf, lane.tree.frontier), lane.lane, lane, leaf))
@@ -280,10 +292,10 @@ class Speculation:
 
     def _ask_rows(self) -> None:
         """Let the proposer without a thread name what it knows below the best leaves."""
-        if self.probes is None:
+        if self.hints is None:
             return
         found = False
-        for lane in self.flight.lanes.values():
+        for lane in self.state.lanes.values():
             for _ in range(_MOST_ASKED):
                 leaf = self._wanted_leaf(lane) if self.may_guess(lane) else None
                 if leaf is None or lane.job is not None:
@@ -303,23 +315,23 @@ class Speculation:
     def _quick(self, lane: Lane, node: Node) -> list[Node]:
         """What the proposer without a thread names below a node, planned; nothing where it is
         unsure and a draft can be asked."""
-        assert self.probes is not None
+        assert self.hints is not None
         room = self.limits.exact_width - (node is lane.waiting_tip)
         suffix = tuple(node.path_from(lane.tree.frontier))
-        job = self._job(lane, suffix, min(self.probes.proposer.candidates, room),
+        job = self._job(lane, suffix, min(self.hints.proposer.candidates, room),
                         self._depth_left(lane, node))
-        proposals = self.probes.propose(lane, job)
+        proposals = self.hints.propose(lane, job)
         if self._drafts and proposals and ENOUGH > self.calibration.estimate(
                 proposals[0].confidence, first=True):
             return []
-        lane.stats.drafted += sum(not proposal.spare for proposal in proposals)
+        lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
         return self._plan(lane, node, proposals)
 
     def _start_draft(self, lane: Lane, node: Node) -> None:
         if lane.job is not None:
             return
-        if self.probes is not None and node is lane.waiting_tip:
-            if self.limits.synchronous and self.probes.out(lane):
+        if self.hints is not None and node is lane.waiting_tip:
+            if self.limits.synchronous and self.hints.out(lane):
                 return  # what was asked with the last token is still on its way
             planned = self._quick(lane, node)
             if planned or not (self._drafts and self.limits.joins):
@@ -331,7 +343,7 @@ class Speculation:
         suffix = tuple(node.path_from(lane.tree.frontier))
         lane.job = self._job(lane, suffix, size, self._depth_left(lane, node))
         lane.job_node = node
-        self.flight.out.append(lane.job)
+        self.state.out.append(lane.job)
 
     def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int
              ) -> StartDraft:
@@ -340,11 +352,11 @@ class Speculation:
             self._next_job, lane.path_id, lane.accepted, len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
-            self.limits.spares, lane.position(len(lane.accepted)) - len(lane.accepted),
+            self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
-        """Tip and tree of at most `size` guesses in one run, and the probes if they fit, else in
+        """Tip and tree of at most `size` guesses in one run, and the hints if they fit, else in
         one behind it; guesses that find no room wait."""
         limits = self.limits
         lane.waiting_tip = None
@@ -353,20 +365,20 @@ class Speculation:
             lane.stats.empty_drafts += 1
         size = min(size, limits.exact_width - 1)
         if limits.guess_rows:
-            size = min(size, max(limits.guess_rows - self.flight.guess_rows, 0))
+            size = min(size, max(limits.guess_rows - self.state.guess_rows, 0))
         first = sorted(planned, key=lambda node: -node.score)[:size]
-        due = self.probes is not None and self.probes.due(lane)
-        asked = self.probes.plan(lane, [tip, *first], self._last_pos) \
-            if due and self.probes is not None else []
+        due = self.hints is not None and self.hints.due(lane)
+        asked = self.hints.plan(lane, [tip, *first], self._last_pos) \
+            if due and self.hints is not None else []
         joined = 1 + len(first) + len(asked) <= limits.exact_width
-        nodes = lane.tree.issue([*first, *asked] if joined else first, self.flight.next_run)
+        nodes = lane.tree.issue([*first, *asked] if joined else first, self.state.next_run)
         lane.tree.widen(tip, nodes)
-        run = self.flight.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
+        run = self.state.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
                                speculative=False)
-        if due and self.probes is not None:
-            self.probes.sent(lane, run)
+        if due and self.hints is not None:
+            self.hints.sent(lane, run)
             if not joined:
-                self.probes.send(lane, asked, self.flight)
+                self.hints.send(lane, asked, self.state)
         if not limits.synchronous:
             lane.reserve.add_leaf(tip)
             lane.reserve.add(planned)

@@ -75,7 +75,7 @@ class _Kind:
 
 
 @dataclass(slots=True)
-class Probe:
+class SpeculationTrial:
     """`speculate` says what to do now."""
 
     speculate: bool = True

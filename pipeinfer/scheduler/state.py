@@ -21,7 +21,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.token_tree import Node
 
 
-class Flight:
+class SchedulerState:
     """Lanes, runs, and the instructions that the event at hand brings.
 
     tips: accepted tokens that are not issued yet. Of the useful runs: how many there are, plain
@@ -58,14 +58,14 @@ class Flight:
         return max(1, sum(lane.root_issued and not lane.closing for lane in self.lanes.values()))
 
     def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool,
-             probe: bool = False) -> Run:
-        """Issue rows of one or several lanes in one run. probe: results are hints, see `Run`."""
+             hint: bool = False) -> Run:
+        """Issue rows of one or several lanes in one run. hint: results are hints, see `Run`."""
         rows = make_rows([(n.token, n.pos, n.seq_ids, n.wanted) for _, n in parts])
         if any(node.sees for _, node in parts):
             rows = replace(rows, views=tuple((*n.seq_ids, *n.sees) for _, n in parts))
         run_id = self.launch([lane for lane, _ in parts], rows,
                              [node for _, node in parts if node.wanted], parent_id,
-                             speculative=speculative, probe=probe)
+                             speculative=speculative, hint=hint)
         for lane, node in parts:
             node.run_id, node.step = run_id, lane.step
             lane.stats.issued_speculative += node.speculative
@@ -73,10 +73,10 @@ class Flight:
 
     def launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
                speculative: bool, chunk: bool = False, block: Block | None = None,
-               probe: bool = False) -> int:
+               hint: bool = False) -> int:
         """Issue a run with the operations that wait; returns its id. nodes: of its output rows."""
         run_id, self.next_run = self.next_run, self.next_run + 1
-        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block, probe)
+        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block, hint)
         self.runs[run_id] = run
         self.useful += 1
         self.chunks += chunk

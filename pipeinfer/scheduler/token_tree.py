@@ -34,7 +34,7 @@ class Node:
     its first child continues. score: log of the estimated probability of the guesses that lead
     to it. priority: the score by which it waits for room. ranked: a draft has named what may
     follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
-    the frontier has reached it. skip: positions that are left free behind it. probe: its result
+    the frontier has reached it. skip: positions that are left free behind it. hint: its result
     is a hint for whoever proposed it, and it is never accepted. wanted: its choice is asked for.
     sees: ids that it looks through besides. step: how many passes through the pipeline, one after
     the other, led to its being issued.
@@ -55,7 +55,7 @@ class Node:
     alive: bool = True
     accepted: bool = False
     skip: int = 0
-    probe: bool = False
+    hint: bool = False
     wanted: bool = True
     sees: tuple[int, ...] = ()
     step: int = 0
@@ -67,7 +67,7 @@ class Node:
 
     def child(self, token: int) -> Node | None:
         """The child that carries `token` and may be accepted, if any."""
-        return next((c for c in self.children if c.token == token and not c.probe), None)
+        return next((c for c in self.children if c.token == token and not c.hint), None)
 
     def subtree(self) -> Iterator[Node]:
         """This node and everything below it."""
@@ -116,17 +116,18 @@ class Tree:
         self.frontier = node
         return node
 
-    def plan(self, tip: Node, proposals: Sequence[Proposal], spare_weight: float = 1.0
+    def plan(self, tip: Node, proposals: Sequence[Proposal], alternative_weight: float = 1.0
              ) -> list[Node]:
         """Nodes for `proposals` below `tip`, none issued yet; index by index.
 
-        spare_weight: what an accepted spare is worth beside another accepted guess, in (0, 1].
+        alternative_weight: what an accepted alternative is worth beside another accepted guess,
+        in (0, 1].
         """
         nodes: list[Node] = []
         for proposal in proposals:
             parent = tip if proposal.parent < 0 else nodes[proposal.parent]
             score = parent.score + math.log(max(proposal.confidence, 1e-9))
-            weight = math.log(spare_weight) if proposal.spare else 0.0
+            weight = math.log(alternative_weight) if proposal.alternative else 0.0
             nodes.append(Node(proposal.token, parent.next_pos, parent, (), PLANNED,
                               speculative=True, score=score, priority=score + weight))
         return nodes
@@ -134,7 +135,7 @@ class Tree:
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
         """Issue planned nodes, parents first, in one run; returns those issued, in row order.
 
-        Nodes that repeat a sibling's token (probes: another probe's), or for which no id is left,
+        Nodes that repeat a sibling's token (hints: another hint's), or for which no id is left,
         are dropped together with what hangs below them. A parent may be a row of the same run
         (synchronous trees): it then gets the new ids as well, see `widen`.
         """
@@ -265,15 +266,15 @@ class Tree:
                 continue
             if key not in continued:
                 continued[key] = bool(parent.children)
-                seen.update((key, child.token, child.probe) for child in parent.children)
-            if (key, node.token, node.probe) in seen:
+                seen.update((key, child.token, child.hint) for child in parent.children)
+            if (key, node.token, node.hint) in seen:
                 continue
             if continued[key]:
                 if budget == 0:
                     continue
                 budget -= 1
             continued[key] = True
-            seen.add((key, node.token, node.probe))
+            seen.add((key, node.token, node.hint))
             kept.append(node)
             kept_ids.add(id(node))
         return kept

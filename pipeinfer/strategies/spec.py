@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeinfer.config import OwnOption
 from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
-from pipeinfer.strategies.proposers.base import Proposer, RowProposer
+from pipeinfer.strategies.proposers.base import InlineProposer, Proposer
 
 if TYPE_CHECKING:
     from pipeinfer.backends.base import Backend
@@ -66,7 +66,7 @@ class ProposerSpec:
     name: str
     help: str
     worker: Callable[[ProposerSetup], Sequence[Proposer]] | None = None
-    inline: Callable[[ProposerSetup], RowProposer] | None = None
+    inline: Callable[[ProposerSetup], InlineProposer] | None = None
     options: Mapping[str, OwnOption] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()
     adapter: str = ""

@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.core.drafting import Proposal
 from pipeinfer.core.types import Choice
 from pipeinfer.scheduler.calibration import Calibration
-from pipeinfer.scheduler.guess_queue import Reserve, probability
+from pipeinfer.scheduler.guess_queue import GuessQueue, probability
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree
 
@@ -23,7 +23,7 @@ def tree(ids=4):
 
 
 def planned(lane, *proposals, weight=1.0):
-    reserve = Reserve()
+    reserve = GuessQueue()
     nodes = lane.plan(lane.frontier, proposals, weight)
     reserve.add_leaf(lane.frontier)
     reserve.add(nodes)
@@ -32,14 +32,14 @@ def planned(lane, *proposals, weight=1.0):
 
 def test_the_likeliest_goes_first_and_parents_before_children():
     lane = tree()
-    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.5), P(-1, 7, 0.35, spare=True))
+    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.5), P(-1, 7, 0.35, alternative=True))
     assert reserve.best() is nodes[0]
     assert reserve.take(3, 3, -math.inf) == [nodes[0], nodes[2], nodes[1]]  # .6, .35, .3
 
 
 def test_a_spare_waits_by_its_worth_and_is_drafted_by_its_probability():
     lane = tree()
-    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.5), P(-1, 7, 0.35, spare=True),
+    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.5), P(-1, 7, 0.35, alternative=True),
                              weight=0.5)
     assert reserve.take(3, 3, -math.inf) == [nodes[0], nodes[1], nodes[2]]
     assert nodes[2].score == pytest.approx(math.log(0.35))
@@ -55,7 +55,7 @@ def test_the_floor_keeps_guesses_back():
 
 def test_without_ids_only_continuations_leave():
     lane = tree(ids=1)
-    reserve, nodes = planned(lane, P(-1, 5, 0.5), P(-1, 7, 0.4, spare=True), P(0, 6, 0.9))
+    reserve, nodes = planned(lane, P(-1, 5, 0.5), P(-1, 7, 0.4, alternative=True), P(0, 6, 0.9))
     assert reserve.take(4, lane.pool.available, -math.inf) == [nodes[0], nodes[2]]
     assert reserve.best() is nodes[1]
 
@@ -65,7 +65,7 @@ def test_rows_of_a_run_have_their_parents_in_one_earlier_run():
     reserve, first = planned(lane, P(-1, 5, 0.9))
     lane.issue(reserve.take(1, 3, -math.inf), 1)
     below = lane.plan(first[0], (P(-1, 6, 0.5),))
-    beside = lane.plan(lane.frontier, (P(-1, 8, 0.3, spare=True),))
+    beside = lane.plan(lane.frontier, (P(-1, 8, 0.3, alternative=True),))
     reserve.add([*below, *beside])
     assert reserve.take(4, 3, -math.inf) == below
     assert reserve.take(4, 3, -math.inf) == beside
@@ -73,7 +73,7 @@ def test_rows_of_a_run_have_their_parents_in_one_earlier_run():
 
 def test_decided_guesses_disappear():
     lane = tree()
-    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(-1, 7, 0.3, spare=True))
+    reserve, nodes = planned(lane, P(-1, 5, 0.6), P(-1, 7, 0.3, alternative=True))
     lane.issue(reserve.take(1, 3, -math.inf), 1)
     assert reserve.best_leaf() is lane.frontier
     lane.frontier.choice = Choice(5)

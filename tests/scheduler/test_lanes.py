@@ -90,9 +90,9 @@ def check_at_rest(pipeline):
     scheduler = pipeline.scheduler
     admission = scheduler.admission
     assert scheduler.idle
-    assert scheduler.flight.useful == scheduler.flight.plain == 0
-    assert scheduler.flight.chunks == scheduler.flight.guess_rows == 0
-    assert not scheduler.flight.tips
+    assert scheduler.state.useful == scheduler.state.plain == 0
+    assert scheduler.state.chunks == scheduler.state.guess_rows == 0
+    assert not scheduler.state.tips
     assert not scheduler._filling
     assert len(admission.prefixes.kept) <= scheduler.limits.kept
     held = set(admission.pool.owner)
@@ -275,7 +275,7 @@ def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
         options = pipeline.choices()
         quick = [i for i, (kind, _) in enumerate(options) if kind != "stage"]
         pipeline.step(quick[0] if quick else 0)
-        assert pipeline.scheduler.flight.guess_rows <= 64
+        assert pipeline.scheduler.state.guess_rows <= 64
     pipeline.drain()
     check_outputs(pipeline, asked)
     assert pipeline.max_cells <= 640 + 64

@@ -39,7 +39,7 @@ class Replicas(Pipeline):
                     run = self.scheduler.runs.get(getattr(inner, "run_id", -1))
                     if run is not None and not run.chunk and \
                             run.n_rows > self.scheduler.limits.exact_width:
-                        assert all(node.probe for node in run.nodes)  # nothing that verifies
+                        assert all(node.hint for node in run.nodes)  # nothing that verifies
                         self.probe_runs.add(run.run_id)
                 case Emit(request_id, choice, _):
                     self.output[request_id].append(choice.token)

@@ -29,7 +29,7 @@ from pipeinfer.scheduler.events import (
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.state import Flight
+from pipeinfer.scheduler.state import SchedulerState
 from tests.support.simulated import Pipeline, plain
 
 LIMITS = st.builds(
@@ -141,7 +141,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
             self.retire(run)
             self.out.append(CancelRuns((run.run_id,)))
 
-    monkeypatch.setattr(Flight, "cancel", cancel_anything)
+    monkeypatch.setattr(SchedulerState, "cancel", cancel_anything)
     noticed = 0
     for seed in range(20):
         try:

@@ -70,7 +70,7 @@ def asked(shape, lists, top=3):
     proposer.opened(0, [1, 2])
     from pipeinfer.strategies.proposers.base import Anchor
 
-    rows = proposer.probes(0, [Anchor(-1, 2)], 100)
+    rows = proposer.hints(0, [Anchor(-1, 2)], 100)
     assert [row.token for row in rows] == [MASK + r for r in range(len(lists))]
     proposer.learn(0, [Choice(5), *(named(*tokens) for tokens in lists)])
     proposer.accepted(0, [5])
@@ -81,7 +81,7 @@ def test_only_the_likeliest_of_a_level_has_children():
     proposer = asked(Shape.EFFICIENT, [(10, 11, 12, 13), (20, 21, 22), (30, 31)])
     found = proposer.propose(job([1, 2, 5]))
     assert tree_of(found) == [(10,), (11,), (12,), (10, 20), (10, 21), (10, 20, 30)]
-    assert [p.spare for p in found] == [False, True, True, False, True, False]
+    assert [p.alternative for p in found] == [False, True, True, False, True, False]
     assert found[0].confidence == pytest.approx(0.5)
     assert tree_of(proposer.propose(job([1, 2, 5], depth=1))) == [(10,), (11,), (12,)]
     assert tree_of(proposer.propose(job([1, 2, 5], most=2))) == [(10,), (11,)]
@@ -105,7 +105,7 @@ def test_the_group_of_the_last_accepted_token_proposes():
     for new, first in (([5], 100), ([10, 5], 110), ([11, 5], 120), ([10, 20, 5], 130)):
         proposer = Bita(MASK, 2, 2, PROMPT_ID)
         proposer.opened(0, [1, 2])
-        rows = proposer.probes(0, anchors, 100)
+        rows = proposer.hints(0, anchors, 100)
         assert [row.parent for row in rows] == [0, 4, 1, 6, 2, 8, 3, 10]
         assert all(row.sees == (PROMPT_ID,) and row.wanted for row in rows)
         groups = itertools.chain.from_iterable(
@@ -123,7 +123,7 @@ def test_masks_of_a_chain_shrink_when_their_tokens_are_accepted():
 
     proposer = Bita(MASK, 3, 1, None, Shape.CHAIN)
     proposer.opened(0, [1, 2])
-    rows = proposer.probes(0, [Anchor(-1, 2), Anchor(0, 10)], 100)
+    rows = proposer.hints(0, [Anchor(-1, 2), Anchor(0, 10)], 100)
     assert [row.parent for row in rows] == [0, 2, 3]
     proposer.learn(0, [Choice(0), Choice(0), named(11), named(12), named(13)])
     proposer.accepted(0, [10, 11])
@@ -135,7 +135,7 @@ def test_a_group_that_found_no_room_proposes_what_it_can():
 
     proposer = Bita(MASK, 2, 2, None)
     proposer.opened(0, [1, 2])
-    rows = proposer.probes(0, [Anchor(-1, 2), Anchor(0, 10)], 3)
+    rows = proposer.hints(0, [Anchor(-1, 2), Anchor(0, 10)], 3)
     assert len(rows) == 2
     proposer.learn(0, [Choice(0), Choice(0), named(7), None])
     proposer.accepted(0, [9])

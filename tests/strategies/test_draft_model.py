@@ -48,7 +48,7 @@ def test_proposals_do_not_depend_on_what_the_cache_held(paths):
         wanted = job([*accepted, *guess], number, base=len(accepted), lane=lane,
                      branches=rng.choice([1, 3]), p_split=0.05, params=params,
                      max_tokens=rng.choice([0, 1, 4]), p_min=rng.choice([0.0, 0.15]),
-                     spares=rng.choice([0, 2]))
+                     alternatives=rng.choice([0, 2]))
         left = [rng.randrange(1, 4) if rng.random() < 0.3 else 99]
 
         def stopped(left=left):
@@ -95,11 +95,11 @@ def test_branches_that_stay_cached_are_not_evaluated_again():
 
 
 def test_spares_are_the_alternatives_of_what_is_proposed():
-    wanted = job([1, 2, 3], max_tokens=2, p_split=0.0, spares=2)
+    wanted = job([1, 2, 3], max_tokens=2, p_split=0.0, alternatives=2)
     chain = fresh(job([1, 2, 3], max_tokens=2))
     proposals = fresh(wanted)
     assert proposals[:2] == chain
-    assert all(p.spare for p in proposals[2:])
+    assert all(p.alternative for p in proposals[2:])
     assert [p.parent for p in proposals[2:]] == [-1, -1, 0, 0]
     assert proposals[0].confidence >= proposals[2].confidence >= proposals[3].confidence
     assert len({p.token for p in proposals if p.parent == -1}) == 3

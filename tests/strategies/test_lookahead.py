@@ -326,7 +326,7 @@ def test_rows_that_verify_are_never_wider_than_r_and_windows_come_one_at_a_time(
     pipeline = Pipeline(limits, n_vocab=3, rows=Lookahead(6, 4, 3), drafts=False, n_stages=4)
     pipeline.submit(Request(0, (1, 2, 0, 1), 150))
     while pipeline.step():
-        out = [run for run in pipeline.scheduler.runs.values() if run.probe]
+        out = [run for run in pipeline.scheduler.runs.values() if run.hint]
         assert len(out) <= 1
     widths = {i.run_id in pipeline.probe_runs: len(i.rows) for i in pipeline.log
               if isinstance(i, IssueRun)}

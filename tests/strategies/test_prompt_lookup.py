@@ -8,13 +8,13 @@ import pytest
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.strategies.proposers.cascade import Several
+from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
 
 
-def job(tokens, suffix=(), *, lane=0, most=4, depth=9, spares=2, stop=frozenset(), p_min=0.0):
+def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0):
     return StartDraft(1, lane, list(tokens), len(tokens), tuple(suffix), SamplingParams(), most,
-                      depth, 1, p_min, 0.02, stop, spares)
+                      depth, 1, p_min, 0.02, stop, alternatives)
 
 
 def ask(proposer, *args, **kwargs):
@@ -22,7 +22,7 @@ def ask(proposer, *args, **kwargs):
 
 
 def chain(proposals):
-    return [p.token for p in proposals if not p.spare]
+    return [p.token for p in proposals if not p.alternative]
 
 
 def test_what_followed_last_time():
@@ -36,9 +36,9 @@ def test_what_followed_last_time():
 def test_the_longest_agreement_wins_then_the_latest():
     text = [1, 2, 7, 0, 5, 2, 8, 0, 1, 2]
     assert chain(ask(PromptLookup(), text))[0] == 7  # "1 2" agrees, later "2" alone does too
-    spares = [p.token for p in ask(PromptLookup(longest=1), text) if p.spare]
+    alternatives = [p.token for p in ask(PromptLookup(longest=1), text) if p.alternative]
     assert chain(ask(PromptLookup(longest=1), text))[0] == 8
-    assert spares == [7]
+    assert alternatives == [7]
 
 
 def test_guesses_in_flight_are_part_of_the_path():
@@ -67,7 +67,7 @@ def test_it_finds_what_a_plain_search_finds():
     rng = random.Random(1)
     for _ in range(300):
         text = [rng.randrange(4) for _ in range(rng.randint(2, 40))]
-        found = ask(PromptLookup(longest=3), text, spares=0)
+        found = ask(PromptLookup(longest=3), text, alternatives=0)
         best = None
         for size in (3, 2, 1):
             for end in range(len(text) - 1, size - 1, -1):
@@ -95,13 +95,13 @@ class Fixed:
 def test_several_ask_the_next_only_where_the_first_is_unsure():
     sure, unsure = Fixed(Proposal(-1, 3, 0.9)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
     big = Fixed(Proposal(-1, 7, 0.5), Proposal(0, 8, 0.5))
-    assert ask(Several([sure, big]), [1]) == sure.proposals
+    assert ask(Cascade([sure, big]), [1]) == sure.proposals
     assert big.asked == 0
-    merged = ask(Several([unsure, big]), [1])
+    merged = ask(Cascade([unsure, big]), [1])
     assert chain(merged) == [7, 8]
-    assert [(p.token, p.parent) for p in merged if p.spare] == [(3, -1)]
-    assert ask(Several([unsure, Fixed()]), [1]) == unsure.proposals
-    both = Several([unsure, big])
+    assert [(p.token, p.parent) for p in merged if p.alternative] == [(3, -1)]
+    assert ask(Cascade([unsure, Fixed()]), [1]) == unsure.proposals
+    both = Cascade([unsure, big])
     assert both.rows_evaluated == 2
     both.close()
     assert (unsure.asked, big.asked) == (-1, -1)

@@ -123,7 +123,7 @@ class Pipeline:
             self.log.append(instruction)
             match instruction:
                 case IssueRun(run_id):
-                    if self.scheduler.runs[run_id].probe:
+                    if self.scheduler.runs[run_id].hint:
                         self.probe_runs.add(run_id)
                     else:
                         assert len(instruction.rows) <= max(
@@ -274,9 +274,9 @@ class Pipeline:
                 while len(options) + len(level) + len(following) - 1 < job.branches and \
                         self.rng.random() < 0.5:
                     options.append(self.rng.randrange(self.n_vocab))
-                for _ in range(self.rng.randint(0, job.spares)):
+                for _ in range(self.rng.randint(0, job.alternatives)):
                     spares.append(Proposal(parent, self.rng.randrange(self.n_vocab),
-                                           self.rng.choice([0.05, 0.3]), spare=True))
+                                           self.rng.choice([0.05, 0.3]), alternative=True))
                 for token in options:
                     if len(proposals) < job.max_tokens and token not in job.stop_ids:
                         proposals.append(Proposal(parent, token, 0.9))

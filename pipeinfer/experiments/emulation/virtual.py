@@ -494,7 +494,7 @@ class Simulation:
             rows = next(steps)
         except StopIteration as end:
             self.working = None
-            guesses = sum(not proposal.spare for proposal in end.value)
+            guesses = sum(not proposal.alternative for proposal in end.value)
             if self.controller is not None and 0 < guesses == evaluated:
                 self.controller.drafted(guesses, spent)
             self.feed(Drafted(job.job_id, end.value))

@@ -48,8 +48,8 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeRow:
-    """A row that is there for hints. parent: index among the anchors and, after these, the probes
+class HintRow:
+    """A row that is there for hints. parent: index among the anchors and, after these, the hints
     before it; its position follows its parent's. wanted: its choice is asked for. sees: sequence
     ids that it looks through besides its own (torch only)."""
 
@@ -59,10 +59,10 @@ class ProbeRow:
     sees: tuple[int, ...] = ()
 
 
-class RowProposer(Protocol):
-    """Proposes from what the target chose after its probes. Lanes are named by `StartDraft.lane`.
+class InlineProposer(Protocol):
+    """Proposes from what the target chose after its hints. Lanes are named by `StartDraft.lane`.
 
-    candidates: most tokens that it proposes below a tip. rows: most probes of a step. paths: most
+    candidates: most tokens that it proposes below a tip. rows: most hints of a step. paths: most
     paths of both together.
     """
 
@@ -80,12 +80,12 @@ class RowProposer(Protocol):
         """Proposals below the job's path, parents before children; at most `job.max_tokens` and
         `job.max_depth` levels, none of `job.stop_ids`. Empty: it knows nothing here."""
 
-    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
-        """Probes for a step that verifies `anchors`, at most `room`."""
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
+        """Hints for a step that verifies `anchors`, at most `room`."""
 
     def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
-        """What was chosen after the anchors and the probes of the last `probes`, in their order;
-        None: not asked for, or there was no room for the row. Follows each `probes` that was
+        """What was chosen after the anchors and the hints of the last `hints`, in their order;
+        None: not asked for, or there was no room for the row. Follows each `hints` that was
         answered."""
 
     def closed(self, lane: int) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
-from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+from pipeinfer.strategies.proposers.base import Anchor, HintRow
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 
@@ -43,8 +43,8 @@ class _Lane:
 
 
 class Bita:
-    """A `RowProposer`. first_id: token id of the first mask, the others follow. masks: M. top: k.
-    prompt_id: the sequence id that the learned prompts are under; None without prompts."""
+    """An `InlineProposer`. first_id: token id of the first mask, the others follow. masks: M. top:
+    k. prompt_id: the sequence id that the learned prompts are under; None without prompts."""
 
     def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
                  shape: Shape = Shape.EFFICIENT) -> None:
@@ -59,38 +59,38 @@ class Bita:
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `RowProposer.opened`."""
+        """See `InlineProposer.opened`."""
         self._lanes[lane] = _Lane(list(tokens))
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `RowProposer.accepted`."""
+        """See `InlineProposer.accepted`."""
         self._lanes[lane].tokens += tokens
 
-    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
-        """See `RowProposer.probes`."""
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
+        """See `InlineProposer.hints`."""
         state = self._lanes[lane]
         state.at, state.tops = len(state.tokens) - 1, {}
         state.anchors = {(a.parent, a.token): k for k, a in enumerate(anchors) if k}
         state.groups = {}
-        rows: list[ProbeRow] = []
+        rows: list[HintRow] = []
         for k in range(1 if self._shape is Shape.CHAIN else len(anchors)):
             if len(rows) + self._masks > room:
                 break
             first = len(anchors) + len(rows)
             state.groups[k] = list(range(first, first + self._masks))
-            rows += [ProbeRow(first + r - 1 if r else k, self._first_id + r, sees=self._sees)
+            rows += [HintRow(first + r - 1 if r else k, self._first_id + r, sees=self._sees)
                      for r in range(self._masks)]
         return rows
 
     def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
-        """See `RowProposer.learn`."""
+        """See `InlineProposer.learn`."""
         state = self._lanes[lane]
         for anchor, masks in state.groups.items():
             state.tops[anchor] = [choice.top for k in masks
                                   if (choice := choices[k]) is not None and choice.top]
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """See `RowProposer.propose`."""
+        """See `InlineProposer.propose`."""
         if job.suffix:
             return ()  # masks were behind accepted tokens alone
         lists = self._lists(self._lanes[job.lane])
@@ -107,14 +107,16 @@ class Bita:
                         return tuple(found)
                     if not rank or self._shape is Shape.FULL:
                         children.append(len(found))
-                    found.append(Proposal(parent, token, math.exp(min(p, 0.0)), spare=rank > 0))
+                    found.append(
+                        Proposal(parent, token, math.exp(min(p, 0.0)), alternative=rank > 0)
+                    )
             parents = children
             if not parents:
                 break
         return tuple(found)
 
     def closed(self, lane: int) -> None:
-        """See `RowProposer.closed`."""
+        """See `InlineProposer.closed`."""
         self._lanes.pop(lane, None)
 
     def _lists(self, state: _Lane) -> list[tuple[tuple[int, float], ...]]:

@@ -13,7 +13,7 @@ from pipeinfer.core.drafting import ENOUGH, Proposal, StartDraft
 from pipeinfer.strategies.proposers.base import Proposer
 
 
-class Several:
+class Cascade:
     """A `Proposer` made of others, the quickest first; the last one's word always stands."""
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = ENOUGH) -> None:
@@ -35,7 +35,7 @@ class Several:
             newer = proposer.propose(job, stopped)
             if newer is None:
                 return None
-            found = _merge(newer, found, job.spares) if newer else found
+            found = _merge(newer, found, job.alternatives) if newer else found
             if found and found[0].confidence >= self._enough:
                 break
         return found
@@ -50,12 +50,14 @@ def _merge(better: tuple[Proposal, ...], older: tuple[Proposal, ...], most: int
            ) -> tuple[Proposal, ...]:
     """The better proposals, with the older ones' first tokens as alternatives to their first."""
     named = {p.token for p in better if p.parent < 0}
-    spares = [p for p in better if p.spare]
-    room = most - sum(p.parent < 0 for p in spares)
+    alternatives = [p for p in better if p.alternative]
+    room = most - sum(p.parent < 0 for p in alternatives)
     for proposal in older:
         if room > 0 and proposal.parent < 0 and proposal.token not in named:
             named.add(proposal.token)
             left = max(0.0, 1.0 - better[0].confidence)
-            spares.append(Proposal(-1, proposal.token, min(proposal.confidence, left), spare=True))
+            alternatives.append(
+                Proposal(-1, proposal.token, min(proposal.confidence, left), alternative=True)
+            )
             room -= 1
-    return (*(p for p in better if not p.spare), *spares)
+    return (*(p for p in better if not p.alternative), *alternatives)

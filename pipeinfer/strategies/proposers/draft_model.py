@@ -109,14 +109,14 @@ class DraftModel:
         """
         ranking = yield from self._catch_up(job)
         proposals: list[Proposal] = []
-        spares: list[Proposal] = []
+        alternatives: list[Proposal] = []
         open_branches = [_Branch(self._here.seq_id, -1, [], ranking)]
         used_ids = 1
         depth = 0
         try:
             while len(proposals) < job.max_tokens and depth < job.max_depth:
                 depth += 1
-                grown, used_ids = self._grow(job, open_branches, proposals, spares, used_ids)
+                grown, used_ids = self._grow(job, open_branches, proposals, alternatives, used_ids)
                 if not grown or len(proposals) >= job.max_tokens or depth >= job.max_depth:
                     break
                 yield from self._evaluate(job, grown)
@@ -124,7 +124,7 @@ class DraftModel:
         finally:
             for k in range(1, used_ids):
                 self.backend.seq_rm(self._side(k), 0, END)
-        return (*proposals, *spares)
+        return (*proposals, *alternatives)
 
     def close(self) -> None:
         """See `Proposer.close`."""
@@ -243,11 +243,11 @@ class DraftModel:
 
     def _grow(
         self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal],
-        spares: list[Proposal], used_ids: int,
+        alternatives: list[Proposal], used_ids: int,
     ) -> tuple[list[_Branch], int]:
         """One more token per open branch, and new branches where the split cutoff allows.
 
-        Candidates that no branch follows become spares.
+        Candidates that no branch follows become alternatives.
         """
         grown: list[_Branch] = []
         for branch in branches:
@@ -259,8 +259,10 @@ class DraftModel:
                     break
                 full = len(proposals) >= job.max_tokens
                 if full or (fork and used_ids >= job.branches):
-                    if fork and rank <= job.spares:
-                        spares.append(Proposal(branch.leaf, token, confidence, spare=True))
+                    if fork and rank <= job.alternatives:
+                        alternatives.append(
+                            Proposal(branch.leaf, token, confidence, alternative=True)
+                        )
                         continue
                     break
                 seq_id = branch.seq_id

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
-from pipeinfer.strategies.proposers.base import Anchor, ProbeRow
+from pipeinfer.strategies.proposers.base import Anchor, HintRow
 from pipeinfer.strategies.spec import ProposerSpec
 
 #: how likely the newest candidate's first token is right, and a later one if those before it are;
@@ -78,9 +78,9 @@ class Window:
         return len(self.levels[0]) + 1
 
     def rows(self, anchors: Sequence[Anchor], columns: range | None = None
-             ) -> tuple[list[ProbeRow], list[int]]:
-        """The window as probes below anchor 0, and for each column the index (among anchors and
-        probes) of the row whose choice continues it. Rows that repeat an anchor are not made.
+             ) -> tuple[list[HintRow], list[int]]:
+        """The window as hints below anchor 0, and for each column the index (among anchors and
+        hints) of the row whose choice continues it. Rows that repeat an anchor are not made.
 
         columns: only these, with what they need of level 0.
         """
@@ -104,7 +104,7 @@ class Window:
                 node = below(node, level[column])
             tops.append(node)
         wanted = set(tops)
-        rows = [ProbeRow(parent, token, len(anchors) + k in wanted)
+        rows = [HintRow(parent, token, len(anchors) + k in wanted)
                 for k, (parent, token) in enumerate(made)]
         return rows, tops
 
@@ -136,8 +136,8 @@ class _Lane:
 
 
 class Lookahead:
-    """A `RowProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is of
-    little use and still exact. window 0 makes no window: the pool then has the text's own n-grams.
+    """An `InlineProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is
+    of little use and still exact. window 0 makes no window: the pool then has the text's own n-grams.
     prompt_pool: n-grams of prompt and output go to the pool as well.
     """
 
@@ -154,7 +154,7 @@ class Lookahead:
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `RowProposer.opened`."""
+        """See `InlineProposer.opened`."""
         pool = Pool(self.ngram, self.most)
         if self._prompt_pool:
             pool.add_all(tokens)
@@ -162,7 +162,7 @@ class Lookahead:
                                   Window.start(max(self.window, 1), self.ngram, tokens))
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `RowProposer.accepted`."""
+        """See `InlineProposer.accepted`."""
         state = self._lanes[lane]
         start = len(state.tokens)
         state.tokens += tokens
@@ -170,7 +170,7 @@ class Lookahead:
             state.pool.add_all(state.tokens, start)
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """See `RowProposer.propose`. Candidates that start alike share their tokens."""
+        """See `InlineProposer.propose`. Candidates that start alike share their tokens."""
         last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
         return tuple(trie(self.tails(job.lane, last, job.max_depth, job.stop_ids),
                           job.max_tokens))
@@ -191,8 +191,8 @@ class Lookahead:
         """The window of a lane."""
         return self._lanes[lane].window
 
-    def probes(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[ProbeRow]:
-        """See `RowProposer.probes`."""
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
+        """See `InlineProposer.hints`."""
         state = self._lanes[lane]
         rows, tops = state.window.rows(anchors) if self.window else ([], [])
         if len(rows) > room:
@@ -201,7 +201,7 @@ class Lookahead:
         return rows
 
     def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
-        """See `RowProposer.learn`."""
+        """See `InlineProposer.learn`."""
         state = self._lanes[lane]
         if state.tops:
             self.advance(lane, state.current, [choices[top] for top in state.tops])
@@ -216,7 +216,7 @@ class Lookahead:
             state.pool.add(ngram)
 
     def closed(self, lane: int) -> None:
-        """See `RowProposer.closed`."""
+        """See `InlineProposer.closed`."""
         self._lanes.pop(lane, None)
 
 
@@ -234,13 +234,13 @@ def trie(tails: Sequence[tuple[int, ...]], most: int) -> list[Proposal]:
                 other = any(p == parent for p, _ in nodes)
                 claim = OTHER if other else FIRST if parent < 0 else LATER
                 node = nodes[parent, token] = len(found)
-                found.append(Proposal(parent, token, claim, spare=other))
+                found.append(Proposal(parent, token, claim, alternative=other))
             parent = node
     return found
 
 
 def window_rows(window: int, ngram: int) -> int:
-    """Most probes of a window: level 0 without the current token, and the later levels."""
+    """Most hints of a window: level 0 without the current token, and the later levels."""
     if not window:
         return 0
     grown = [window + ngram - 2 - k for k in range(ngram - 1)]  # columns while levels are missing

@@ -1,8 +1,8 @@
 """Proposals copied from the text itself: what followed the last time these tokens came up.
 
 Looks for the longest run of tokens that ends the path and occurs earlier in it (prompt and
-output), most recent first, and proposes what followed there; other continuations become spares.
-It costs no model, and pays where text repeats: code, summaries, edits of a given text (known as
+output), most recent first, and proposes what followed there; other continuations become
+alternatives. It costs no model, and pays where text repeats: code, summaries, edits of a given text (known as
 prompt lookup or n-gram speculation). This module knows no model, cache or thread.
 """
 
@@ -76,7 +76,7 @@ class PromptLookup:
         self._lanes.clear()
 
     def _continue(self, job: StartDraft, ends: list[int], size: int) -> tuple[Proposal, ...]:
-        """What followed the most recent place, and what else followed, as spares."""
+        """What followed the most recent place, and what else followed, as alternatives."""
         claim = _CLAIM.get(size, _LONGEST_CLAIM)
         if claim < job.p_min:
             return ()
@@ -92,11 +92,11 @@ class PromptLookup:
         if not chain:
             return ()
         others = dict.fromkeys(tokens[end] for end in ends if end < job.base)
-        spares = [token for token in others
-                  if token != chain[0].token and token not in job.stop_ids][: job.spares]
+        alternatives = [token for token in others
+                  if token != chain[0].token and token not in job.stop_ids][: job.alternatives]
         left = 1.0 - claim
-        return (*chain, *(Proposal(-1, token, left / (k + 2), spare=True)
-                          for k, token in enumerate(spares)))
+        return (*chain, *(Proposal(-1, token, left / (k + 2), alternative=True)
+                          for k, token in enumerate(alternatives)))
 
 
 SPEC = ProposerSpec("prompt-lookup", "what followed when the same tokens came up before",
