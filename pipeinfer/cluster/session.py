@@ -6,7 +6,8 @@
     a loss      the assembly finds other stages, and what runs is replayed over them
 
 What stages were loaded for (`LoadedCluster`) stays; who decides about runs (`SchedulerSetup`) is
-made anew each time. This module knows no prompts and no HTTP, and not how ranks find each other (`cluster`).
+made anew each time. This module knows no prompts and no HTTP, and not how ranks find each other
+(`launch`).
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class _Lane:
 
 class Lookahead:
     """An `InlineProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is
-    of little use and still exact. window 0 makes no window: the pool then has the text's own n-grams.
-    prompt_pool: n-grams of prompt and output go to the pool as well.
+    of little use and still exact. window 0 makes no window: the pool then has the text's own
+    n-grams. prompt_pool: n-grams of prompt and output go to the pool as well.
     """
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,

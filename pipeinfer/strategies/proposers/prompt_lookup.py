@@ -2,8 +2,9 @@
 
 Looks for the longest run of tokens that ends the path and occurs earlier in it (prompt and
 output), most recent first, and proposes what followed there; other continuations become
-alternatives. It costs no model, and pays where text repeats: code, summaries, edits of a given text (known as
-prompt lookup or n-gram speculation). This module knows no model, cache or thread.
+alternatives. It costs no model, and pays where text repeats: code, summaries, edits
+of a given text (known as prompt lookup or n-gram speculation). This module knows no model, cache
+or thread.
 """
 
 from __future__ import annotations
