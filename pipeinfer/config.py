@@ -160,6 +160,9 @@ class ClusterConfig:
                           choices=("auto", "off"),
                           help="serve: deal the layers out anew, between requests, when a stage "
                                "has become slow and that promises a quarter more speed.")
+    debug: bool = _opt(False, "--debug", kind="flag",
+                       help="Check the scheduler's state after every event, and end the job where "
+                            "it contradicts itself.")
     fault: tuple[str, ...] = _opt((), "--fault", kind="list",
                                   help="For experiments: let something go wrong on purpose, like "
                                        "kill@2:decode=30 (repeatable; see docs/chaos.md).")

@@ -12,6 +12,8 @@
         |-- TransportTimeout            a wait ran into its deadline
         |-- MismatchError               ranks disagree on version, config or model
         |-- BackendError                a decode or a cache operation failed
+        |-- InvariantError              the scheduler's state contradicts itself (a bug)
+        |-- RankLost                    a rank is dead, hangs or cannot be reached
         `-- WorkerFailed                another rank failed; carries its traceback
 
 This module knows nothing about how errors are shown: the command line prints the first line and
@@ -88,6 +90,10 @@ class MismatchError(ClusterError):
 
 class BackendError(ClusterError):
     """A decode or a cache operation of a backend failed."""
+
+
+class InvariantError(ClusterError):
+    """The scheduler's state contradicts itself: a bug, found by `--debug` or a test."""
 
 
 class RankLost(ClusterError):

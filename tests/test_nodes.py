@@ -252,15 +252,14 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     import os
     import socket
 
-    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.cluster.launch import join
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     before = os.sched_getaffinity(0)
     path = write(tmp_path, f'[node."{socket.gethostname()}"]\nthreads = 1\nnuma = 0\n'
                  'device = "gpu:1"\ngpu_layers = 0\n', "hosts.toml")
     try:
-        with open_session(JobConfig.of(nodes=str(path), ctx=128)) as session:
-            assert session is not None
+        with join(JobConfig.of(nodes=str(path), ctx=128)).lead() as session:
             assert session.stages[1]["threads"] == 1
             assert session.hosts[0].settings.device == "gpu:1"
     finally:
@@ -268,5 +267,5 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     path.write_text('[defaults]\nmemory = "1 MiB"\n')
     with (pytest.raises(PlanError, match=r"has 0 MiB: it lacks"),
-          open_session(JobConfig.of(nodes=str(path)))):
+          join(JobConfig.of(nodes=str(path))).lead()):
         pass

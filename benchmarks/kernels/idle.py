@@ -16,12 +16,15 @@ from pipeinfer.experiments.rig.launch import environment, mpirun_path
 
 PROGRAM = """
 import time
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.cluster.generate import run_request
-with open_session(JobConfig.of(ctx=512)) as session:
-    if session is not None:
+joined = join(JobConfig.of(ctx=512))
+if joined.place.rank:
+    joined.serve()
+else:
+    with joined.lead() as session:
         run_request(session, [1, 2, 3], SamplingParams(), 8, ignore_eos=True)
         print("idle", flush=True)
         end = time.monotonic() + {seconds}

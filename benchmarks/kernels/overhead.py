@@ -45,15 +45,14 @@ def hop() -> None:
 def loop(model: Path, tokens: int, rounds: int, threads: int) -> None:
     """Part 2: alternate, so that drift of the machine hits both."""
     from pipeinfer.cluster.generate import run_request
-    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.cluster.launch import join
     from pipeinfer.config import JobConfig
     from pipeinfer.core.types import SamplingParams
 
     plain = PlainLoop(model, n_ctx=512, n_threads=threads)
     config = JobConfig.of(model=str(model), ctx=256, policy="iterative", threads=threads)
     ratios, ours, theirs = [], [], []
-    with open_session(config) as session:
-        assert session is not None
+    with join(config).lead() as session:
         prompt = session.tokenizer.encode(PROMPT)
         for turn in range(rounds + 1):
             out = run_request(session, prompt, SamplingParams(), tokens, ignore_eos=True)

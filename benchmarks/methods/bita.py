@@ -18,7 +18,7 @@ import click
 
 from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
@@ -100,8 +100,7 @@ def run(work: Path, texts: int, prompt: int, tokens: int) -> None:
             chunk=256,
             adapt=False,
         )
-        with open_session(config) as session:
-            assert session is not None
+        with join(config).lead() as session:
             held_out = prompts(session.tokenizer, texts, prompt)
             prompt_id = session.limits.n_ids if learned.n_prompts else None
             for _, shape, k, heat in todo:

@@ -21,7 +21,7 @@ import matplotlib as mpl
 
 from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.hint_rows import HintRows
@@ -111,8 +111,7 @@ def run(texts: int, prompt: int, tokens: int) -> None:
     todo += [(s, sampled) for s in (*TABLE, *SMALL[:2], DEFAULT, SMALL[-1])]
     todo += [(s, sampled) for s in SWEEP if s[2] == 5 and s[1] < 32]
     RESULTS.parent.mkdir(exist_ok=True)
-    with open_session(config) as session:
-        assert session is not None
+    with join(config).lead() as session:
         held_out = prompts(session.tokenizer, texts, prompt)
         for setting, params in todo:
             if (*setting[1:], params.temperature) in done:

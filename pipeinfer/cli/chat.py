@@ -105,10 +105,10 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
     if own and url:
         raise UsageError("give either --url, or a model (-m) for ranks of its own")
     if host.launched_rank() > 0:
-        from pipeinfer.cluster.launch import open_session
+        from pipeinfer.cluster.launch import join
 
-        with open_session(config.job):
-            return
+        join(config.job).serve()
+        return
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
@@ -372,17 +372,15 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 @contextlib.contextmanager
 def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iterator[Partner]:
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
-    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import model_paths
     from pipeinfer.models.text import chat_template
 
     chat_template.prepare()
     params = dataclasses.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
-    with open_session(
-        job, progress_hook(RequestConfig()), grammars=bool(params.grammar)
-    ) as session:
-        assert session is not None
+    leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
+    with leading as session:
         yield Own(session, params, n_predict, sampling)
 
 

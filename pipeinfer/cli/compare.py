@@ -30,7 +30,7 @@ from pipeinfer.cluster.generate import (
     run_request,
     sampling_params,
 )
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import row_sizes
 from pipeinfer.config import JobConfig, Resolved
@@ -291,9 +291,11 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     if host.launched_rank() == 0:
         chat_template.prepare()
-    with open_session(whole, progress_hook(request)) as session:
-        if session is None:
-            return
+    joined = join(whole)
+    if joined.place.rank:
+        joined.serve()
+        return
+    with joined.lead(progress_hook(request)) as session:
         session.use(configs[PLAIN])
         ask(
             session, configs[PLAIN], asked[0], PLAIN, params, request.n_predict

@@ -37,7 +37,7 @@ def generate(resolved: Resolved) -> None:
     mpirun -np 4 pipeinfer generate -m big.gguf -md small.gguf -f prompt.txt
     """
     from pipeinfer.cluster import generate as gen
-    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import model_paths
     from pipeinfer.models.text import chat_template
     from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
@@ -57,9 +57,11 @@ def generate(resolved: Resolved) -> None:
             check_writable(Path(trace))
         if request.chat or decomposer:
             chat_template.prepare()
-    with open_session(job, progress_hook(request), grammars=bool(params.grammar)) as session:
-        if session is None:
-            return
+    joined = join(job)
+    if joined.place.rank:
+        joined.serve()
+        return
+    with joined.lead(progress_hook(request), grammars=bool(params.grammar)) as session:
         prompt: Any
         if decomposer:
             prompt = gen.open_response(session, [{"role": "user", "content": text}])
@@ -159,8 +161,7 @@ def _write_trace(path: Path, session: Any) -> None:
     from pipeinfer.experiments.trace import chrome_trace
     from pipeinfer.files import write_atomically
 
-    stats = session.head.stats
-    data = chrome_trace(stats.issues, stats.cancels, stats.results, session.reports,
-                        stats.fates())
+    seen = session.head.trace
+    data = chrome_trace(seen.issues, seen.cancels, seen.results, session.reports, seen.fates())
     write_atomically(path, json.dumps(data))
     click.echo(f"trace written to {path}", err=True)

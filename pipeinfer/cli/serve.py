@@ -20,7 +20,7 @@ from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import Stopped, progress_hook
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import model_paths, open_model
@@ -45,8 +45,8 @@ def serve_command(resolved: Resolved) -> None:
     """
     config = resolved.config
     if host.launched_rank() > 0:
-        with open_session(config.job):
-            return
+        join(config.job).serve()
+        return
     serve(config.job, config.serve, child_settings(config.job, config.serve, config.sampling),
           progress_hook(config.request))
 
@@ -72,8 +72,7 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         if show is not None:
             show(states)
 
-    with _telling(child), open_session(job, progress) as session:
-        assert session is not None
+    with _telling(child), join(job).lead(progress) as session:
         engine = Engine(session, child.link, config.drain_seconds)
         signals.engine = engine
         click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "

@@ -7,8 +7,8 @@
     head          loads the draft meanwhile (`session`), then takes requests
 
 The same code runs one process (`-np 1`: the stage is a thread) and many. This module knows no
-policies and no prompts; `cli` and `server` use the `Session` that `open_session` gives to rank 0,
-and every other rank returns from it when the job is over.
+policies and no prompts; `cli` and `server` use the `Session` that `JoinedRank.lead` gives to
+rank 0, and every other rank serves until the job is over.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
@@ -63,56 +64,76 @@ _LAST_WORDS_SECONDS = 6.0
 _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
 
 
-@contextlib.contextmanager
-def open_session(config: JobConfig, progress: ProgressHook | None = None, *, grammars: bool = True
-                 ) -> Iterator[Session | None]:
-    """Join the job. Yields a Session on rank 0, and None (after serving) on other ranks.
+@dataclass(frozen=True, slots=True)
+class JoinedRank:
+    """This process as a rank of a job: rank 0 leads, every other one serves.
 
-    grammars: requests may have one, so the last stage and the draft need the vocabulary.
+    pulse: of its main thread; guard: the process that kills it when it hangs, None where nobody
+    would go on without it.
     """
+
+    config: JobConfig
+    place: Place
+    pulse: Pulse
+    guard: Watchdog | None
+
+    def serve(self) -> None:
+        """Ranks above 0: hold layers, or wait to, until the job is over."""
+        _serve_rank(self.config, self.place, self.pulse)
+        if self.guard is not None:
+            self.guard.close()
+
+    @contextlib.contextmanager
+    def lead(self, progress: ProgressHook | None = None, *, grammars: bool = True
+             ) -> Iterator[Session]:
+        """Rank 0: load everything, use the session, end the job.
+
+        progress: told how far stages are. grammars: requests may have one, so the last stage and
+        the draft need the vocabulary. Raises whatever the job cannot go on without.
+        """
+        started, place = time.monotonic(), self.place
+        ranks = compare(self.config, place)
+        config = settle(self.config, place, ranks[0].settings)
+        beats = listen_for(config.cluster, ranks)
+        job = prepare(config, place, ranks, None if beats is None else beats.meeting)
+        port, thread = _head_port(config, place, job.plan, beats, ranks)
+        if survivable(place):
+            write_status("up")
+            atexit.register(skip_finalize)
+        session = begin(config, place, job, port, ranks, progress, started, grammars=grammars)
+        self.pulse.settle()
+        try:
+            yield session
+        finally:
+            failed = sys.exc_info()[0] is not None and not issubclass(
+                sys.exc_info()[0] or Exception, (KeyboardInterrupt, SystemExit))
+            if session.draft is not None:
+                session.draft.close(timeout=5.0)
+            if not failed:
+                session.head.drain(config.cluster.timeout)
+                session.reports = session.head.shutdown(timeout=10.0)
+                told = {session.assembly.held[node - 1].rank for node in session.reports}
+                for rank in set(range(1, len(ranks))) - told:  # spares, stages behind a dead one
+                    port.order(rank, Leave())
+                port.close(timeout=5.0)
+                note_order()
+                if thread is not None:
+                    thread.join(timeout=10.0)
+                session.tokenizer.close()
+                if self.guard is not None:
+                    self.guard.close()
+
+
+def join(config: JobConfig) -> JoinedRank:
+    """Become a rank of the job that a launcher started, or a job of one rank. Raises MismatchError
+    where the launcher and the MPI library do not belong together, UsageError for a bad --fault."""
     parse_faults(config.cluster.fault)
     pulse = Pulse(_HANGS * config.cluster.timeout)
     guard = watch_over(config.cluster, pulse)
     place = find_place(config.cluster)
     if guard is not None:
         guard.arm()
-    if place.rank > 0:
-        _serve_rank(config, place, pulse)
-        if guard is not None:
-            guard.close()
-        yield None
-        return
-    started = time.monotonic()
-    hosts = compare(config, place)
-    config = settle(config, place, hosts[0].settings)
-    beats = listen_for(config.cluster, hosts)
-    job = prepare(config, place, hosts, None if beats is None else beats.meeting)
-    port, thread = _head_port(config, place, job.plan, beats, hosts)
-    if survivable(place):
-        write_status("up")
-        atexit.register(skip_finalize)
-    session = begin(config, place, job, port, hosts, progress, started, grammars=grammars)
-    pulse.settle()
-    try:
-        yield session
-    finally:
-        failed = sys.exc_info()[0] is not None and not issubclass(
-            sys.exc_info()[0] or Exception, (KeyboardInterrupt, SystemExit))
-        if session.draft is not None:
-            session.draft.close(timeout=5.0)
-        if not failed:
-            session.head.drain(config.cluster.timeout)
-            session.reports = session.head.shutdown(timeout=10.0)
-            told = {session.assembly.held[node - 1].rank for node in session.reports}
-            for rank in set(range(1, len(hosts))) - told:  # spares, and stages behind a dead one
-                port.order(rank, Leave())
-            port.close(timeout=5.0)
-            note_order()
-            if thread is not None:
-                thread.join(timeout=10.0)
-            session.tokenizer.close()
-            if guard is not None:
-                guard.close()
+    return JoinedRank(config, place, pulse, guard)
 
 
 # --- places -----------------------------------------------------------------------------------

@@ -225,7 +225,9 @@ class Session:
         policy = choose_policy(config, self.ground.job.draft)
         worker = self.ground.proposers(config, policy)
         brain = self._think(config, policy)
-        self.head.replace(Scheduler(brain.limits, brain.rows, drafts=worker is not None), worker,
+        self.head.replace(
+            Scheduler(brain.limits, brain.rows, drafts=worker is not None,
+                      validate=config.cluster.debug), worker,
                           brain.controller)
         self.limits, self.config, self.draft = brain.limits, config, self.head.draft
 
@@ -235,7 +237,7 @@ class Session:
 
         What runs is replayed over the new stages. Says what was done, None where nothing was.
         """
-        pace, policy = self.head.pace, self.limits.policy
+        pace, policy = self.head.times.pace, self.limits.policy
         if not pace.known or self.plan.whole or len(self.assembly.held) == 1:
             return None
         if max(pace.slowdown) < drift:
@@ -272,7 +274,7 @@ class Session:
 
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""
-        self.head.pace = StagePace(len(self.assembly.held), self.first.curve)
+        self.head.times.pace = StagePace(len(self.assembly.held), self.first.curve)
 
     def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return think(self.ground, self.assembly, self.first, config, policy,
@@ -301,7 +303,8 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
             port, replicas, trace=bool(config.cluster.trace), timeout=config.cluster.timeout
         )
     else:
-        scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None)
+        scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None,
+                              validate=config.cluster.debug)
         head = Head(
             port,
             len(assembly.held),

@@ -2,9 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from pipeinfer.core.types import SamplingParams
+
+
+class Prefix(Sequence[int]):
+    """The first `length` tokens of a list that only ever grows, as they are now and stay.
+
+    Nothing is copied, and another thread may read it while the list grows.
+    """
+
+    __slots__ = ("_length", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], length: int | None = None) -> None:
+        self._tokens = tokens
+        self._length = len(tokens) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            if step == 1:
+                return list(self._tokens[start:stop])
+            return [self._tokens[i] for i in range(start, stop, step)]
+        at = index + self._length if index < 0 else index
+        if not 0 <= at < self._length:
+            raise IndexError(f"token {index} of {self._length}")
+        return self._tokens[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Prefix({list(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +55,7 @@ class StartDraft:
     """Ask for proposals below a path.
 
     The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
-    is the lane's own list, which only ever grows. max_depth bounds the levels, max_tokens the
+    is a view of the lane's tokens up to now. max_depth bounds the levels, max_tokens the
     tokens in all; max_tokens 0 only brings the draft's cache up to the path. alternatives: how many
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
     output when the target chooses them. shift: by how much the target's positions exceed those of
@@ -21,7 +64,7 @@ class StartDraft:
 
     job_id: int
     lane: int
-    accepted: tuple[int, ...] | list[int]
+    accepted: Prefix
     base: int
     suffix: tuple[int, ...]
     params: SamplingParams

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,9 @@ from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
 from pipeinfer.errors import BackendError, ProtocolError, RankLost, TransportTimeout, WorkerFailed
-from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.runtime.draft_worker import DraftWorker
-from pipeinfer.runtime.run_log import RunWatch, fate
-from pipeinfer.scheduler.controller import Controller, gaps
+from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
+from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
     Abort,
     CancelRuns,
@@ -55,9 +54,9 @@ from pipeinfer.scheduler.events import (
     SendOps,
     StopDraft,
     Submit,
+    ToNode,
 )
-from pipeinfer.scheduler.lanes import Run
-from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.protocol import SchedulerLike
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
 from pipeinfer.transport.base import Envelope, Port
@@ -67,48 +66,47 @@ _LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has
 
 @dataclass(slots=True)
 class HeadStats:
-    """busy: seconds handling events and instructions, the draft's own compute not included.
-
-    The rest is kept only when tracing: issues (run, time, speculative, rows), cancels, results,
-    the runs themselves, and when each invalid run became so, whether it was signalled or not.
-    """
+    """busy: seconds handling events and instructions, the draft's own compute not included."""
 
     busy: float = 0.0
-    issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
-    cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    results: list[tuple[int, float]] = field(default_factory=list)
-    traced: list[Run] = field(default_factory=list)
-    died: dict[int, float] = field(default_factory=dict)
-
-    def fates(self) -> dict[int, str]:
-        """What became of each traced run's tokens, by run id."""
-        return {run.run_id: fate(run) for run in self.traced}
 
 
 class Head:
     """The message loop of node 0.
 
-    pace: how long stages take. on_loss: told that a stage is lost; when it returns, other stages
-    are there and `restart` was called. Without it a loss is raised to whoever waits.
+    trace: notes of every run, None unless asked for. times: how long stages take. on_loss: told
+    that a stage is lost; when it returns, other stages are there and `restart` was called. Without
+    it a loss is raised to whoever waits.
     """
 
     def __init__(
-        self, port: Port, n_stages: int, scheduler: Scheduler, draft: DraftWorker | None, *,
+        self, port: Port, n_stages: int, scheduler: SchedulerLike, draft: DraftWorker | None, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         controller: Controller | None = None,
     ) -> None:
         self.stats = HeadStats()
         self.scheduler = scheduler
         self._port, self._n_stages, self._draft = port, n_stages, draft
-        self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
+        self._cancel_path, self._timeout = cancel_path, timeout
         self._news: deque[Emit | Finish | Refuse] = deque()
-        self._controller = controller
-        self._issued: dict[int, tuple[float, int]] = {}  # tuned runs: time, rows
         self._last_result = time.monotonic()
         self._woken = False
-        self._watch: RunWatch | None = None
-        self.pace = StagePace(n_stages, ())
+        self.trace = RunTrace() if trace else None
+        self.times = StageTimes(n_stages)
+        self._live: LiveRuns | None = None
+        self._tuner: Tuner | None = None
+        self._observers: list[RunObserver] = []
+        self._set_controller(controller)
         self.on_loss: Callable[[RankLost | WorkerFailed], None] | None = None
+
+    def _set_controller(self, controller: Controller | None) -> None:
+        self._tuner = None if controller is None else Tuner(self.scheduler, controller)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Who looks on; the tuner last, since it changes what comes next."""
+        everyone = (self.trace, self._live, self.times, self._tuner)
+        self._observers = [observer for observer in everyone if observer is not None]
 
     def wake(self) -> None:
         """Make a `next_news` that waits return None soon; any thread may call it."""
@@ -118,32 +116,33 @@ class Head:
     def reconfigure(self, limits: Limits, controller: Controller | None = None) -> None:
         """Use other knobs, and another controller or none, while nothing runs."""
         self.scheduler.reconfigure(limits)
-        self._controller = controller
+        self._set_controller(controller)
 
     @property
     def draft(self) -> DraftWorker | None:
         """The thread that names guesses."""
         return self._draft
 
-    def replace(self, scheduler: Scheduler, draft: DraftWorker | None,
+    def replace(self, scheduler: SchedulerLike, draft: DraftWorker | None,
                 controller: Controller | None) -> None:
         """Another scheduler takes over while nothing runs; the caches begin empty."""
         if not self.scheduler.idle:
             raise ProtocolError("the scheduler can be replaced only while it is idle")
         if self._draft is not None:
             self._draft.close(self._timeout)
-        scheduler.state.next_run = self.scheduler.state.next_run
-        self.scheduler, self._draft, self._controller = scheduler, draft, controller
-        self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+        scheduler.next_run = self.scheduler.next_run
+        self.scheduler, self._draft = scheduler, draft
+        self._set_controller(controller)
+        self._forget_caches()
 
     def restart(self, n_stages: int, limits: Limits, controller: Controller | None,
                 reason: str = "") -> None:
         """The stages are others: replay every request over them, from what it has brought; or, with
         a reason, end those that ran."""
-        self._n_stages, self._controller = n_stages, controller
-        self._issued.clear()
-        if self._watch is not None:
-            self._watch = RunWatch()
+        self._n_stages = n_stages
+        self._set_controller(controller)
+        for observer in self._observers:
+            observer.restarted()
         self._feed(Restart(limits, reason))
 
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
@@ -177,19 +176,21 @@ class Head:
 
     def observe(self, on: bool) -> None:
         """Collect what runs do for `take_runs`, or stop that."""
-        if on != (self._watch is not None):
-            self._watch = RunWatch() if on else None
+        if on != (self._live is not None):
+            self._live = LiveRuns() if on else None
+            self._attach()
 
     def take_runs(self) -> list[dict[str, Any]]:
-        """What runs did since the last time, see `watch.RunWatch`; empty unless observed."""
-        return [] if self._watch is None else self._watch.take()
+        """What runs did since the last time, see `run_log.RunWatch`; empty unless observed."""
+        return [] if self._live is None else self._live.watch.take()
 
     def snapshot(self) -> dict[str, Any]:
         """What is going on, see `Scheduler.snapshot`; and seconds of work so far."""
         return self.scheduler.snapshot() | {
             "head_busy": self.stats.busy,
             "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
-            "stage_seconds": self.pace.seconds, "stage_slowdown": self.pace.slowdown}
+            "stage_seconds": self.times.pace.seconds,
+            "stage_slowdown": self.times.pace.slowdown}
 
     def drain(self, timeout: float) -> None:
         """Wait for the runs that are still in flight after their request has ended."""
@@ -239,15 +240,11 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case RunFinished(run_id, choices, slowest=slowest, computed=computed):
-                    self._result(message)
-                    if (run := self.scheduler.runs.get(run_id)) is not None:
-                        self.pace.saw(run.n_rows, message.spans)
-                    self._tune(message, slowest, computed)
+                case RunFinished(run_id, choices):
+                    self._returned(message)
                     self._feed(RunDone(run_id, choices))
                 case RunCancelled(run_id):
-                    self._result(message)
-                    self._issued.pop(run_id, None)
+                    self._returned(message)
                     self._feed(RunDone(run_id, None))
                 case Progress() | Ready() | Received() | Report():
                     pass  # of an arrangement that is over
@@ -258,8 +255,8 @@ class Head:
             self._last_result = time.monotonic()
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
-            if self._controller is not None and guesses and timed:
-                self._controller.drafted(guesses, drafted.seconds)
+            if self._tuner is not None and guesses and timed:
+                self._tuner.drafted(guesses, drafted.seconds)
             self._feed(drafted)
         return some
 
@@ -267,32 +264,11 @@ class Head:
         envelope = take_result(self._port)
         return None if envelope is None else envelope.message
 
-    def _result(self, message: RunFinished | RunCancelled) -> None:
-        self._last_result = time.monotonic()
-        if self._trace:
-            self.stats.results.append((message.run_id, time.time()))
-        if self._watch is not None:
-            self._watch.back(message.run_id, time.time(), message.spans,
-                             skipped=isinstance(message, RunCancelled))
-
-    def _tune(self, message: RunFinished, slowest: float, computed: float) -> None:
-        """Tell the controller what a run took, and follow its advice."""
-        issued = self._issued.pop(message.run_id, None)
-        if self._controller is None or issued is None:
-            return
-        when, rows = issued
-        now = time.time()
-        lanes = self.scheduler.company[0]
-        self._controller.run_returned(
-            rows, slowest, computed, now - when,
-            gaps(when, now, message.spans) if lanes > 1 else () if lanes else None)
-        scheduler, calibration = self.scheduler, self.scheduler.calibration
-        for limits in (
-            self._controller.advise(calibration.acceptance, calibration.second),
-            self._controller.progress(scheduler.totals.accepted, now, *scheduler.company),
-        ):
-            if limits is not None:
-                scheduler.tune(limits)
+    def _returned(self, message: RunFinished | RunCancelled) -> None:
+        self._last_result, when = time.monotonic(), time.time()
+        run = self.scheduler.runs.get(message.run_id)
+        for observer in self._observers:
+            observer.returned(message, run, when)
 
     def _check_deadline(self) -> None:
         if self.scheduler.idle:
@@ -315,24 +291,17 @@ class Head:
             self._last_result = time.monotonic()
         for instruction in self.scheduler.handle(event):
             self._execute(instruction)
-        if self._trace:
-            for run in self.scheduler.runs.values():
-                if run.cancelled:
-                    self.stats.died.setdefault(run.run_id, time.time())
+        for observer in self._observers:
+            observer.handled(self.scheduler.runs, time.time())
         self.stats.busy += time.perf_counter() - start
 
-    def _execute(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction | ToNode) -> None:
         match instruction:
             case IssueRun(run_id, parent_id, row_lanes, rows, ops, speculative):
-                lanes = np.array(row_lanes, np.int32)
-                if self._controller is not None and rows.outputs.all():
-                    self._issued[run_id] = (time.time(), len(rows))
+                lanes, run = np.array(row_lanes, np.int32), self.scheduler.runs[run_id]
+                for observer in self._observers:
+                    observer.issued(run, time.time())
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
-                if self._watch is not None:
-                    self._watch.issued(self.scheduler.runs[run_id], time.time())
-                if self._trace:
-                    self.stats.issues.append((run_id, time.time(), speculative, len(rows)))
-                    self.stats.traced.append(self.scheduler.runs[run_id])
             case SendOps(ops):
                 self._first(CacheOps(ops))
             case OpenLane(lane, params):
@@ -356,9 +325,12 @@ class Head:
     def _first(self, message: Message) -> None:
         self._port.send(1, Tag.TRANSACTION, message)
 
+    def _forget_caches(self) -> None:
+        self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+
     def _cancel(self, run_ids: tuple[int, ...]) -> None:
-        if self._trace:
-            self.stats.cancels.append((time.time(), run_ids))
+        for observer in self._observers:
+            observer.cancelled(run_ids, time.time())
         targets = range(self._n_stages, 0, -1) if self._cancel_path is CancelPath.DIRECT \
             else (self._n_stages,)
         for node in targets:

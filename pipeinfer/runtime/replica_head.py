@@ -5,13 +5,13 @@ All else is the head's: requests in, tokens out, deadlines, reports.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from pipeinfer.core.messages import Message, Shutdown, Tag
+from pipeinfer.core.messages import CacheOps, Message, Shutdown, Tag
+from pipeinfer.core.types import ALL_SEQS, END, SeqRemove
 from pipeinfer.runtime.head import Head
-from pipeinfer.scheduler.events import Instruction
-from pipeinfer.scheduler.replicas import ReplicaScheduler, ToNode
-from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.events import Instruction, ToNode
+from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.transport.base import Port
 
 
@@ -20,9 +20,7 @@ class ReplicaHead(Head):
 
     def __init__(self, port: Port, scheduler: ReplicaScheduler, *, trace: bool, timeout: float
                  ) -> None:
-        # what a head asks of a scheduler, this one has
-        super().__init__(port, scheduler.nodes, cast("Scheduler", scheduler), None, trace=trace,
-                         timeout=timeout)
+        super().__init__(port, scheduler.nodes, scheduler, None, trace=trace, timeout=timeout)
         self._node = 1
 
     def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
@@ -38,3 +36,7 @@ class ReplicaHead(Head):
 
     def _first(self, message: Message) -> None:
         self._port.send(self._node, Tag.TRANSACTION, message)
+
+    def _forget_caches(self) -> None:
+        for node in range(1, self._n_stages + 1):
+            self._port.send(node, Tag.TRANSACTION, CacheOps((SeqRemove(ALL_SEQS, 0, END),)))

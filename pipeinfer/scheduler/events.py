@@ -185,3 +185,11 @@ Instruction: TypeAlias = (
     IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | Emit
     | Finish | Refuse
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ToNode:
+    """An instruction for one of several nodes that each hold the whole model."""
+
+    node: int
+    instruction: Instruction

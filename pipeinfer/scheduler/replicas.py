@@ -35,6 +35,7 @@ from pipeinfer.scheduler.events import (
     RunDone,
     SendOps,
     Submit,
+    ToNode,
 )
 from pipeinfer.scheduler.lanes import Run
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -42,14 +43,6 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import Lookahead, trie
-
-
-@dataclass(frozen=True, slots=True)
-class ToNode:
-    """An instruction for one replica."""
-
-    node: int
-    instruction: Instruction
 
 
 @dataclass(slots=True)
@@ -101,9 +94,14 @@ class ReplicaScheduler:
         return not (self.waiting or self._task or self.runs)
 
     @property
-    def company(self) -> tuple[int, object]:
-        """See `Scheduler.company`."""
+    def concurrency(self) -> tuple[int, object]:
+        """See `Scheduler.concurrency`."""
         return int(self._task is not None), None
+
+    def tune(self, limits: Limits) -> None:
+        """Replicas have nothing that is tuned. Raises ProtocolError."""
+        del limits
+        raise ProtocolError("replicas are not tuned")
 
     def reconfigure(self, limits: Limits) -> None:
         """Use other knobs from now on; only while idle."""

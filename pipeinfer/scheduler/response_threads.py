@@ -135,7 +135,7 @@ class Threads:
             if len(response.ticket.output) >= response.ticket.request.max_tokens:
                 return
             response.ticket.output.append(choice.token)
-            self._state.out.append(Emit(response.ticket.request.request_id, choice, guessed,
+            self._state.emit(Emit(response.ticket.request.request_id, choice, guessed,
                                          piece.thread, piece.text))
 
     def give_up(self, response: Response) -> None:
@@ -262,7 +262,7 @@ class Threads:
         lane = self._state.admission.fork(parent, own, fork.thread, fork.keep)
         lane.step = step
         response.lanes[fork.thread] = self._state.lanes[lane.lane] = lane
-        self._state.out.append(OpenLane(lane.lane, own.params))
+        self._state.emit(OpenLane(lane.lane, own.params))
         self._filling(lane)
         return True
 

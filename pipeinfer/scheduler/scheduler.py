@@ -45,6 +45,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.scheduler.validation import validate
 from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
 from pipeinfer.strategies.proposers.base import InlineProposer
 
@@ -53,10 +54,12 @@ class Scheduler:
     """Owns every lane, run and sequence id; see the module docstring.
 
     rows: a proposer that puts rows of its own into runs. drafts: whether a draft can be asked.
+    validate: look at the whole state after every event, see `validate_state`.
     """
 
-    def __init__(self, limits: Limits, rows: InlineProposer | None = None, *, drafts: bool = True
-                 ) -> None:
+    def __init__(self, limits: Limits, rows: InlineProposer | None = None, *, drafts: bool = True,
+                 validate: bool = False) -> None:
+        self._validate = validate
         self.state = SchedulerState(limits)
         self.speculation = Speculation(self.state, rows, drafts=drafts)
         self.lanes, self.runs = self.state.lanes, self.state.runs
@@ -80,6 +83,19 @@ class Scheduler:
     def pool(self) -> SequencePool:
         """The sequence ids."""
         return self.admission.pool
+
+    @property
+    def next_run(self) -> int:
+        """The id of the run that is issued next."""
+        return self.state.next_run
+
+    @next_run.setter
+    def next_run(self, run_id: int) -> None:
+        self.state.next_run = run_id
+
+    def validate_state(self) -> None:
+        """Raise InvariantError where the state contradicts itself; costs a walk over all of it."""
+        validate(self.state, self._filling)
 
     @property
     def waiting(self) -> deque[QueuedRequest]:
@@ -139,11 +155,12 @@ class Scheduler:
             ended = self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
-        out, self.state.out = self.state.out, []
-        return out
+        if self._validate:
+            self.validate_state()
+        return self.state.take()
 
     @property
-    def company(self) -> tuple[int, object]:
+    def concurrency(self) -> tuple[int, object]:
         """How many requests are past their prompts, 0 while prompts are on their way; and a value
         that changes when one comes or goes."""
         if self.state.chunks or self._filling or not self.lanes:
@@ -179,7 +196,7 @@ class Scheduler:
                 decompose: Callable[[], Decomposer] | None) -> None:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
-            self.state.out.append(Refuse(request.request_id, ContextOverflow(
+            self.state.emit(Refuse(request.request_id, ContextOverflow(
                 f"the prompt has {n} tokens and the context holds {self.limits.n_ctx}: shorten "
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
@@ -195,7 +212,7 @@ class Scheduler:
             if lane.has_threads:
                 self.threads.start(lane)
             request = lane.request
-            self.state.out.append(OpenLane(lane.lane, request.params))
+            self.state.emit(OpenLane(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
                 self._finish(lane, "length")
                 continue
@@ -253,7 +270,7 @@ class Scheduler:
         for ticket in self.waiting:
             if ticket.request.request_id == request_id:
                 self.waiting.remove(ticket)
-                self.state.out.append(Finish(request_id, reason, ticket.stats))
+                self.state.emit(Finish(request_id, reason, ticket.stats))
                 return
         for lane in list(self.lanes.values()):
             if lane.request.request_id == request_id and not lane.thread:
@@ -268,14 +285,17 @@ class Scheduler:
                 self._give_up(lane)
         for ticket in tickets.values():
             ticket.stats.recovered += 1
-        out: list[Instruction] = [o for o in self.state.out if isinstance(o, StopDraft)]
+        stops = [o for o in self.state.take() if isinstance(o, StopDraft)]  # the stages are gone
+        ended = list(tickets.values()) if reason else []
         if reason:
-            out += [Finish(t.request.request_id, reason, t.stats) for t in tickets.values()]
             tickets.clear()
         waiting = sorted([*tickets.values(), *self.waiting], key=lambda ticket: ticket.order)
         self.state.restart(limits)
         self.waiting.extend(waiting)
-        self.state.out = out
+        for stop in stops:
+            self.state.emit(stop)
+        for ticket in ended:
+            self.state.emit(Finish(ticket.request.request_id, reason, ticket.stats))
 
     # --- the walk -----------------------------------------------------------------------------
 
@@ -289,7 +309,7 @@ class Scheduler:
                 break
             if choice.token == NO_TOKEN:
                 self._give_up(lane)
-                self.state.out.append(Refuse(lane.request.request_id, RequestError(
+                self.state.emit(Refuse(lane.request.request_id, RequestError(
                     f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
                 break
@@ -309,7 +329,7 @@ class Scheduler:
             if lane.has_threads:
                 self.threads.accepted(lane, choice, survivor, self._miss)
             else:
-                self.state.out.append(Emit(lane.request.request_id, choice, survivor is not None))
+                self.state.emit(Emit(lane.request.request_id, choice, survivor is not None))
             if lane.done or lane.closing:
                 pass
             elif self._n_chosen(lane) >= lane.request.max_tokens:
@@ -365,14 +385,14 @@ class Scheduler:
             if reason != "length":
                 self.threads.hand_out(response, response.decomposer.flush())
         self._give_up(lane)
-        self.state.out.append(Finish(ticket.request.request_id, reason, ticket.stats))
+        self.state.emit(Finish(ticket.request.request_id, reason, ticket.stats))
 
     def _close(self, lane: Lane, useless: bool = True) -> None:
         """Take a lane out of the pipeline, with all it has in flight where that is useless."""
         lane.done = True
         self.speculation.drop_job(lane)
         if lane.warm_up is not None:
-            self.state.out.append(StopDraft(lane.warm_up.job_id))
+            self.state.emit(StopDraft(lane.warm_up.job_id))
         if useless:
             lane.tree.kill()
             self.state.cancel(run for run in self.runs.values() if lane in run.owners)
@@ -382,15 +402,10 @@ class Scheduler:
         if lane.unsent:
             self.state.withdraw(lane)
         self.admission.leave(lane)
-        self.state.out.append(SendOps(self.pool.take_ops()))
-        self.state.out.append(CloseLane(lane.lane))
+        self.state.emit(SendOps(self.pool.take_ops()))
+        self.state.emit(CloseLane(lane.lane))
 
     # --- what to issue next -------------------------------------------------------------------
-
-    @property
-    def _decoding(self) -> int:
-        """Lanes beyond their prompt, at least one."""
-        return max(1, sum(lane.root_issued for lane in self.lanes.values()))
 
     def _issue_tips(self) -> None:
         """Accepted tokens: at once where every lane has a run of its own; else a group shares

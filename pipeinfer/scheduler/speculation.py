@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from pipeinfer.core.drafting import ENOUGH, Proposal, StartDraft
+from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation
 from pipeinfer.scheduler.calibration import Calibration
@@ -51,7 +51,7 @@ class Speculation:
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
                 len(self.state.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
-            self.state.out.append(lane.warm_up)
+            self.state.emit(lane.warm_up)
 
     def news(self, lane: Lane) -> None:
         """A result is back: what brought nothing before is worth another question."""
@@ -145,7 +145,7 @@ class Speculation:
     def drop_job(self, lane: Lane) -> None:
         """What the draft does for this lane is not wanted any more."""
         if lane.job is not None:
-            self.state.out.append(StopDraft(lane.job.job_id))
+            self.state.emit(StopDraft(lane.job.job_id))
             lane.job = lane.job_node = None
         if lane.done and self.hints is not None:
             self.hints.closed(lane)
@@ -343,13 +343,13 @@ class Speculation:
         suffix = tuple(node.path_from(lane.tree.frontier))
         lane.job = self._job(lane, suffix, size, self._depth_left(lane, node))
         lane.job_node = node
-        self.state.out.append(lane.job)
+        self.state.emit(lane.job)
 
     def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int
              ) -> StartDraft:
         self._next_job += 1
         return StartDraft(
-            self._next_job, lane.path_id, lane.accepted, len(lane.accepted), suffix,
+            self._next_job, lane.path_id, Prefix(lane.accepted), len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),

@@ -36,7 +36,16 @@ class SchedulerState:
         self.tips: deque[tuple[Lane, Node]] = deque()
         self.useful = self.plain = self.chunks = self.guess_rows = 0
         self.next_run = 0
-        self.out: list[Instruction] = []
+        self._out: list[Instruction] = []
+
+    def emit(self, instruction: Instruction) -> None:
+        """The event at hand wants this done; the only way in which anything is."""
+        self._out.append(instruction)
+
+    def take(self) -> list[Instruction]:
+        """What the event at hand wants done, in order."""
+        out, self._out = self._out, []
+        return out
 
     @property
     def pool(self) -> SequencePool:
@@ -87,7 +96,7 @@ class SchedulerState:
             lane.stats.runs += 1
             lane.stats.speculative_runs += speculative
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
-        self.out.append(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
+        self.emit(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
                                   speculative))
         return run_id
 
@@ -111,7 +120,7 @@ class SchedulerState:
                     lane.stats.cancelled_runs += 1
                 run_ids.append(run.run_id)
         if run_ids and Ablation.CANCEL not in self.limits.ablations:
-            self.out.append(CancelRuns(tuple(sorted(run_ids))))
+            self.emit(CancelRuns(tuple(sorted(run_ids))))
 
     def retire(self, run: Run) -> None:
         """The run takes no room any more: it is back, or nobody needs it."""

@@ -158,7 +158,7 @@ class Engine:
         """Between requests: deal the layers out anew where a stage has become slow for good."""
         now = time.monotonic()
         auto = self._session.config.cluster.rebalance == "auto"
-        if auto and now - self._paced >= _PACE_SECONDS and self._head.pace.settled:
+        if auto and now - self._paced >= _PACE_SECONDS and self._head.times.pace.settled:
             self._paced = now
             self._session.rebalance(need=WORTH, drift=DRIFT)
 

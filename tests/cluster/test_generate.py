@@ -29,10 +29,10 @@ def test_logit_biases_are_read():
 
 @pytest.fixture(scope="module")
 def session():
-    from pipeinfer.cluster.launch import open_session
+    from pipeinfer.cluster.launch import join
 
-    with open_session(JobConfig.of(ctx=256, threads=1, threads_draft=1, draft_p_min=0.1,
-                             trace="on")) as opened:
+    config = JobConfig.of(ctx=256, threads=1, threads_draft=1, draft_p_min=0.1, trace="on")
+    with join(config).lead() as opened:
         yield opened
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqRemove
-from pipeinfer.errors import ContextOverflow, ProtocolError
+from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError
 from pipeinfer.scheduler.events import (
     Abort,
     CancelRuns,
@@ -139,7 +139,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
     def cancel_anything(self, runs):
         for run in list(self.runs.values())[:1]:
             self.retire(run)
-            self.out.append(CancelRuns((run.run_id,)))
+            self.emit(CancelRuns((run.run_id,)))
 
     monkeypatch.setattr(SchedulerState, "cancel", cancel_anything)
     noticed = 0
@@ -147,7 +147,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
         try:
             pipeline, request = long_run(Limits(n_ctx=400, exact_width=8), seed=seed)
             noticed += pipeline.output[0] != plain(request.prompt, 150, 7)
-        except (AssertionError, ProtocolError):
+        except (AssertionError, ProtocolError, InvariantError):
             noticed += 1
     assert noticed == 20
 
@@ -198,7 +198,7 @@ def test_what_an_ablation_switches_off(ablation):
 
 def test_limits_on_rows_and_runs():
     limits = Limits(n_ctx=400, exact_width=3, credit=2, draft_max=8, chunk=4)
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(limits, validate=True)
     out = scheduler.handle(Submit(Request(0, tuple(range(10)), 20)))
     chunks = [i for i in out if isinstance(i, IssueRun)]
     assert [len(c.rows) for c in chunks] == [4, 4]
@@ -215,7 +215,7 @@ def test_limits_on_rows_and_runs():
 def test_early_sharing_and_a_miss():
     """The non-speculative token goes out alone and at once; a guess below it follows; a wrong
     guess is cancelled and its cells are removed before the right token."""
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4))
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     issue = next(i for i in out if isinstance(i, IssueRun))
@@ -236,7 +236,7 @@ def test_early_sharing_and_a_miss():
 
 
 def test_a_skipped_live_run_is_an_error():
-    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler = Scheduler(Limits(n_ctx=100), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     with pytest.raises(ProtocolError, match="live rows"):
         scheduler.handle(RunDone(0, None))
@@ -244,14 +244,14 @@ def test_a_skipped_live_run_is_an_error():
 
 @pytest.mark.parametrize("event", [RunDone(99, ()), RunDone(0, (Choice(1), Choice(2)))])
 def test_results_that_do_not_fit(event):
-    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler = Scheduler(Limits(n_ctx=100), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     with pytest.raises(ProtocolError):
         scheduler.handle(event)
 
 
 def test_the_context_ends_a_request_and_a_long_prompt_is_refused():
-    scheduler = Scheduler(Limits(n_ctx=8, policy=Policy.ITERATIVE))
+    scheduler = Scheduler(Limits(n_ctx=8, policy=Policy.ITERATIVE), validate=True)
     out = scheduler.handle(Submit(Request(0, tuple(range(8)), 4)))
     assert isinstance(out[0], Refuse)
     assert isinstance(out[0].error, ContextOverflow)
@@ -264,7 +264,7 @@ def test_the_context_ends_a_request_and_a_long_prompt_is_refused():
 
 
 def test_abort_of_a_waiting_and_of_an_unknown_request():
-    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler = Scheduler(Limits(n_ctx=100), validate=True)
     scheduler.handle(Submit(Request(0, (1,), 5)))
     scheduler.handle(Submit(Request(1, (1,), 5)))
     out = scheduler.handle(Abort(1, "left"))
@@ -273,7 +273,7 @@ def test_abort_of_a_waiting_and_of_an_unknown_request():
 
 
 def test_reconfigure_only_when_idle():
-    scheduler = Scheduler(Limits(n_ctx=100))
+    scheduler = Scheduler(Limits(n_ctx=100), validate=True)
     scheduler.handle(Submit(Request(0, (1,), 5)))
     with pytest.raises(ProtocolError):
         scheduler.reconfigure(Limits(n_ctx=50))
@@ -281,7 +281,7 @@ def test_reconfigure_only_when_idle():
 
 def test_decay_does_not_ask_for_ever():
     """Empty drafts lower the cutoff until it can not matter any more, then wait for a result."""
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1))
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     asked = 0
@@ -293,7 +293,7 @@ def test_decay_does_not_ask_for_ever():
 
 
 def test_a_joined_tip_travels_with_its_first_guesses():
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True))
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     assert not [i for i in out if isinstance(i, IssueRun)]
@@ -306,14 +306,16 @@ def test_a_joined_tip_travels_with_its_first_guesses():
 
 
 def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0))
+    scheduler = Scheduler(
+        Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0), validate=True
+    )
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[7]]
 
 
 def test_alternatives_that_are_not_named_count_as_wrong():
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4))
+    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4), validate=True)
     out = scheduler.handle(Submit(Request(0, (5, 6), 20)))
     before = scheduler.calibration.second
     job = next(i for i in reversed(out) if isinstance(i, StartDraft))
@@ -325,3 +327,25 @@ def test_alternatives_that_are_not_named_count_as_wrong():
 def test_unknown_events_are_refused():
     with pytest.raises(ProtocolError):
         Scheduler(Limits(n_ctx=10)).handle("hello")
+
+
+# --- the state --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda s: setattr(s.state, "useful", s.state.useful + 1), "useful runs are noted"),
+    (lambda s: setattr(s.state, "guess_rows", 7), "guesses in flight"),
+    (lambda s: s.pool.free.append(next(iter(s.pool.owner))), "free and taken"),
+    (lambda s: s.pool.free.pop(), "is lost"),
+    (lambda s: s.pool.owner.update({next(iter(s.pool.owner)): 99}), "belongs to a lane"),
+    (lambda s: next(iter(s.lanes.values())).accepted.append(4), "frontier is not its last token"),
+    (lambda s: setattr(next(iter(s.lanes.values())), "unsent", True), "wait for room"),
+    (lambda s: s.runs.clear(), "notes 1 useful runs and has 0|useful runs are noted"),
+])
+def test_a_state_that_contradicts_itself_is_named(spoil, says):
+    scheduler = Scheduler(Limits(n_ctx=100, policy=Policy.ITERATIVE))
+    scheduler.handle(Submit(Request(0, (1, 2, 3), 5)))
+    scheduler.validate_state()
+    spoil(scheduler)
+    with pytest.raises(InvariantError, match=says):
+        scheduler.validate_state()

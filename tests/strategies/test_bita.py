@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import Choice, Request, SamplingParams
@@ -34,8 +34,20 @@ def named(*tokens):
 
 
 def job(tokens, depth=10, most=50, stop=()):
-    return StartDraft(1, 0, tokens, len(tokens), (), SamplingParams(), most, depth, 1, 0.0, 0.0,
-                      frozenset(stop))
+    return StartDraft(
+        1,
+        0,
+        Prefix(tokens),
+        len(tokens),
+        (),
+        SamplingParams(),
+        most,
+        depth,
+        1,
+        0.0,
+        0.0,
+        frozenset(stop),
+    )
 
 
 def tree_of(proposals):

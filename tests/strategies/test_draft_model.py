@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.grammar import Vocabulary
@@ -22,7 +22,7 @@ def job(path, number=1, base=None, lane=0, **change):
     base = len(path) if base is None else base
     values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
               "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
-    return StartDraft(number, lane, path[:base], base, tuple(path[base:]), **values)
+    return StartDraft(number, lane, Prefix(path[:base]), base, tuple(path[base:]), **values)
 
 
 def fresh(wanted):

@@ -6,15 +6,28 @@ import random
 
 import pytest
 
-from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
 
 
 def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0):
-    return StartDraft(1, lane, list(tokens), len(tokens), tuple(suffix), SamplingParams(), most,
-                      depth, 1, p_min, 0.02, stop, alternatives)
+    return StartDraft(
+        1,
+        lane,
+        Prefix(list(tokens)),
+        len(tokens),
+        tuple(suffix),
+        SamplingParams(),
+        most,
+        depth,
+        1,
+        p_min,
+        0.02,
+        stop,
+        alternatives,
+    )
 
 
 def ask(proposer, *args, **kwargs):

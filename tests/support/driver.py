@@ -27,7 +27,8 @@ class Driver:
     """`lag` runs are kept in flight before the oldest is evaluated."""
 
     def __init__(self, limits, backend, draft=None, lag=2):
-        self.scheduler, self.backend, self.draft, self.lag = Scheduler(limits), backend, draft, lag
+        self.scheduler = Scheduler(limits, validate=True)
+        self.backend, self.draft, self.lag = backend, draft, lag
         self.count = 0
 
     def generate(self, prompt, params: SamplingParams, count):

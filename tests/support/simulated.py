@@ -104,7 +104,7 @@ class Pipeline:
     def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
                  respect_cancel=True, strict=True, rows=None, drafts=True):
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(limits, rows, drafts=drafts)
+        self.scheduler = Scheduler(limits, rows, drafts=drafts, validate=True)
         self.drafts = drafts
         self.probe_runs: set[int] = set()
         self.stages = [Stage() for _ in range(n_stages)]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pipeinfer.cluster.generate import run_request
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.strategies.registry import job_config
 
@@ -21,8 +21,11 @@ from pipeinfer.strategies.registry import job_config
 def main() -> None:
     out, rounds, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     config = job_config(ctx=tokens + 64, **json.loads(sys.argv[4]))
-    with open_session(config) as session:
-        if session is not None:
+    joined = join(config)
+    if joined.place.rank:
+        joined.serve()
+    else:
+        with joined.lead() as session:
             prompt = session.tokenizer.encode("def fibonacci(n):\n")
             speeds, texts = [], set()
             for turn in range(rounds + 1):

@@ -447,7 +447,7 @@ class Simulation:
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
             when, spans = self.issued[item.run_id], np.array(packet.spans)
-            lanes = self.scheduler.company[0]
+            lanes = self.scheduler.concurrency[0]
             self.controller.run_returned(
                 len(item.rows), float(spans[:, 1].max()), float(spans[:, 1].sum()),
                 self.now - when,

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from pipeinfer.cluster.generate import run_request
-from pipeinfer.cluster.launch import open_session
+from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import SamplingParams
@@ -27,9 +27,11 @@ def main() -> None:
                                     for k, v in task["config"].items()})
     results = []
     try:
-        with open_session(config) as session:
-            if session is None:
-                return
+        joined = join(config)
+        if joined.place.rank:
+            joined.serve()
+            return
+        with joined.lead() as session:
             base = session.limits
             for case in task["cases"]:
                 change = dict(case["limits"])
@@ -49,11 +51,19 @@ def main() -> None:
                 out = run_request(session, prompt, SamplingParams(**params), case["count"],
                                   ignore_eos=case.get("ignore_eos", True))
                 results.append({"tokens": out.tokens, "prompt": list(prompt), **out.stats()})
-        Path(sys.argv[2]).write_text(json.dumps({
-            "results": results, "exact_width": base.exact_width,
-            "reports": {k: {**v, "events": v.get("events")} for k, v in session.reports.items()},
-            "head_busy": session.head.stats.busy, "died": session.head.stats.died,
-        }))
+        Path(sys.argv[2]).write_text(
+            json.dumps(
+                {
+                    "results": results,
+                    "exact_width": base.exact_width,
+                    "reports": {
+                        k: {**v, "events": v.get("events")} for k, v in session.reports.items()
+                    },
+                    "head_busy": session.head.stats.busy,
+                    "died": session.head.trace.died if session.head.trace else {},
+                }
+            )
+        )
     except Exception:
         import traceback
 
