@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +28,7 @@ from pipeinfer.core.messages import Message, Tag
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.transport.base import Envelope, Port
+from pipeinfer.transport.delaying import DelayingPort
 
 _MEMORY_STEP = 4 << 20
 _MEMORY_ROOM = 64 << 20  #: bytes that `memory` leaves before it hits the limit
@@ -145,67 +144,28 @@ def faulty_port(port: Port, faults: Sequence[Fault], rank: int) -> Port:
     return _FaultyPort(port, sum(f.ms for f in slow) / 1e3, lossy[0].every if lossy else 0)
 
 
-class _FaultyPort:
+class _FaultyPort(DelayingPort):
     """See `Port`. received: messages by tag, as they arrived; lost: cancellations among them.
 
     Rank 0 gets no cancellations, it sends them: there it is every n-th that is not sent.
     """
 
     def __init__(self, inner: Port, seconds: float, every: int) -> None:
-        self.node, self.traffic = inner.node, inner.traffic
+        super().__init__(inner, self._late)
         self.received: dict[Tag, int] = dict.fromkeys(Tag, 0)
         self.lost = 0
-        self._inner, self._seconds, self._every = inner, seconds, every
-        self._cancels = 0
-        self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        self._seconds, self._every, self._cancels = seconds, every, 0
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
         if self.node == 0 and tag is Tag.CANCEL and self._loses():
             return
-        self._inner.send(dest, tag, message)
+        super().send(dest, tag, message)
 
-    def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`."""
-        self._collect(tag)
-        held = self._held[tag]
-        if held and held[0][0] <= time.monotonic():
-            return held.popleft()[1]
-        return None
-
-    def adopt(self) -> None:
-        """See `Port.adopt`; what was held back belongs to an earlier epoch."""
-        for held in self._held.values():
-            held.clear()
-        self._inner.adopt()
-        self.node = self._inner.node
-
-    def wait(self, timeout: float, *, live: bool = True) -> None:
-        """See `Port.wait`."""
-        for tag in Tag:
-            self._collect(tag)
-        due = min((held[0][0] for held in self._held.values() if held), default=None)
-        left = timeout if due is None else min(timeout, due - time.monotonic())
-        if left > 0:
-            self._inner.wait(left, live=live)
-
-    def wake(self) -> None:
-        """See `Port.wake`."""
-        self._inner.wake()
-
-    def close(self, timeout: float) -> None:
-        """See `Port.close`."""
-        self._inner.close(timeout)
-
-    def _collect(self, tag: Tag) -> None:
-        while (envelope := self._inner.take(tag)) is not None:
-            self.received[tag] += 1
-            if tag is Tag.CANCEL and self._loses():
-                continue
-            self._held[tag].append((time.monotonic() + self._seconds, envelope))
+    def _late(self, tag: Tag, envelope: Envelope, now: float) -> float | None:
+        del envelope
+        self.received[tag] += 1
+        return None if tag is Tag.CANCEL and self._loses() else now + self._seconds
 
     def _loses(self) -> bool:
         if not self._every:

@@ -1,25 +1,26 @@
 """Contiguous layers on ranks in a fixed order, so that the slowest stage is as fast as possible.
 
-Exact: dynamic programming over (ranks, layers), each step one operation on a matrix of all
-ranges. Among splits with the same slowest stage the one with the fewest stages wins, then the
-least total time, then the most even one, then the one with more layers on earlier ranks. Pure:
-costs and sizes come from whoever calls; units of cost are theirs (bytes of weights, usually).
+Exact, see `paths`. Among splits with the same slowest stage the one with the fewest stages wins,
+then the least total time, then the most even one, then the one with more layers on earlier ranks.
+Pure: costs and sizes come from whoever calls; units of cost are theirs (bytes of weights, usually).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.errors import PlanError
+from pipeinfer.planning.paths import Matrix, best_path, least_maximum
 
-Matrix = npt.NDArray[np.float64]
 _GIB = 2**30
+SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
+LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be left out
 _SAME = 1e-9  #: totals that differ by less, relatively, are equal
 
 
@@ -98,7 +99,7 @@ def partition(load: Load, members: Sequence[Member]) -> Split:
     n = len(load.costs)
     _check_counts(n, members)
     times = [stage_times(load, member, bounded=True) for member in members]
-    bound = _slowest(times)
+    bound = least_maximum(times)
     if not np.isfinite(bound):
         raise _too_big(load, members)
     times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
@@ -173,47 +174,19 @@ def _ranges(values: Sequence[float], first: float, last: float) -> Matrix:
     return matrix
 
 
-def _slowest(times: Sequence[Matrix]) -> float:
-    """The least possible time of the slowest stage, inf if nothing fits."""
-    best = np.full(times[0].shape[0], np.inf)
-    best[0] = 0.0
-    for matrix in times:
-        best = np.min(np.maximum(best[:, None], matrix), axis=0)
-    return float(best[-1])
-
-
 def _best_under(times: Sequence[Matrix]) -> list[int]:
     """Counts: fewest stages, then least total, then least sum of squares, then earlier ranks."""
-    n = times[0].shape[0] - 1
-    stages, total, square = (np.full(n + 1, np.inf) for _ in range(3))
-    stages[0] = total[0] = square[0] = 0.0
-    starts = []
-    for matrix in times:
-        used = ~np.eye(n + 1, dtype=bool)
-        candidates = [stages[:, None] + np.where(np.isfinite(matrix), used, np.inf),
-                      total[:, None] + matrix, square[:, None] + matrix**2]
-        chosen = np.isfinite(candidates[0])
-        for values in candidates:
-            least = np.min(np.where(chosen, values, np.inf), axis=0)
-            chosen &= values <= least * (1 + _SAME)
-        start = n - np.argmax(chosen[::-1], axis=0)
-        starts.append(start)
-        columns = np.arange(n + 1)
-        found = chosen.any(axis=0)
-        stages, total, square = (
-            np.where(found, values[start, columns], np.inf) for values in candidates)
-    counts, stop = [], n
-    for start in reversed(starts):
-        counts.append(stop - int(start[stop]))
-        stop = int(start[stop])
-    return counts[::-1]
+    used = ~np.eye(times[0].shape[0], dtype=bool)
+    stages = [np.where(np.isfinite(matrix), used, np.inf) for matrix in times]
+    cuts = best_path([stages, times, [matrix**2 for matrix in times]], same=_SAME)
+    return [stop - start for start, stop in itertools.pairwise(cuts)]
 
 
 def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     """Why no split fits, told by the fastest split that asks nobody's memory."""
     n = len(load.costs)
     times = [stage_times(load, member, bounded=False) for member in members]
-    bound = _slowest(times)
+    bound = least_maximum(times)
     times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
     split = measure(load, members, _best_under(times))
     room = sum(member.memory for member in members if member.layers != 0)
@@ -227,10 +200,6 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     except PlanError as error:
         return PlanError(f"{error}; {together}: {advice}")
     return PlanError(f"{together}: {advice}")
-
-
-SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
-LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be left out
 
 
 def level(speeds: Mapping[int, float]) -> dict[int, float]:

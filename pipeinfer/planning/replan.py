@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import (
@@ -29,8 +28,8 @@ from pipeinfer.planning.partition import (
     size_text,
     stage_times,
 )
+from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
-Matrix = npt.NDArray[np.float64]
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
 
 
@@ -65,7 +64,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
         return best[1]
     if not orders[-1]:
         raise PlanError("no rank is left to hold the model's layers: start the job again")
-    raise _too_big(load, [members[holding.rank] for holding in orders[-1]])
+    raise _too_few(load, [members[holding.rank] for holding in orders[-1]])
 
 
 def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
@@ -76,7 +75,7 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
     moved = [_moved(n, holding) for holding in order]
     times = [stage_times(load, dataclasses.replace(
         members[holding.rank], layers=None, optional=True), bounded=True) for holding in order]
-    least = _shortest([np.where(np.isfinite(t), m, np.inf)
+    least = least_sum([np.where(np.isfinite(t), m, np.inf)
                        for m, t in zip(moved, times, strict=True)])
     if not np.isfinite(least):
         return None
@@ -84,13 +83,13 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
     low, high = 0, len(bounds) - 1
     while low < high:  # the smallest bound on a stage's time that costs no further layer
         middle = (low + high) // 2
-        found = _shortest([np.where(t <= bounds[middle], m, np.inf)
+        found = least_sum([np.where(t <= bounds[middle], m, np.inf)
                            for m, t in zip(moved, times, strict=True)])
         low, high = (low, middle) if found <= least else (middle + 1, high)
     used = _FURTHER * ~np.eye(n + 1, dtype=bool)
     steps = [np.where(t <= bounds[low], m + used, np.inf)
              for m, t in zip(moved, times, strict=True)]
-    cuts = _path(steps)
+    cuts = best_path([steps], later=False)
     return least, tuple(Holding(holding.rank, start, stop) for holding, start, stop in zip(
         order, cuts, cuts[1:], strict=False) if start < stop)
 
@@ -166,31 +165,7 @@ def _moved(n: int, holding: Holding) -> Matrix:
     return np.asarray((stop - start) - common, np.float64)
 
 
-def _shortest(steps: Sequence[Matrix]) -> float:
-    return float(_distances(steps)[-1][-1])
-
-
-def _distances(steps: Sequence[Matrix]) -> list[Matrix]:
-    """[k][stop] -> least sum with which the first k ranks hold layers up to stop."""
-    best = np.full(steps[0].shape[0] if steps else 1, np.inf)
-    best[0] = 0.0
-    found = [best]
-    for matrix in steps:
-        best = np.min(best[:, None] + matrix, axis=0)
-        found.append(best)
-    return found
-
-
-def _path(steps: Sequence[Matrix]) -> list[int]:
-    """The boundaries between ranks of a least sum."""
-    distances = _distances(steps)
-    cuts = [steps[0].shape[0] - 1]
-    for matrix, before in zip(reversed(steps), reversed(distances[:-1]), strict=True):
-        cuts.append(int(np.argmin(before + matrix[:, cuts[-1]])))
-    return cuts[::-1]
-
-
-def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
+def _too_few(load: Load, members: Sequence[Member]) -> PlanError:
     n = len(load.costs)
     need = load.stage_bytes(0, n) + load.scratch * (len(members) - 1)
     room = sum(member.memory for member in members)

@@ -255,7 +255,8 @@ def test_a_server_moves_layers_by_itself_only_where_a_stage_has_become_slow(
     assembly = SimpleNamespace(
         held=[Holding(1, 0, 2), Holding(2, 2, 12)], better=lambda seconds, predict: (better, 2.0),
         move=lambda held, why: moved.append(held), changes=["moved"])
-    session = SimpleNamespace(head=SimpleNamespace(pace=pace), limits=SimpleNamespace(policy=None),
+    session = SimpleNamespace(head=SimpleNamespace(times=SimpleNamespace(pace=pace)),
+                              limits=SimpleNamespace(policy=None),
                               plan=SimpleNamespace(whole=False), assembly=assembly,
                               resume=lambda: None)
     assert Session.rebalance(session, need, drift) == ("moved" if moves else None)

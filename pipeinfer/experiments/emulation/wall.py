@@ -9,10 +9,9 @@ emulator itself costs shrinks against them. This module knows no profiles.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -37,9 +36,13 @@ from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.strategies.proposers.draft_model import DraftModel
-from pipeinfer.transport.base import Envelope, Layout, Mailbox, Port
+from pipeinfer.transport.base import Envelope, Layout, Port
+from pipeinfer.transport.delaying import DelayingPort
 
 _TIMEOUT = 600.0
+if TYPE_CHECKING:
+    from pipeinfer.transport.mpi import MpiPort
+
 T = TypeVar("T")
 
 
@@ -71,50 +74,23 @@ class WallResult:
         return self.times[1] - self.times[0] if len(self.times) > 1 else 0.0
 
 
-class DelayedPort:
-    """A port whose messages arrive as late as over an emulated link; see `Port`.
+class EmulatedLink:
+    """When messages come out of an emulated link, for a `DelayingPort`.
 
-    collect: moves what has arrived into the mailbox, which nobody else reads.
+    scale: how many times as long as in the emulated cluster everything takes here.
     """
 
-    def __init__(self, inner: Port, mailbox: Mailbox, collect: Callable[[], None], wire: Wire,
-                 row_bytes: int, scale: float) -> None:
-        self.node, self.traffic = inner.node, inner.traffic
-        self.send, self.wake, self.close = inner.send, inner.wake, inner.close
-        self.adopt, self.new_losses, self.gone = inner.adopt, inner.new_losses, inner.gone
-        self.order, self.regroup, self.take_order = (
-            inner.order, inner.regroup, inner.take_order)
-        self._inner, self._row_bytes = inner, row_bytes
-        self._mailbox, self._pump = mailbox, collect
+    def __init__(self, wire: Wire, row_bytes: int, scale: float) -> None:
+        self._row_bytes = row_bytes
         self._latency, self._per_byte = scale * wire.latency, scale / wire.bandwidth
-        self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
         self._free = 0.0
 
-    def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`."""
-        self._collect()
-        held = self._held[tag]
-        if held and held[0][0] <= time.monotonic():
-            return held.popleft()[1]
-        return None
-
-    def wait(self, timeout: float, *, live: bool = True) -> None:
-        """See `Port.wait`."""
-        self._collect()
-        due = min((held[0][0] for held in self._held.values() if held), default=None)
-        left = timeout if due is None else min(timeout, due - time.monotonic())
-        if left > 0:
-            self._inner.wait(left, live=live)
-
-    def _collect(self) -> None:
-        self._pump()
-        for tag in () if self._mailbox.empty else Tag:
-            while (envelope := self._mailbox.take(tag)) is not None:
-                now = time.monotonic()
-                if tag is Tag.TRANSACTION:  # the one kind that is long enough to fill a link
-                    self._free = max(now, self._free) + self._per_byte * self._size(envelope)
-                    now = self._free
-                self._held[tag].append((now + self._latency, envelope))
+    def due(self, tag: Tag, envelope: Envelope, now: float) -> float:
+        """The time at which a message that is sent now has arrived."""
+        if tag is Tag.TRANSACTION:  # the one kind that is long enough to fill a link
+            self._free = max(now, self._free) + self._per_byte * self._size(envelope)
+            now = self._free
+        return now + self._latency
 
     def _size(self, envelope: Envelope) -> int:
         """Bytes that the message would have with the emulated model's activations."""
@@ -123,6 +99,17 @@ class DelayedPort:
             return HEADER_BYTES
         per_row = ROW_BYTES + (self._row_bytes if message.hidden is not None else 0)
         return HEADER_BYTES + per_row * len(message.rows)
+
+
+def emulated_port(inner: MpiPort, wire: Wire, row_bytes: int, scale: float) -> DelayingPort:
+    """A port whose messages arrive as late as over the emulated link."""
+
+    def arrived(tag: Tag) -> Iterator[Envelope]:
+        inner.pump()
+        while (envelope := inner.mailbox.take(tag)) is not None:
+            yield envelope
+
+    return DelayingPort(inner, EmulatedLink(wire, row_bytes, scale).due, arrived)
 
 
 class PacedDraft:
@@ -188,7 +175,7 @@ def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath
     rank = comm.Get_rank()
     wire = scenario.links[-1 if rank == 0 else rank - 1]
     inner = mpi.MpiPort(comm, Layout(tuple(range(n_stages + 1))))
-    port = DelayedPort(inner, inner.mailbox, inner.pump, wire, scenario.row_bytes, scale)
+    port = emulated_port(inner, wire, scenario.row_bytes, scale)
     path = CancelPath.DIRECT if scenario.direct_cancel else CancelPath.BACKWARD
     result = None
     if rank:

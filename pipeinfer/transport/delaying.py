@@ -1,0 +1,98 @@
+"""A port that hands messages on later than they arrive: emulated links, and links that are faulty.
+
+Knows no links and no faults: whoever makes one says when a message is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+
+from pipeinfer.core.control import Order
+from pipeinfer.core.messages import Message, Tag
+from pipeinfer.transport.base import Envelope, Layout, Port
+
+Due = Callable[[Tag, Envelope, float], float | None]
+
+
+class DelayingPort:
+    """See `Port`.
+
+    due: when a message of a tag that arrives now (both by `time.monotonic`) is to be handed on,
+    None for never. arrived: messages of a tag that have arrived, oldest first; by default those
+    that `inner` has.
+    """
+
+    def __init__(self, inner: Port, due: Due,
+                 arrived: Callable[[Tag], Iterator[Envelope]] | None = None) -> None:
+        self.node, self.traffic = inner.node, inner.traffic
+        self._inner, self._due, self._arrived = inner, due, arrived or self._taken
+        self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
+
+    @property
+    def gone(self) -> set[int]:
+        """See `Port.gone`."""
+        return self._inner.gone
+
+    def send(self, dest: int, tag: Tag, message: Message) -> None:
+        """See `Port.send`."""
+        self._inner.send(dest, tag, message)
+
+    def take(self, tag: Tag) -> Envelope | None:
+        """See `Port.take`."""
+        self._collect(tag)
+        held = self._held[tag]
+        if held and held[0][0] <= time.monotonic():
+            return held.popleft()[1]
+        return None
+
+    def wait(self, timeout: float, *, live: bool = True) -> None:
+        """See `Port.wait`."""
+        for tag in Tag:
+            self._collect(tag)
+        due = min((held[0][0] for held in self._held.values() if held), default=None)
+        left = timeout if due is None else min(timeout, due - time.monotonic())
+        if left > 0:
+            self._inner.wait(left, live=live)
+
+    def adopt(self) -> None:
+        """See `Port.adopt`; what was held back belongs to an earlier epoch."""
+        for held in self._held.values():
+            held.clear()
+        self._inner.adopt()
+        self.node = self._inner.node
+
+    def order(self, rank: int, order: Order) -> None:
+        """See `Port.order`."""
+        self._inner.order(rank, order)
+
+    def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
+        """See `Port.regroup`."""
+        self._inner.regroup(layout, given_up)
+
+    def take_order(self) -> Order | None:
+        """See `Port.take_order`."""
+        return self._inner.take_order()
+
+    def new_losses(self) -> set[int]:
+        """See `Port.new_losses`."""
+        return self._inner.new_losses()
+
+    def wake(self) -> None:
+        """See `Port.wake`."""
+        self._inner.wake()
+
+    def close(self, timeout: float) -> None:
+        """See `Port.close`."""
+        self._inner.close(timeout)
+
+    def _taken(self, tag: Tag) -> Iterator[Envelope]:
+        while (envelope := self._inner.take(tag)) is not None:
+            yield envelope
+
+    def _collect(self, tag: Tag) -> None:
+        for envelope in self._arrived(tag):
+            due = self._due(tag, envelope, time.monotonic())
+            if due is not None:
+                self._held[tag].append((due, envelope))

@@ -1,0 +1,75 @@
+"""What a head does when another scheduler takes over, and who looks on."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.core.messages import CacheOps, Decode, RunFinished, Tag
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import Choice, Request
+from pipeinfer.errors import ProtocolError
+from pipeinfer.runtime.head import Head
+from pipeinfer.runtime.replica_head import ReplicaHead
+from pipeinfer.scheduler.events import Emit, Finish
+from pipeinfer.scheduler.replicas import ReplicaScheduler
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.lookahead import Lookahead
+from pipeinfer.transport.inproc import local_ports
+
+LIMITS = Limits(n_ctx=64, policy=Policy.ITERATIVE)
+
+
+def sent_to(port):
+    found = []
+    while (envelope := port.take(Tag.TRANSACTION)) is not None:
+        found.append(envelope.message)
+    return found
+
+
+def answer(port, message, token):
+    port.send(0, Tag.RESULT, RunFinished(message.run_id, tuple(
+        Choice(token) for wanted in message.rows.outputs if wanted)))
+
+
+def test_another_scheduler_of_replicas_takes_over_with_empty_caches_everywhere():
+    ports = local_ports(3)
+    limits = Limits(n_ctx=64, policy=Policy.SPECULATIVE, exact_width=8)
+    head = ReplicaHead(ports[0], ReplicaScheduler(limits, Lookahead(), 2), trace=False, timeout=5.0)
+    head.scheduler.next_run = 7
+    other = ReplicaScheduler(limits, Lookahead(), 2)
+    head.replace(other, None, None)
+    assert head.scheduler is other
+    assert other.next_run == 7
+    for port in ports[1:]:
+        assert [type(message) for message in sent_to(port)] == [CacheOps]
+    with pytest.raises(ProtocolError, match="not tuned"):
+        other.tune(limits)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_who_looks_on_hears_of_every_run_and_changes_nothing(trace):
+    head_port, stage = local_ports(2)
+    head = Head(head_port, 1, Scheduler(LIMITS, validate=True), None, trace=trace, timeout=5.0)
+    head.observe(True)
+    head.submit(Request(0, (5, 6, 7), 3))
+    news = []
+    for token in (1, 2, 3):
+        runs = [m for m in sent_to(stage) if isinstance(m, Decode)]
+        assert len(runs) == 1
+        answer(stage, runs[0], token)
+        news.append(head.next_news(1.0))
+    news.append(head.next_news(1.0))
+    assert [n.choice.token for n in news if isinstance(n, Emit)] == [1, 2, 3]
+    assert isinstance(news[-1], Finish)
+    seen = head.take_runs()
+    assert [item["id"] for item in seen if "issued" in item] == [0, 1, 2]
+    assert {item["id"] for item in seen if "done" in item} == {0, 1, 2}
+    if trace:
+        assert [issue[0] for issue in head.trace.issues] == [0, 1, 2]
+        assert [result[0] for result in head.trace.results] == [0, 1, 2]
+        assert set(head.trace.fates()) == {0, 1, 2}
+    else:
+        assert head.trace is None
+    head.observe(False)
+    assert head.take_runs() == []
