@@ -53,3 +53,18 @@ def test_version_1_has_a_tree_per_controller(groups):
     })
     assert host.quota() == 0.4
     assert host._memory_left() == 400
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("processor : 0\nflags\t\t: fpu sse2 avx2\n", False),
+    ("flags : avx2 avx512_bf16\nflags : avx2\n", True),
+    ("flags : amx_tile amx_bf16\n", True),
+    ("Features\t: fp asimd bf16\n", True),
+    ("Features\t: fp asimd\n", False),
+    ("", False),
+])
+def test_bfloat16_is_for_processors_that_multiply_it(tmp_path, monkeypatch, text, wanted):
+    monkeypatch.setattr(host, "_CPU_INFO", tmp_path / "cpuinfo")
+    assert not host.multiplies_bfloat16()
+    (tmp_path / "cpuinfo").write_text(text)
+    assert host.multiplies_bfloat16() == wanted

@@ -57,6 +57,7 @@ def outcome(process):
         _, err = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()  # closes the pipe, too
         raise
     return process.returncode, err
 
@@ -95,8 +96,8 @@ def test_a_number_of_restarts_that_is_none(fake):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_somebody_ended_stays_ended(fake, number):
-    process = start(fake, 'trap "exit 5" USR1 TERM; echo up >"$FAKE/up"; while :; do read -t 1; '
-                          'done </dev/zero', 3)
+    process = start(fake, 'trap "exit 5" USR1 TERM; mkfifo "$FAKE/fifo"; exec 3<>"$FAKE/fifo"\n'
+                          'echo up >"$FAKE/up"; for _ in {1..60}; do read -r -t 1 -u 3; done', 3)
     deadline = time.monotonic() + 30
     while not (fake / "up").exists():
         assert time.monotonic() < deadline

@@ -68,9 +68,10 @@ def start(command: list[str], *, timeout: float, stdin: bool = False, **env: str
 
 
 def _heed_interrupts() -> None:
-    """A test run that was itself started in the background ignores SIGINT, and bash can not trap
-    what was ignored when it started."""
+    """A test run that was itself started in the background ignores SIGINT, one under nohup SIGHUP,
+    and bash cannot trap what was ignored when it started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def python(np: int, program: str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeinfer.host import multiplies_bfloat16
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.training.bita.frozen import Contexts, Frozen, continue_greedily, load_frozen, repeat
@@ -48,7 +49,8 @@ class Plan:
     rate: float = 1e-2
     warmup: int = 30
     seed: int = 0
-    bfloat16: bool = True
+    #: where the processor multiplies it in hardware; elsewhere float32 is several times as fast
+    bfloat16: bool = field(default_factory=multiplies_bfloat16)
     save_seconds: float = 60.0
 
     def __post_init__(self) -> None:

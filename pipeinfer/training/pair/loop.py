@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeinfer.host import multiplies_bfloat16
 from pipeinfer.training.pair.checkpoint import load_state, save_state
 from pipeinfer.training.pair.model import Llama
 from pipeinfer.training.pair.optim import make_optimizers
@@ -46,7 +47,8 @@ class Plan:
     distil_weight: float = 0.7
     #: Spent fraction from which a teacher is asked; before it, text alone is twice as fast.
     teacher_from: float = 0.5
-    bfloat16: bool = True
+    #: where the processor multiplies it in hardware; elsewhere float32 is several times as fast
+    bfloat16: bool = field(default_factory=multiplies_bfloat16)
     compile: bool = False
 
     def __post_init__(self) -> None:

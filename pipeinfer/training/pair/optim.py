@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pipeinfer.host import multiplies_bfloat16
+
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
     """Batch [count, rows, columns] -> about the nearest matrices with singular values near 1."""
@@ -39,6 +41,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(
             [{"params": group} for group in by_shape.values()], {"lr": lr, "momentum": momentum}
         )
+        self._dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # noqa: ARG002
@@ -53,7 +56,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(parameter)
                 state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 updates.append(parameter.grad.lerp(state["momentum"], group["momentum"]))
-            directions = orthogonalise(torch.stack(updates).bfloat16()).float()
+            directions = orthogonalise(torch.stack(updates).to(self._dtype)).float()
             rows, columns = parameters[0].shape
             rate = group["lr"] * max(1.0, rows / columns) ** 0.5
             for parameter, direction in zip(parameters, directions, strict=True):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeinfer.host import multiplies_bfloat16
 from pipeinfer.training.pair.model import Llama
 from pipeinfer.training.pasta import bonbon, pasta
 from pipeinfer.training.pasta.bonbon import Scored
@@ -35,7 +36,8 @@ class Preference:
     rate: float = 1e-4
     alpha: float = bonbon.ALPHA
     seed: int = 0
-    bfloat16: bool = True
+    #: where the processor multiplies it in hardware; elsewhere float32 is several times as fast
+    bfloat16: bool = field(default_factory=multiplies_bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
