@@ -174,7 +174,7 @@ run_mpi_once() {
     # Rank 0, when it is on this host, writes "up" into a file and later its exit status: where a job
     # survives deaths, mpirun says nothing of that of rank 0, and a host that can not be reached keeps
     # it waiting for ever ("lost").
-    local job status ended watcher
+    local job status ended watcher asked
     ended=$(mktemp)
     PIPEINFER_STATUS="$(uname -n):$ended"
     export PIPEINFER_STATUS
@@ -182,18 +182,21 @@ run_mpi_once() {
         PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
         export PIPEINFER_TERMINAL
     fi
+    JOB_PID= TOLD=0 HUNG_UP=0  # a signal may come before there is a process to pass it on to
+    trap 'ASKED=$((ASKED + 1)); pass_on' INT TERM
+    trap 'ASKED=$((ASKED + 1)) HUNG_UP=1; pass_on' HUP
     setsid "$MPIRUN" "$@" </dev/null &
-    job=$!
-    trap 'ASKED=$((ASKED + 1)); if [ $ASKED -eq 1 ]; then kill -USR1 $job; else kill -TERM $job; fi' INT TERM
-    trap 'ASKED=$((ASKED + 1)); kill -TERM $job' HUP
+    job=$! JOB_PID=$!
+    pass_on
     (while ! grep -q lost "$ended" && kill -0 "$job" 2>/dev/null; do sleep 0.5; done
      kill -0 "$job" 2>/dev/null || exit 0
      sleep 3
      pkill -KILL -s "$job") &  # its session: mpirun, and ssh to lost hosts
     watcher=$!
     while true; do
+        asked=$ASKED
         wait "$job" 2>/dev/null && status=0 || status=$?
-        kill -0 "$job" 2>/dev/null || break
+        [ "$asked" != "$ASKED" ] || break  # else a signal ended the wait, not the job
     done
     trap - INT TERM HUP
     kill "$watcher" 2>/dev/null || true
@@ -206,6 +209,18 @@ run_mpi_once() {
     esac
     rm -f "$ended"
     return "$status"
+}
+
+pass_on() {
+    # What was asked of this script goes to the job, once for each time: see run_mpi_once.
+    while [ -n "$JOB_PID" ] && [ "$TOLD" -lt "$ASKED" ]; do
+        TOLD=$((TOLD + 1))
+        if [ "$TOLD" = 1 ] && [ "$HUNG_UP" = 0 ]; then
+            kill -USR1 "$JOB_PID" || true
+        else
+            kill -TERM "$JOB_PID" || true
+        fi
+    done
 }
 
 need_launcher() {
