@@ -99,7 +99,7 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
     """What has to be loaded so that every one of `configs` can be used."""
     decomposers = {config.speculation.decomposer for config in configs} - {""}
     proposers = tuple(dict.fromkeys(p for config in configs for p in config.speculation.proposer))
-    demanding = sorted(decomposers, key=lambda name: not registry.decomposer(name).gaps)
+    demanding = sorted(decomposers, key=lambda name: (not registry.decomposer(name).gaps, name))
     first = next(iter(demanding), "")
     whole = base.replace(decomposer=first, proposer=proposers, policy="",
                          speculation=base.speculation.speculation if proposers else "off")

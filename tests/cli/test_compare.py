@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -53,6 +56,18 @@ def test_what_is_loaded_suffices_for_every_method():
     assert whole.decomposer == "pasta"  # it needs the most of the stages
     assert set(whole.proposer) == {"lookahead", "draft"}
     assert whole.partitions > 8 * 5  # windows in every thread
+
+
+def test_what_is_loaded_is_the_same_on_every_rank():
+    program = ("from pipeinfer.cli.compare import parse_method, superset\n"
+               "from pipeinfer.config import JobConfig\n"
+               "configs = [parse_method(m, JobConfig()) for m in ('pdos', 'skeleton', 'apar')]\n"
+               "print(superset(configs, JobConfig()).speculation.decomposer)")
+    found = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                            check=True, timeout=60,
+                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+             for seed in ("1", "2", "3", "4")}
+    assert found == {"apar\n"}
 
 
 def test_prompts_of_a_file(tmp_path):
