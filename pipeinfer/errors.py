@@ -1,13 +1,13 @@
 """Every error pipeinfer raises on purpose, as one tree.
 
     PipeinferError                  exit code 1
-    |-- UsageError                  2   an option, config file or input that can not be used
+    |-- UsageError                  2   an option, config file or input that cannot be used
     |-- ModelError                  3   a model file that is missing, damaged or unsuitable
-    |   `-- UnsupportedArchitecture     layers of this architecture can not be cut apart safely
+    |   `-- UnsupportedArchitecture     layers of this architecture cannot be cut apart safely
     |-- PlanError                   4   the model does not fit the ranks (layers, memory)
     |-- RequestError                5   one request failed, the others go on (recoverable)
     |   `-- ContextOverflow             prompt and output exceed the context
-    `-- ClusterError                6   the job can not go on (fatal)
+    `-- ClusterError                6   the job cannot go on (fatal)
         |-- ProtocolError               a message that is not understood
         |-- TransportTimeout            a wait ran into its deadline
         |-- MismatchError               ranks disagree on version, config or model
@@ -26,7 +26,7 @@ class PipeinferError(Exception):
 
 
 class UsageError(PipeinferError):
-    """An option, a config file or an input that can not be used."""
+    """An option, a config file or an input that cannot be used."""
 
     exit_code = 2
 
@@ -58,7 +58,7 @@ class ContextOverflow(RequestError):
 
 
 class ClusterError(PipeinferError):
-    """The job can not go on."""
+    """The job cannot go on."""
 
     exit_code = 6
 
@@ -91,7 +91,7 @@ class BackendError(ClusterError):
 
 
 class RankLost(ClusterError):
-    """A rank is dead, hangs or can not be reached. why: goes on after "rank 3"."""
+    """A rank is dead, hangs or cannot be reached. why: goes on after "rank 3"."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} {why}")

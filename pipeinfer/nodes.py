@@ -145,7 +145,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"can not read hostfile {path}: {_reason(error)}") from error
+        raise UsageError(f"cannot read hostfile {path}: {_reason(error)}") from error
     entries: list[HostEntry] = []
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

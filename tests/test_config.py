@@ -67,7 +67,7 @@ def test_a_bad_file_is_named(tmp_path, text, says):
 
 
 def test_a_bad_value_says_where_it_came_from(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="can not read config file"):
+    with pytest.raises(UsageError, match="cannot read config file"):
         parse(["--config", "/nowhere.toml"])
     file = tmp_path / "p.toml"
     file.write_text("branches = 99\n")

@@ -84,7 +84,7 @@ class Backend(Protocol):
         A row's logits do not depend on the other rows up to the backend's exact width, see
         `exact.exact_width`.
 
-        Raises BackendError when the rows can not be evaluated (no free cells, a broken
+        Raises BackendError when the rows cannot be evaluated (no free cells, a broken
         sequence); no cell of these rows remains then. An exception of `should_stop` is re-raised
         after the same clean-up.
         """
@@ -116,6 +116,6 @@ def apply(backend: Backend, op: SeqOp) -> None:
         case SeqJoin(src, dst):
             join = getattr(backend, "seq_join", None)
             if join is None:
-                raise BackendError(f"{type(backend).__name__} can not join sequences; use the "
+                raise BackendError(f"{type(backend).__name__} cannot join sequences; use the "
                                    "torch backend")
             join(src, dst)

@@ -71,7 +71,7 @@ class ChainBackend:
             part.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int) -> None:
-        """See `core.SeqJoin`. Raises BackendError where a part can not."""
+        """See `core.SeqJoin`. Raises BackendError where a part cannot."""
         for part in self._parts:
             apply(part, SeqJoin(src, dst))
 

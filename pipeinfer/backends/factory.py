@@ -22,7 +22,7 @@ EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
 
 def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
-    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend can not."""
+    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend cannot."""
     from pipeinfer.backends.pytorch.backend import TorchBackend
 
     if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
@@ -86,11 +86,11 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
 
 
 def backend_for(asked: str, path: Path) -> str:
-    """llamacpp or torch. asked: that or auto. Raises UsageError when it can not take the model."""
+    """llamacpp or torch. asked: that or auto. Raises UsageError when it cannot take the model."""
     if not path.is_dir():
         return "llamacpp" if asked == "auto" else asked
     if asked == "llamacpp":
-        raise UsageError(f"{path} is a folder, which llama.cpp can not load: leave out --backend "
+        raise UsageError(f"{path} is a folder, which llama.cpp cannot load: leave out --backend "
                          "llamacpp, or name a GGUF file")
     return "torch"
 

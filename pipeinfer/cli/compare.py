@@ -229,7 +229,7 @@ def file_prompts(path: Path) -> list[Prompt]:
         found = [json.loads(line) if line.lstrip().startswith("{") else {"question": line}
                  for line in lines]
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"can not read prompts from {path}: {error}") from error
+        raise UsageError(f"cannot read prompts from {path}: {error}") from error
     prompts = []
     for number, entry in enumerate(found, 1):
         question, answer = entry.get("question"), entry.get("answer")
@@ -334,5 +334,5 @@ def write(out: Path, title: str, table: Sequence[Mapping[str, Any]],
                         for name, given in answers.items()}}, indent=1), encoding="utf-8")
         draw(out, title, table)
     except OSError as error:
-        raise PipeinferError(f"can not write to {out}: {error}") from error
+        raise PipeinferError(f"cannot write to {out}: {error}") from error
     click.echo(f"wrote {out}/table.md, results.json, speedup.png, quality.png", err=True)

@@ -64,7 +64,7 @@ class Answer:
 def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
     """Findings about every host of `hostfile`; n_ranks 0 does not compare slots with ranks.
 
-    Raises UsageError when the hostfile or the nodes file beside it can not be used.
+    Raises UsageError when the hostfile or the nodes file beside it cannot be used.
     """
     entries = read_hostfile(hostfile)
     beside = nodes_file_beside(hostfile)
@@ -106,7 +106,7 @@ def ask(entry: HostEntry) -> Answer:
         return Answer(entry, {}, f"gave no answer within {_ANSWER_SECONDS} s",
                       f"log in by hand: is {entry.host} busy, or a file system of it gone?")
     except OSError as error:
-        return Answer(entry, {}, f"can not be asked: no ssh here ({error.strerror})",
+        return Answer(entry, {}, f"cannot be asked: no ssh here ({error.strerror})",
                       "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
@@ -127,7 +127,7 @@ def _explain(host: str, code: int, said: str) -> tuple[str, str]:
                 "or share this directory by NFS)")
     if "PackageNotFoundError" in said or "ModuleNotFoundError" in said:
         return f"has {sys.executable} without pipeinfer ({last})", "run launch/demo there once"
-    return f"can not be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
+    return f"cannot be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
 
 
 def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],

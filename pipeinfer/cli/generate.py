@@ -113,7 +113,7 @@ def _prompt_text(config: RequestConfig) -> str:
         data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
         text = data.decode("utf-8")
     except OSError as error:
-        raise UsageError(f"can not read {config.file}: {error.strerror}") from error
+        raise UsageError(f"cannot read {config.file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{config.file} is not UTF-8 text: {error}") from error
     if not text:

@@ -59,7 +59,7 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
     """
     signals = _Signals()
     if job.cluster.trace:
-        raise UsageError("--trace keeps every run in memory, which a server can not: use it with "
+        raise UsageError("--trace keeps every run in memory, which a server cannot: use it with "
                          "generate or bench")
     listener = http_process.listen(config.host, config.port, config.client_timeout)
     child = http_process.start(settings, listener)
@@ -140,13 +140,13 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
 
 
 def api_keys(config: ServeConfig) -> tuple[str, ...]:
-    """Every key that opens the server. Raises UsageError for a file that can not be used."""
+    """Every key that opens the server. Raises UsageError for a file that cannot be used."""
     keys = tuple(config.api_key)
     if config.api_key_file:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"can not read --api-key-file {config.api_key_file}: {error}") from (
+            raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
         found = tuple(
             line.strip() for line in lines if line.strip() and not line.startswith("#"))

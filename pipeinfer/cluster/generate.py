@@ -93,7 +93,7 @@ def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
 def grammar_text(config: SamplingConfig) -> tuple[str, str]:
     """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
 
-    Raises UsageError for options that exclude each other or a file that can not be read.
+    Raises UsageError for options that exclude each other or a file that cannot be read.
     """
     given = [kind for kind in ("grammar", "grammar_file", "json_schema") if getattr(config, kind)]
     if not given:
@@ -108,14 +108,14 @@ def grammar_text(config: SamplingConfig) -> tuple[str, str]:
         try:
             text = Path(config.grammar_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"can not read {config.grammar_file}: {error}") from error
+            raise UsageError(f"cannot read {config.grammar_file}: {error}") from error
     return kind, text
 
 
 def compiled_grammar(config: SamplingConfig, target: Path) -> str:
     """The grammar of a config, compiled for the model at `target`; empty without one.
 
-    Raises UsageError as `grammar_text` does, and RequestError for one that can not be used.
+    Raises UsageError as `grammar_text` does, and RequestError for one that cannot be used.
     """
     kind, text = grammar_text(config)
     if not kind:

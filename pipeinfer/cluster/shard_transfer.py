@@ -251,7 +251,7 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
             seal(target, digest)
     except OSError as error:
         raise ModelError(
-            f"{part} on {socket.gethostname()}: can not store a shard of {total / 1e6:.0f} MB "
+            f"{part} on {socket.gethostname()}: cannot store a shard of {total / 1e6:.0f} MB "
             f"({error.strerror or error}); make room, or set PIPEINFER_CACHE to another directory"
         ) from None
     return target, arrived

@@ -41,7 +41,7 @@ def row_proposer(
     """What proposes from rows of its own in the target's runs, if anything does.
 
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
-    for an adapter that can not be read.
+    for an adapter that cannot be read.
     """
     spec = registry.inline(config)
     return None if spec is None else _make(spec, config, n_vocab, prompt_id)

@@ -126,7 +126,7 @@ def encode(message: Message) -> bytes:
               | ShardOffer()):
             return _frame(Op.CONTROL, pack(message))
         case _:
-            raise ProtocolError(f"can not encode {type(message).__name__}")
+            raise ProtocolError(f"cannot encode {type(message).__name__}")
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:

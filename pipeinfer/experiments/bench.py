@@ -5,7 +5,7 @@
 
 Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
 cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
-best of a small grid of trees and cutoffs, so that it can not lose by a bad setting; "published" is
+best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting; "published" is
 the setting of the paper. Knows nothing of figures.
 """
 

@@ -81,7 +81,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             and isinstance(e["args"]["run"], int) and abs(e["ts"]) < 1e18 and abs(e["dur"]) < 1e18
             for e in events)
     except OSError as error:
-        raise UsageError(f"can not read {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:

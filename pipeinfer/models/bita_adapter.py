@@ -30,7 +30,7 @@ class BitaAdapter:
     def __post_init__(self) -> None:
         if self.masks.ndim != 2 or not len(self.masks) or self.keys.ndim != 4 \
                 or self.keys.shape != self.values.shape:
-            raise ModelError(f"a BiTA adapter can not have masks {self.masks.shape}, keys "
+            raise ModelError(f"a BiTA adapter cannot have masks {self.masks.shape}, keys "
                              f"{self.keys.shape} and values {self.values.shape}")
 
     @property
@@ -72,7 +72,7 @@ def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
             about = json.loads((file.metadata() or {}).get("bita", "{}"))
     except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where}: can not be read as a BiTA adapter: {reason}") from error
+        raise ModelError(f"{where}: cannot be read as a BiTA adapter: {reason}") from error
     if not isinstance(about, dict):
         raise ModelError(f"{where}: says nothing about what it is for; tune the adapter again")
     if not all(np.isfinite(part).all() for part in (masks, keys, values)):

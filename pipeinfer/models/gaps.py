@@ -54,7 +54,7 @@ class GapModel(ModelFile):
             problem = "it has biases in its attention"
         if problem:
             raise UnsupportedArchitecture(
-                f"{model.path.name}: llama.cpp can not leave gaps between positions here: "
+                f"{model.path.name}: llama.cpp cannot leave gaps between positions here: "
                 f"{problem}; use --backend torch")
 
     @functools.cached_property

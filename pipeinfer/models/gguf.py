@@ -170,7 +170,7 @@ class _Part:
         except IsADirectoryError:
             raise ModelError(f"{path}: is a directory; name the .gguf file in it") from None
         except OSError as error:
-            raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 
     def _parse(self, cursor: _Cursor, number: int) -> None:
         if cursor.data[:4] != MAGIC:
@@ -412,7 +412,7 @@ class ModelFile:
                     left -= len(piece)
                     yield piece
         except OSError as error:
-            raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -434,7 +434,7 @@ class ModelFile:
                         digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
             except OSError as error:
                 raise ModelError(
-                    f"{part.path}: can not be read: {error.strerror or error}"
+                    f"{part.path}: cannot be read: {error.strerror or error}"
                 ) from None
         return digest.hexdigest()
 

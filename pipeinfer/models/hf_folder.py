@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 class ModelDir:
-    """One model folder. Immutable; holds no open file. Raises ModelError for what can not be one.
+    """One model folder. Immutable; holds no open file. Raises ModelError for what cannot be one.
 
     config: config.json. tensors: name -> StoredTensor over all files. architecture: the model
     type, such as "llama".
@@ -134,7 +134,7 @@ class ModelDir:
                     digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
             except OSError as error:
                 raise ModelError(
-                    f"{tensor.file}: can not be read: {error.strerror or error}") from None
+                    f"{tensor.file}: cannot be read: {error.strerror or error}") from None
         return digest.hexdigest()
 
     def _count(self, key: str, most: int = 2**31 - 1) -> int:
@@ -197,7 +197,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
                 raise ModelError(f"{path}: is no safetensors file, or truncated; fetch it again")
             header = json.loads(file.read(length), object_pairs_hook=_once)
     except OSError as error:
-        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{path}: its header is damaged; fetch it again") from None
     if not isinstance(header, dict):
@@ -246,7 +246,7 @@ def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path.parent}: {otherwise} (it has no {path.name})") from None
     except OSError as error:
-        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{path}: is no JSON file; fetch it again") from None
     if not isinstance(data, dict):

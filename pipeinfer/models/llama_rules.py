@@ -85,7 +85,7 @@ def check_types(model: ModelFile) -> None:
         if tensor.type not in (_FLOATS if vector else _MATRICES) or (
                 len(tensor.shape) == 1 and tensor.type != _F32):
             raise ModelError(f"{model.path}: tensor {tensor.name!r} has type {tensor.type_name}, "
-                             "in which llama.cpp can not compute; convert the model again")
+                             "in which llama.cpp cannot compute; convert the model again")
 
 
 def check_vocabulary(model: ModelFile) -> None:
@@ -190,5 +190,5 @@ def _number(model: ModelFile, key: str, low: float, high: float) -> None:
 
 
 def _bad(model: ModelFile, key: str, value: object) -> ModelError:
-    return ModelError(f"{model.path}: {key} is {str(value)[:80]!r}, with which llama.cpp can not "
+    return ModelError(f"{model.path}: {key} is {str(value)[:80]!r}, with which llama.cpp cannot "
                       "run a model; the file is damaged, fetch it again")

@@ -58,7 +58,7 @@ _OUTPUT_BIAS = "output.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _OUTPUT, _OUTPUT_BIAS}
 _UINT32, _STRING, _F32 = 4, 8, 0
 _UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
-_STALE_SECONDS = 24 * 3600.0  #: after which one is where files can not be locked
+_STALE_SECONDS = 24 * 3600.0  #: after which one is where files cannot be locked
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -70,7 +70,7 @@ def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
     output head. Raises PlanError when there are more stages than layers.
     """
     if n_stages < 1:
-        raise PlanError(f"{n_stages} stages can not hold a model; use at least one")
+        raise PlanError(f"{n_stages} stages cannot hold a model; use at least one")
     if n_stages > n_layers:
         raise PlanError(
             f"{n_stages} stages, but the model has {n_layers} layers; use at most {n_layers} "
@@ -89,7 +89,7 @@ def check_splittable(model: ModelFile) -> None:
     way_out = "run it whole in one process (-np 1), which works for every architecture"
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
-            f"{model.path.name}: layers of architecture {architecture!r} can not be cut apart "
+            f"{model.path.name}: layers of architecture {architecture!r} cannot be cut apart "
             f"safely (proven: {', '.join(SPLITTABLE)}); {way_out}"
         )
     prefix = architecture + "."
@@ -243,7 +243,7 @@ class ShardSource:
         self.name = shard_name(model.fingerprint, start, stop)
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes in order. Raises ModelError when the model file can not be read."""
+        """The bytes in order. Raises ModelError when the model file cannot be read."""
         return _blocks(self._model, self.header, self._pieces)
 
 
@@ -278,7 +278,7 @@ def extract_shard(
     extract the same shard at once, a reader sees a whole file or none.
 
     progress: called with (bytes done, bytes in all). Raises UnsupportedArchitecture, or ModelError
-    when the disk is full or the model can not be read; no temporary file stays behind.
+    when the disk is full or the model cannot be read; no temporary file stays behind.
     """
     _check_range(model, start, stop)
     if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
@@ -317,7 +317,7 @@ def extract_shard(
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "the disk is full" if full else (error.strerror or str(error))
         raise ModelError(
-            f"{directory}: can not write a shard of {total / 1e6:.0f} MB ({why}); make room, or "
+            f"{directory}: cannot write a shard of {total / 1e6:.0f} MB ({why}); make room, or "
             "set PIPEINFER_CACHE to another directory"
         ) from None
     finally:

@@ -75,7 +75,7 @@ def from_json(data: Any) -> Figures:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
     if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
-        raise ValueError("no figures: rows missing, or values that can not be")
+        raise ValueError("no figures: rows missing, or values that cannot be")
     return found
 
 
@@ -124,7 +124,7 @@ def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool =
     """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
 
     config: with the host's own settings in it. again: measure even if remembered. Raises
-    ModelError or BackendError when the layer can not be cut out or loaded.
+    ModelError or BackendError when the layer cannot be cut out or loaded.
     """
     path = cache_directory() / _name(config, model, threads)
     if not again:

@@ -1,7 +1,7 @@
 """Whether speculation pays where guessing takes the processor from computing: by trying both.
 
 The controller's model takes the draft for a machine of its own. Where the draft shares cores with
-stages, drafting slows them down, and what plain decoding would reach can not be read off runs
+stages, drafting slows them down, and what plain decoding would reach cannot be read off runs
 that were slowed. So spans of tokens with and without guesses alternate, the worse kind more and
 more seldom. Spans are compared at the same number of requests. This module knows no clock: it is
 told times, in seconds.

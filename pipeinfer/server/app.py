@@ -40,7 +40,7 @@ _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
-        (400, "The request can not be used; the error names the field."),
+        (400, "The request cannot be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
         (408, "The request's body did not arrive in time."),
         (413, "The request is too long."),

@@ -24,7 +24,7 @@ from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
             offered: list[dict[str, Any]] | None) -> str:
     """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
-    method that it can not have; the server's own choice gives way instead."""
+    method that it cannot have; the server's own choice gives way instead."""
     asked_for = request.decomposer
     if asked_for == "none" or (asked_for is None and not settings.decomposer):
         return ""
@@ -33,7 +33,7 @@ def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingP
     if method not in settings.decomposers:
         problem = "this server was not started for it: see --decomposer"
     elif params.grammar or offered:
-        problem = "it can not follow a grammar or call tools"
+        problem = "it cannot follow a grammar or call tools"
     elif not registry.decomposer(method).penalties and params.uses_history:
         problem = "it knows no penalties for repetition"
     if problem and asked_for is not None:

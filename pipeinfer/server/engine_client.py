@@ -189,7 +189,7 @@ class Hub:
         except (asyncio.IncompleteReadError, OSError):
             self.fail("rank 0 has died")
         except Exception as error:  # whatever it is, clients must not wait for nothing
-            _log.exception("a frame of rank 0 can not be handled")
+            _log.exception("a frame of rank 0 cannot be handled")
             self.fail(f"rank 0 is not understood: {error}")
         self.left.set()
 
@@ -255,9 +255,9 @@ class Hub:
             if generation.push(item.token, item.speculated, item.logprob, item.top, item.seen):
                 self._send(Abort(generation.request_id, "stop"))
         except Exception as error:  # one request's trouble is not the others'
-            _log.exception("token %r can not be handled", item.token)
+            _log.exception("token %r cannot be handled", item.token)
             self._send(Abort(generation.request_id, "error"))
-            generation.fail(Failure("internal", f"a token can not be handled: {error}"))
+            generation.fail(Failure("internal", f"a token cannot be handled: {error}"))
         self.metrics.token(generation, before)
 
     def fail(self, reason: str) -> None:

@@ -132,7 +132,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job can not go on."""
+    """The job cannot go on."""
 
     op: ClassVar[str] = "failed"
     message: str

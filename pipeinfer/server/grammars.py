@@ -22,7 +22,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
 
     async def compile(self, kind: str, text: Any, param: str) -> str:
-        """The compiled grammar. Raises ApiError naming `param` when it can not be used."""
+        """The compiled grammar. Raises ApiError naming `param` when it cannot be used."""
         try:
             return await asyncio.to_thread(self._compile, kind, text)
         except RequestError as error:

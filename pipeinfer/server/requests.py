@@ -1,6 +1,6 @@
 """From a request to what the engine gets: sampling fields, stop strings, prompts as tokens.
 
-Checks what shapes alone can not say (the vocabulary, the context, fields that exclude each
+Checks what shapes alone cannot say (the vocabulary, the context, fields that exclude each
 other), with the help of `prompts`, `chat` and `grammars`. Knows the vocabulary and the defaults, no
 HTTP and no engine.
 """

@@ -51,7 +51,7 @@ class Job:
 
     @property
     def failure(self) -> Failure | None:
-        """Why the request can not be answered."""
+        """Why the request cannot be answered."""
         return next((g.failure for g in self.generations if g.failure is not None), None)
 
     @property

@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A received message and the node that sent it (-1 where the transport can not tell)."""
+    """A received message and the node that sent it (-1 where the transport cannot tell)."""
 
     source: int
     message: Message

@@ -217,7 +217,7 @@ class MpiPort:
         assert self._neighbours is not None
         bell = self._neighbours.bell
         some = bell.drain()
-        bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message can not
+        bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message cannot
         if some:
             self._rung_at = time.monotonic()
         return some

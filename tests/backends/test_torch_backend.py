@@ -222,7 +222,7 @@ def test_what_torch_raises_becomes_a_backend_error_and_leaves_no_cell(models, mo
     assert backend.used_cells() == 3
 
 
-# --- files that can not be used --------------------------------------------------------------
+# --- files that cannot be used --------------------------------------------------------------
 
 
 def changed(path, folder, **values):
@@ -243,7 +243,7 @@ def changed(path, folder, **values):
     ({"hidden_size": -1}, ModelError, "hidden_size in config.json is -1"),
     ({"intermediate_size": 100}, ModelError, r"gate_proj\.weight has the shape \[96, 64\]"),
     ({"num_hidden_layers": 5}, ModelError, "says 5 layers and the files have 4"),
-    ({"hidden_act": 7}, ModelError, "config.json can not be used"),
+    ({"hidden_act": 7}, ModelError, "config.json cannot be used"),
     ({"quantization_config": {"bits": 4}}, UnsupportedArchitecture, "is quantised"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
      UnsupportedArchitecture, "'dynamic' depend on how long"),
@@ -283,7 +283,7 @@ def test_impossible_layers_and_sizes(models):
             load(path, layers)
     with pytest.raises(BackendError, match="at least 1"):
         load(path, n_ctx=0)
-    with pytest.raises(BackendError, match="can not load"):
+    with pytest.raises(BackendError, match="cannot load"):
         load(path, n_ctx=2**50)
 
 

@@ -324,5 +324,5 @@ def test_joins_are_sequence_operations_that_other_backends_refuse(llama):
     apply(backend, SeqJoin(3, 0))
     assert backend.cells() == [(0, frozenset([0, 3])), (1, frozenset([0, 3]))]
     assert backend.decode(chain([5], 0)).shape == (1, VOCAB)
-    with pytest.raises(BackendError, match="ToyBackend can not join"):
+    with pytest.raises(BackendError, match="ToyBackend cannot join"):
         apply(ToyBackend.load(), SeqJoin(3, 0))

@@ -199,7 +199,7 @@ def test_another_job_and_a_full_disk(tmp_path, monkeypatch):
             receive(ports[1], tmp_path, "s", 1000, 1.0, lambda *_: None)
     with pytest.raises(ModelError, match="make room, or set PIPEINFER_CACHE"):
         receive(ports[1], tmp_path, "s", 1 << 60, 1.0, lambda *_: None)
-    with pytest.raises(ModelError, match="can not store a shard"):
+    with pytest.raises(ModelError, match="cannot store a shard"):
         receive(ports[1], tmp_path / "none", "s", 1000, 1.0, lambda *_: None)
 
 

@@ -135,8 +135,8 @@ def test_a_file_adds_and_overrides(tmp_path):
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10", "needs a bandwidth and rates"),
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10\nkernels = 'avx3'", "no kernels 'avx3'"),
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10\nrates_gbs = {Q4_KM = 1}", "mean Q4_K_M?"),
-    ("[nodes.i5-2400]\ncores = 'four'", "cores can not be 'four'"),
-    ("[nodes.i5-2400]\ncores = true", "cores can not be True"),
+    ("[nodes.i5-2400]\ncores = 'four'", "cores cannot be 'four'"),
+    ("[nodes.i5-2400]\ncores = true", "cores cannot be True"),
     ("[nodes.i5-2400]\nbandwidth_gbs = -1", "below zero"),
     ("[nodes]\nx = 1", "is no table"),
     ("nodes = 1", "needs tables"),
@@ -162,5 +162,5 @@ def test_mistakes_are_named(tmp_path, text, says):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UsageError, match="can not read profiles"):
+    with pytest.raises(UsageError, match="cannot read profiles"):
         load_profiles(tmp_path / "absent.toml")

@@ -201,7 +201,7 @@ REFUSED = [
     ("json_schema", {"pattern": "(?=a)"}, "look-around"),
     ("json_schema", {"$ref": "http://example.org/x"}, "does not fetch"),
     ("json_schema", '{"a":' * 30000, "recursion"),
-    ("json_schema", {"a": {1, 2}}, "can not be written as JSON"),
+    ("json_schema", {"a": {1, 2}}, "cannot be written as JSON"),
     ("regex", "(", "unclosed group"),
     ("regex", "\ud800", "no text"),
     ("lark", "start: b", "unknown name"),
@@ -285,7 +285,7 @@ def test_a_vocabulary_travels(vocabulary, tokenizer):
     assert set(tokenizer.eog_ids) <= set(special)
     for change in ({"count": 5}, {"packed": "!"}, {"packed": data["packed"][:40]},
                    {"end_ids": "x"}, {"count": None}):
-        with pytest.raises(ProtocolError, match="can not be read"):
+        with pytest.raises(ProtocolError, match="cannot be read"):
             Vocabulary.from_json(data | change)
     with pytest.raises(ProtocolError):
         Vocabulary.from_json({})

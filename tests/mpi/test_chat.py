@@ -91,7 +91,7 @@ def test_a_schema_reaches_the_server(server):
     (["--url", "{url}", "-m", "x.gguf"], 2, "either --url"),
     (["--url", "{url}", "--api-key", "sesame", "-j", "{{"], 2, "--json-schema is no JSON"),
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
-    (["-m", str(EMBEDDED / "target.gguf"), "--grammar", "root ::= ("], 5, "the grammar can not"),
+    (["-m", str(EMBEDDED / "target.gguf"), "--grammar", "root ::= ("], 5, "the grammar cannot"),
 ])
 def test_what_is_wrong_is_said(server, args, code, says):
     done = chat(*(arg.format(url=server.url) for arg in args), says="hello\n")

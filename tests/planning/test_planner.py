@@ -303,7 +303,7 @@ def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
     (("falcon-180b", "--dry-run", "--cluster", "gpu", "--draft", "falcon-7b"), 4, "it lacks"),
     (("dolphin-70b", *HETERO, "--draft", "tinylama"), 2, "did you mean tinyllama?"),
     (("absent.gguf", "--dry-run", "--cluster", "a"), 3, "no such file"),
-    (("dolphin-70b", *HETERO, "--profiles", "absent.toml"), 2, "can not read profiles"),
+    (("dolphin-70b", *HETERO, "--profiles", "absent.toml"), 2, "cannot read profiles"),
 ])
 def test_mistakes_are_one_line(plan, args, code, says):
     assert says in plan(*args, code=code)
@@ -321,7 +321,7 @@ def test_a_nodes_file_with_an_unknown_profile(plan, tmp_path):
     assert "gigabit is assumed" in text
     assert "left out: rank 2 on bee, set to hold no layers" in text
     hostfile.unlink()
-    assert "can not read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
+    assert "cannot read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
                                            code=2)
     hostfile.write_text("ant\n")
     nodes.unlink()

@@ -275,9 +275,9 @@ def test_files_that_are_no_adapter(tmp_path):
     (tmp_path / "noise").write_bytes(b"hello")
     nan = dataclasses.replace(good, masks=np.full((3, 8), np.nan, np.float32))
     save_bita(tmp_path / "nan", nan)
-    for name, says in (("none", "no such file"), ("part", "it has no"), ("noise", "can not be"),
+    for name, says in (("none", "no such file"), ("part", "it has no"), ("noise", "cannot be"),
                        ("nan", "no numbers")):
         with pytest.raises(ModelError, match=says):
             load_bita(tmp_path / name)
-    with pytest.raises(ModelError, match="can not have"):
+    with pytest.raises(ModelError, match="cannot have"):
         BitaAdapter(np.ones((0, 8), np.float32), good.keys, good.values)

@@ -93,7 +93,7 @@ class TorchBackend:
 
         Only the bytes of these layers are read, and of the embedding or head where they belong.
         n_threads sets torch's threads for the whole process (0 leaves them). Raises ModelError
-        for files that can not be used, UnsupportedArchitecture, PlanError for an impossible range,
+        for files that cannot be used, UnsupportedArchitecture, PlanError for an impossible range,
         and BackendError when memory does not suffice.
         """
         options = (options or TorchOptions()).resolved(torch.cuda.is_available())
@@ -108,7 +108,7 @@ class TorchBackend:
             store = CellStore(range(*shard.layers), n_ctx, shard.heads, dtype,
                               torch.device(options.device))
         except RuntimeError as error:
-            raise _backend_error(f"can not load {os.fspath(path)}", error) from error
+            raise _backend_error(f"cannot load {os.fspath(path)}", error) from error
         start, stop = shard.layers
         info = ShardInfo(
             architecture=shard.architecture, layers=shard.layers, n_layers_total=shard.n_layers,

@@ -145,7 +145,7 @@ def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any)
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ModelError(f"{os.fspath(path)}: its config can not be used: {reason}") from error
+        raise ModelError(f"{os.fspath(path)}: its config cannot be used: {reason}") from error
 
 
 def folder_config(folder: ModelDir) -> Any:
@@ -159,7 +159,7 @@ def folder_config(folder: ModelDir) -> Any:
         return CONFIG_MAPPING[kind].from_dict(folder.config)
     except Exception as error:  # whatever transformers' own checks raise
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder.path}: config.json can not be used: {reason}") from error
+        raise ModelError(f"{folder.path}: config.json cannot be used: {reason}") from error
 
 
 def check_config(config: Any, path: str) -> None:
@@ -252,4 +252,4 @@ class _FolderTensors:
             # a copy: what is mapped would keep the whole file in memory's sight
             return self._open[info.file].get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{info.file}: can not be read: {error}") from None
+            raise ModelError(f"{info.file}: cannot be read: {error}") from None

@@ -200,7 +200,7 @@ class _Trial:
         if out.exit_code is None:
             out.left.append(f"the job did not end {DRAIN_SECONDS:g} s after it was asked to")
         out.left += await asyncio.to_thread(job.left_over, GONE_SECONDS)
-        # Who is killed while it writes can not delete what it wrote; a later start does.
+        # Who is killed while it writes cannot delete what it wrote; a later start does.
         if out.moment not in ("load", "recovery"):
             out.left += [f"file {path.name}" for suffix in ("tmp", "part")
                          for path in self._cache.glob(f"*.{suffix}")]

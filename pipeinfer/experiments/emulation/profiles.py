@@ -291,7 +291,7 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             for key, value in entry.items():
                 kind = lookup(known.keys, key, "key", f"{path}: [{section}.{name}] ")
                 if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                    raise UsageError(f"{path}: [{section}.{name}] {key} can not be {value!r}")
+                    raise UsageError(f"{path}: [{section}.{name}] {key} cannot be {value!r}")
                 if isinstance(value, int | float) and not 0 <= value <= _MOST:
                     raise UsageError(f"{path}: [{section}.{name}] {key} is below zero, or no "
                                      "number that can be")
@@ -304,7 +304,7 @@ def _check_rates(where: str, rates: Mapping[str, Any]) -> None:
     for mix, rate in rates.items():
         lookup(BASE, mix, "quantisation", f"{where}: ")
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= _MOST:
-            raise UsageError(f"{where}.{mix} can not be {repr(rate)[:80]}")
+            raise UsageError(f"{where}.{mix} cannot be {repr(rate)[:80]}")
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def start(command: list[str], *, timeout: float, stdin: bool = False, **env: str
 
 
 def _heed_interrupts() -> None:
-    """A test run that was itself started in the background ignores SIGINT, and bash can not trap
+    """A test run that was itself started in the background ignores SIGINT, and bash cannot trap
     what was ignored when it started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

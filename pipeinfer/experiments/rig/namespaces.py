@@ -177,7 +177,7 @@ class Cluster:
                 raise Refused(f"no processor quota by cgroup: {error}") from error
 
     def set_quota(self, node: int, cores: float) -> None:
-        """Give a node so many cores from now on. Raises OSError where groups can not do that."""
+        """Give a node so many cores from now on. Raises OSError where groups cannot do that."""
         period = max(_PERIOD_US, int(_LEAST_US / cores))
         quota = max(_LEAST_US, int(cores * period))
         group = _cgroup_base() / f"{self.id}n{node}"

@@ -1,6 +1,6 @@
 """Chat templates: Jinja in a sandbox, in a process of its own with bounds on time and memory.
 
-A template comes with a model file, so it is not trusted: it can not reach Python's objects, and
+A template comes with a model file, so it is not trusted: it cannot reach Python's objects, and
 what takes longer than SECONDS, or more memory than the process gets, is refused. Run as a module
 this is that process. Knows no model and no tokens.
 """

@@ -60,7 +60,7 @@ class Constraint:
             if before is None or not before.any():
                 return before
             return self._ends if before[path[ends[0]]] else None
-        for fresh in (False, True):  # what an old matcher can not do a new one may
+        for fresh in (False, True):  # what an old matcher cannot do a new one may
             if fresh or self._matcher is None:
                 self._matcher = self._vocabulary.matcher(self._compiled)
                 self._path = path[:0]

@@ -3,7 +3,7 @@
 A grammar is compiled once, where a request comes in, to a text that travels with the lane's
 sampling parameters; whoever chooses or drafts tokens makes a `Constraint` of it. The mask after a
 path is a function of (vocabulary, grammar, path) and of nothing else, so guesses, branches and
-cancellations can not change what a grammar allows. This module knows no model, rank, lane policy
+cancellations cannot change what a grammar allows. This module knows no model, rank, lane policy
 or sampling; the parser is llguidance, loaded when the first grammar is.
 """
 
@@ -110,7 +110,7 @@ class Vocabulary:
             tokens = [raw[a:b] for a, b in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
             return cls(tokens, [int(i) for i in data["end_ids"]])
         except (KeyError, TypeError, ValueError, zlib.error) as error:
-            raise ProtocolError(f"a vocabulary that can not be read: {error}") from error
+            raise ProtocolError(f"a vocabulary that cannot be read: {error}") from error
 
     def matcher(self, compiled: str) -> Any:
         """A fresh llguidance matcher; it may be in its error state."""
@@ -164,7 +164,7 @@ class _Plain:
 
 
 def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary: Vocabulary) -> str:
-    """A grammar as one text for `Constraint`; raises RequestError when it can not be used.
+    """A grammar as one text for `Constraint`; raises RequestError when it cannot be used.
 
     kind: json_object (any JSON object; `text` is not read), json_schema (`text` is the schema,
     written out or as an object), gbnf (llama.cpp's, from rule `root`), regex (the whole output
@@ -190,7 +190,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
     try:
         compiled: str = vocabulary.compiler.ask({"kind": kind, "text": text})["compiled"]
     except RequestError as error:
-        raise RequestError(f"the {_name(kind)} can not be used: {error}") from error
+        raise RequestError(f"the {_name(kind)} cannot be used: {error}") from error
     return compiled
 
 
@@ -223,7 +223,7 @@ def _written(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"the JSON schema can not be written as JSON: {error}") from error
+        raise RequestError(f"the JSON schema cannot be written as JSON: {error}") from error
 
 
 def _schema(text: str) -> str:

@@ -121,7 +121,7 @@ class FolderTokenizer(Tokenizer):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())[:300]
-            raise RequestError(f"a text of {len(text)} characters can not be tokenised: {reason}"
+            raise RequestError(f"a text of {len(text)} characters cannot be tokenised: {reason}"
                                ) from None
         if max(ids, default=0) >= self.n_vocab:
             raise RequestError(f"the tokenizer gives token {max(ids)} and the model has "
@@ -185,7 +185,7 @@ def _load(folder: Path, special: bool) -> Any:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{file}: can not be read: {reason}") from None
+        raise ModelError(f"{file}: cannot be read: {reason}") from None
     reader.no_truncation()
     reader.no_padding()
     reader.encode_special_tokens = not special
@@ -199,7 +199,7 @@ def _optional(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: can not be read: {error}") from None
+        raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: is no JSON object; fetch it again")
     return data
@@ -209,7 +209,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: can not be read: {error}") from None
+        raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
 def _mentions(part: Any, *kinds: str) -> bool:

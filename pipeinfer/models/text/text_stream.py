@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class TextStream:
     """The text of one response. Positions count its characters from 0.
 
-    Text is certain once it can not be the beginning of a stop string; `take` hands it out once.
+    Text is certain once it cannot be the beginning of a stop string; `take` hands it out once.
     stopped: a stop string was met, and the text ends where it begins.
     """
 

@@ -43,7 +43,7 @@ class Tokenizer:
         params.vocab_only = True
         self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
-            raise ModelError(f"{os.fspath(path)}: llama.cpp can not load its vocabulary: "
+            raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load its vocabulary: "
                              f"{last_log()}")
         self._vocab: Any = llama_cpp.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
@@ -122,7 +122,7 @@ class Tokenizer:
                 self._vocab, raw, len(raw), buffer, size, False, special
             )
         if count < 0:
-            raise RequestError(f"a text of {len(raw)} bytes can not be tokenised: {last_log()}")
+            raise RequestError(f"a text of {len(raw)} bytes cannot be tokenised: {last_log()}")
         return list(buffer[:count])
 
     def piece(self, token: int, special: bool = False) -> bytes:

@@ -122,7 +122,7 @@ export function explain(error) {
       advice: "Begin a new chat.", actions: ["new"] };
   }
   if (error.status === 400) {
-    return { title: "The server can not use this request", said,
+    return { title: "The server cannot use this request", said,
       advice: "Look at the settings, or write the message another way.",
       actions: ["settings", "retry"] };
   }

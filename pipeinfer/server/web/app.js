@@ -87,7 +87,7 @@ async function copy(button) {
     await navigator.clipboard.writeText(button.dataset.copy);
     button.textContent = "Copied";
   } catch {
-    button.textContent = "Can not copy";
+    button.textContent = "Cannot copy";
   }
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }

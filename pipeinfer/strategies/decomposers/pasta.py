@@ -154,7 +154,7 @@ class Pasta(Reader):
                 actions = self._sync()
         else:
             promised = self._skip(int(found.group("n")))
-            if promised is None:  # can not be kept: it stays text
+            if promised is None:  # cannot be kept: it stays text
                 main.held = 0
                 return []
             skip = promised
@@ -179,7 +179,7 @@ class Pasta(Reader):
     # --- the main thread ----------------------------------------------------------------------
 
     def _skip(self, attribute: int) -> int | None:
-        """Positions to leave free for the next block; None: the promise can not be kept."""
+        """Positions to leave free for the next block; None: the promise cannot be kept."""
         outstanding = sum(not block.joined for block in self._blocks.values())
         if outstanding >= self._most:
             return None

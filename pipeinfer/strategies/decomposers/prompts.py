@@ -36,7 +36,7 @@ class Opening:
 
 
 def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
-    """Raise UsageError for options that a decomposed response can not honour."""
+    """Raise UsageError for options that a decomposed response cannot honour."""
     if not config.decomposer:
         return
     if sampling.grammar or sampling.grammar_file or sampling.json_schema:

@@ -49,7 +49,7 @@ class Bita:
     def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
                  shape: Shape = Shape.EFFICIENT) -> None:
         if masks < 1 or top < 1:
-            raise ValueError(f"{masks} masks and the {top} likeliest tokens of each can not be")
+            raise ValueError(f"{masks} masks and the {top} likeliest tokens of each cannot be")
         self._first_id, self._masks, self._top, self._shape = first_id, masks, top, shape
         self._sees = () if prompt_id is None else (prompt_id,)
         self.candidates = nodes = tree_size(masks, top, shape)

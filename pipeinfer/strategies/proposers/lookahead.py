@@ -145,7 +145,7 @@ class Lookahead:
                  prompt_pool: bool = True) -> None:
         if window < 0 or ngram < 2 or candidates < 0:
             raise ValueError(f"a window of {window}, n-grams of {ngram} tokens and {candidates} "
-                             "candidates can not be")
+                             "candidates cannot be")
         self.window, self.ngram, self.most = window, ngram, candidates
         self.candidates = candidates * (ngram - 1)
         self.rows = window_rows(window, ngram)

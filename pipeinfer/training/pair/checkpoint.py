@@ -58,7 +58,7 @@ def _take_apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 def _scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a {type(value).__name__} can not be part of a checkpoint")
+    raise TypeError(f"a {type(value).__name__} cannot be part of a checkpoint")
 
 
 def _put_together(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

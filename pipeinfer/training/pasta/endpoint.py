@@ -33,7 +33,7 @@ class Endpoint:
             raise UsageError(f"{self.url!r} is no http address")
 
     def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0) -> str:
-        """The answer's text; EndpointError when it can not be had."""
+        """The answer's text; EndpointError when it cannot be had."""
         body = {"model": self.model, "messages": messages, "temperature": temperature}
         headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
         problem = "never asked"
