@@ -76,8 +76,8 @@ class TransportTimeout(ClusterError):
         source = "any rank" if peer is None else f"rank {peer}"
         run = "" if run_id is None else f", run {run_id}"
         super().__init__(
-            f"rank {rank} waited {seconds:.1f} s for {tag} from {source}{run} in vain; "
-            "see whether that rank is still alive, or raise --timeout"
+            f"rank {rank} waited {seconds:.1f} s for {tag} from {source}{run} and got no answer; "
+            "check whether that rank is still alive, or raise --timeout"
         )
         self.rank, self.peer, self.tag, self.run_id, self.seconds = rank, peer, tag, run_id, seconds
 

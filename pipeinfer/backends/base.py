@@ -15,7 +15,7 @@ from pipeinfer.core.types import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, Se
 from pipeinfer.errors import BackendError
 
 #: why a backend without `separate_views` refuses a decode
-NO_VIEWS = "rows with views of their own need the torch backend (without validate)"
+NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 
 
 @dataclass(frozen=True, slots=True)

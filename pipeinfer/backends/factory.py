@@ -26,7 +26,7 @@ def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
     from pipeinfer.backends.pytorch.backend import TorchBackend
 
     if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
-        raise UsageError("--bita needs the torch backend (without validate)")
+        raise UsageError("--bita needs the torch backend: add --backend torch")
     adapter.check(backend.info.n_layers_total, backend.info.n_embd)
     if adapter.n_prompts:
         backend.preload(adapter.prefix(*backend.info.layers), (prompt_id,))
@@ -90,8 +90,8 @@ def backend_for(asked: str, path: Path) -> str:
     if not path.is_dir():
         return "llamacpp" if asked == "auto" else asked
     if asked == "llamacpp":
-        raise UsageError(f"{path} is a folder, which llama.cpp cannot load: leave out --backend "
-                         "llamacpp, or name a GGUF file")
+        raise UsageError(f"{path} is a folder, which llama.cpp cannot load: drop --backend "
+                         "llamacpp, or give a GGUF file")
     return "torch"
 
 
@@ -111,7 +111,7 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
             require_torch(list(rank.torch_missing), f"rank {rank.rank} on {rank.host}: ")
     if "torch" in kinds:
         if config.cluster.distribute:
-            raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
+            raise UsageError("--distribute works with llama.cpp only; for the torch backend copy "
                              "the model to every host, or share its directory")
         check_device(config.model.device)
         check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())

@@ -85,9 +85,9 @@ def parse_method(text: str, base: JobConfig) -> JobConfig:
     wrong = [part for part in parts if part not in registry.specs()]
     if wrong or len(decomposers) > 1 or policy not in ("", *Policy):
         raise UsageError(
-            f"--method {text}: write {PLAIN}, or parts joined by +: at most one of "
-            f"{', '.join(registry.decomposers())}, any of {', '.join(registry.proposers())}; "
-            "and maybe @speculative"
+            f"--method {text}: write {PLAIN}, or strategies joined by +: at most one of "
+            f"{', '.join(registry.decomposers())}, any number of "
+            f"{', '.join(registry.proposers())}; then optionally @speculative"
         )
     return base.replace(
         decomposer=decomposers[0] if decomposers else "", proposer=proposers,
@@ -251,14 +251,15 @@ def _equal(wanted: str, text: str) -> bool:
 
 @config_options(*JOB, "sampling", "request")
 @click.option("--method", "methods", multiple=True, metavar="M",
-              help="plain, or [decomposer][+proposer...][@policy], like pasta, lookahead, "
-                   "pasta+lookahead, draft@speculative (repeatable) [default: plain and what the "
-                   "model can do].")
+              help="plain, or [decomposer][+proposer...][@policy], such as pasta, lookahead, "
+                   "pasta+lookahead or draft@speculative (repeatable) [default: plain and every "
+                   "method that the model supports].")
 @click.option("--tasks", type=click.IntRange(1), default=20, show_default=True,
-              help="Generated tasks to answer, without --prompts.")
-@click.option("--kind", default="retrieval", show_default=True, help="Which tasks.")
+              help="How many generated tasks to answer (without --prompts).")
+@click.option("--kind", default="retrieval", show_default=True,
+              help="Which kind of tasks to generate.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
-              help='Own prompts: a line each, or JSON lines with "question" and "answer".')
+              help='Your own prompts: one per line, or JSON lines with "question" and "answer".')
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
 def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, kind: str,
@@ -272,8 +273,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     base, request = resolved.config.job, resolved.config.request
     own = base.speculation
     if own.decomposer or own.proposer or own.policy:
-        raise UsageError("compare takes methods by --method, not by --decomposer, --proposer or "
-                         "--policy")
+        raise UsageError("compare chooses strategies with --method: leave out --decomposer, "
+                         "--proposer and --policy")
     if not base.model.model:
         base = base.replace(model="task")
     torch = base.model.backend == "torch" or Path(base.model.model).is_dir()

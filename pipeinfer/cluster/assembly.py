@@ -313,7 +313,7 @@ class Assembly:
         except WorkerFailed as error:
             loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
         except TransportTimeout as error:
-            loss = RankLost(self._rank_of(error.peer or 0), "has not received its layers in time")
+            loss = RankLost(self._rank_of(error.peer or 0), "did not receive its layers in time")
         self.held, self.states = held, {}
         try:
             if loss is not None:

@@ -172,7 +172,7 @@ def run_request(
         prompt = prompt.prompt
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
-        raise UsageError("the prompt is empty: give at least one token")
+        raise UsageError("the prompt is empty: write at least one token")
     if params.grammar:
         params = dataclasses.replace(params, grammar_start=len(prompt))
     tokenizer, head = session.tokenizer, session.head

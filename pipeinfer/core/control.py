@@ -278,5 +278,5 @@ def unpack(data: bytes | bytearray | memoryview) -> Control:
     try:
         message: Control = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a damaged control message: {error}") from error
+        raise ProtocolError(f"a control message is damaged: {error}") from error
     return message

@@ -85,9 +85,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
-        raise UsageError(f"{path} is no trace written by --trace")
+        raise UsageError(f"{path} is not a trace written by --trace")
     if not events:
-        raise UsageError(f"{path} holds no runs")
+        raise UsageError(f"{path} contains no runs")
     return events
 
 

@@ -75,7 +75,7 @@ def from_json(data: Any) -> Figures:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
     if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
-        raise ValueError("no figures: rows missing, or values that cannot be")
+        raise ValueError("no usable figures: rows are missing, or values are impossible")
     return found
 
 
@@ -244,7 +244,7 @@ def try_figures(
     try:
         model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
         if model.fingerprint != fingerprint:
-            return Measured(error=f"{path} is another file than rank 0 has")
+            return Measured(error=f"{path} is not the same file as on rank 0")
         return Measured(figures_here(
             config.model, model, threads, again=config.cluster.remeasure).to_json())
     except (PipeinferError, OSError, ValueError) as error:

@@ -117,8 +117,8 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
-            raise ApiError(404, f"there is no model {name!r} here; this server has "
-                                f"{self.settings.name!r} (--alias gives it another name)",
+            raise ApiError(404, f"model {name!r} is not available; this server has "
+                                f"{self.settings.name!r} (rename it with --alias)",
                            param="model", code="model_not_found")
 
     def _compiler(self, tokenizer: Tokenizer) -> Grammars:
@@ -287,7 +287,7 @@ class Server:
 
         async def http(_: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            text = {404: "there is nothing at this path", 405: "this path has other methods"}
+            text = {404: "there is nothing at this path", 405: "this path does not support this method"}
             headers = dict(error.headers or {})
             if error.status_code in (408, 413):
                 headers["Connection"] = "close"
@@ -302,8 +302,8 @@ class Server:
             return Response(status_code=_GONE)
 
         async def bug(_: Request, error: Exception) -> Response:
-            return reply(ApiError(500, f"an error in the server ({type(error).__name__}), see "
-                                       "its log", code="internal_error"))
+            return reply(ApiError(500, f"internal server error ({type(error).__name__}); see its "
+                                       "log", code="internal_error"))
 
         self.app.add_exception_handler(ApiError, api)
         self.app.add_exception_handler(HTTPException, http)
@@ -324,16 +324,16 @@ def explain(error: RequestValidationError) -> ApiError:
                 key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     path = [part for part in first["loc"] if part not in ("body", "path", "query")]
     if first["type"] == "json_invalid":
-        return bad(f"the request is no JSON: {first['ctx']['error']}")
+        return bad(f"the request is not valid JSON: {first['ctx']['error']}")
     if not path:
-        return bad("the request is no JSON object; is its Content-Type application/json?")
+        return bad("the request is not a JSON object; is its Content-Type application/json?")
     unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
     inner = path[:-1] if unknown else path
     names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
     names = names or [str(path[-1])]
     param = ".".join(names)
     if unknown:
-        reason = schema.REFUSED.get(names[-1], "it is not known here")
+        reason = schema.REFUSED.get(names[-1], "it is unknown here")
         return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
     return bad(f"{param}: {first['msg']}", param)
 

@@ -77,9 +77,11 @@ class Engine:
             while (frame := self._link.take()) is not None:
                 self._handle(frame)
             if self._link.problem:
-                raise ProtocolError(f"the HTTP process is not understood: {self._link.problem}")
+                raise ProtocolError("a message of the HTTP process is malformed: "
+                                    f"{self._link.problem}")
             if self._link.closed:
-                raise ClusterError("the HTTP process has died: nobody can be served")
+                raise ClusterError("the HTTP process has died, so no client can be served: start "
+                                   "the server again")
             if self._asked_to_leave and self._drained():
                 break
             self._news(self._head.next_news(self._patience()))
@@ -102,7 +104,8 @@ class Engine:
             case Rebalance(number):
                 done = self._session.rebalance()
                 self._link.send(Rebalanced(
-                    number, bool(done), done or "the layers stay: no other plan is faster"))
+                    number, bool(done), done or "the layers stay as they are: no other plan is "
+                                                "faster"))
             case _:
                 assert_never(frame)
 

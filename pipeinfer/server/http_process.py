@@ -64,7 +64,8 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
-        raise UsageError(f"--host {host} is no address of this host: {error.strerror}") from error
+        raise UsageError(f"--host {host} is not an address of this "
+                         f"host: {error.strerror}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)

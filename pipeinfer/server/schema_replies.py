@@ -292,7 +292,7 @@ class Health(TypedDict):
 
 
 class Rebalanced(TypedDict):
-    """What came of dealing the layers out anew, and the stages from now on."""
+    """Whether the layers were redistributed, and the stages from now on."""
 
     changed: bool
     message: str

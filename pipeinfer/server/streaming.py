@@ -140,7 +140,7 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
         yield event(error.body())
     except Exception:
         _log.exception("a request's stream failed")
-        yield event(ApiError(500, "an error in the server, see its log").body())
+        yield event(ApiError(500, "internal server error; see its log").body())
     finally:
         job.abort("disconnected")
 

@@ -49,7 +49,8 @@ def specs() -> Mapping[str, Spec]:
 
 def _add(found: dict[str, Spec], spec: Any, where: str) -> None:
     if not isinstance(spec, Spec):
-        raise UsageError(f"{where} is not the description of a strategy")
+        raise UsageError(f"{where} is not a strategy: it must be a ProposerSpec or "
+                         "a DecomposerSpec")
     if spec.name in found:
         raise UsageError(f"{where} describes a second strategy named {spec.name}")
     found[spec.name] = spec

@@ -77,7 +77,7 @@ class ProposerSpec:
 
     def __post_init__(self) -> None:
         if (self.worker is None) == (self.inline is None):
-            raise ValueError(f"proposer {self.name} is made by `worker` or by `inline`")
+            raise ValueError(f"proposer {self.name} needs either `worker` or `inline`")
         if (Need.ADAPTER in self.needs) != (self.adapter in self.options):
             raise ValueError(f"proposer {self.name} has no option that names its adapter")
 

@@ -139,7 +139,7 @@ def _event(data: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise HttpFailure("an event of the stream is no JSON object")
+        raise HttpFailure("an event of the stream is not a JSON object")
     return found
 
 

@@ -123,7 +123,7 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "code", "says"), [
-    (["generate"], 2, "there is no prompt"),
+    (["generate"], 2, "no prompt was given"),
     (["generate", "-p", "x", "-f", "y"], 2, "not both"),
     (["generate", "-f", "/nowhere"], 2, "cannot read /nowhere"),
     (["generate", "-p", "x", "--config", "/nowhere.toml"], 2, "cannot read config file"),

@@ -115,7 +115,7 @@ def test_a_slow_node_and_a_delay_show():
     (("--acceptance", "1.5"), "not in the range"),
     (("--profiles", "nowhere.toml"), "cannot read profiles nowhere.toml"),
 ])
-def test_what_can_not_be_is_said(args, says):
+def test_what_cannot_be_is_said(args, says):
     done = invoke(*args)
     assert done.exit_code == 2
     assert says in done.output

@@ -129,8 +129,8 @@ def test_a_changed_byte_is_read_or_refused(raw, tmp_path_factory, position, valu
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"GGML" + bytes(60), "no GGUF file"),
-        (b"<html>not found</html>      ", "no GGUF file"),
+        (b"GGML" + bytes(60), "not a GGUF file"),
+        (b"<html>not found</html>      ", "not a GGUF file"),
         (build(BASIC, version=1), "version 1"),
         (build(BASIC, version=0x03000000), "big-endian"),
         (build(BASIC, counts=(2**62, 3)), "more than it can hold"),

@@ -92,7 +92,7 @@ def test_the_command_line_gives_json_of_the_schema():
     (["--json-schema", "{}", "--grammar", "x"], 2, "give one of --grammar and --json-schema"),
     (["--grammar-file", "/nowhere"], 2, "cannot read /nowhere"),
 ])
-def test_a_grammar_that_can_not_be_used_is_refused_before_anything_loads(args, code, says):
+def test_a_grammar_that_cannot_be_used_is_refused_before_anything_loads(args, code, says):
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", *args])
     assert done.returncode == code, done.stderr
     assert says in done.stderr

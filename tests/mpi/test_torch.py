@@ -162,12 +162,12 @@ def test_a_folder_is_served(folder):
 
 @pytest.mark.parametrize(("args", "code", "says"), [
     (["-m", "{folder}", "--backend", "llamacpp"], 2, "is a folder, which llama.cpp cannot load"),
-    (["--backend", "torch", "--distribute"], 2, "--distribute sends llama.cpp's shards"),
+    (["--backend", "torch", "--distribute"], 2, "--distribute works with llama.cpp only"),
     (["--backend", "torch", "--device", "tpu"], 2, "choose from auto, cpu, cuda"),
     (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
     (["-m", "{folder}/nowhere"], 3, "no such file"),
 ])
-def test_what_can_not_be_done_is_said(folder, args, code, says):
+def test_what_cannot_be_done_is_said(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
     done = launch.run(1, [*PIPEINFER, "generate", "-p", "x", "-n", "1", *args])
     assert done.returncode == code, done.stderr

@@ -86,7 +86,7 @@ while True:  # until it was well and nobody is there any more
 """
 
 
-def test_those_that_can_not_hold_the_model_say_what_is_missing_and_end(tmp_path):
+def test_those_that_cannot_hold_the_model_say_what_is_missing_and_end(tmp_path):
     """Each of two stages has room for little more than half of the layers."""
     settings = tmp_path / "nodes.toml"
     settings.write_text('[node."node[23]"]\nmemory = "50 MiB"\n')

@@ -267,7 +267,7 @@ def test_the_command_fails_in_one_line_where_nobody_listens():
         done = run("--url", url, "--json")
     assert done.returncode != 0
     assert done.stdout == ""
-    assert done.stderr.startswith(f"pipeinfer: error: nothing answers at {url}")
+    assert done.stderr.startswith(f"pipeinfer: error: no server answers at {url}")
     assert done.stderr.count("\n") == 1
 
 

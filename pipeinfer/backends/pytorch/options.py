@@ -43,8 +43,8 @@ class TorchOptions:
         if device == "auto":
             device = "cuda" if has_cuda else "cpu"
         if device.startswith("cuda") and not has_cuda:
-            raise UsageError(f"--device {device}: torch sees no CUDA device here; give --device "
-                             "cpu, or install a torch that is built for this GPU")
+            raise UsageError(f"--device {device}: torch finds no CUDA device here; use --device "
+                             "cpu, or install a torch build that supports this GPU")
         kind = device.partition(":")[0]
         dtype = self.dtype
         if dtype == "auto":

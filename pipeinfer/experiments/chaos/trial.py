@@ -205,7 +205,7 @@ class _Trial:
             out.left += [f"file {path.name}" for suffix in ("tmp", "part")
                          for path in self._cache.glob(f"*.{suffix}")]
         if self._damaged is not None and self._damaged[0].read_bytes() == self._damaged[1]:
-            out.left.append("the damaged shard: nobody has noticed it")
+            out.left.append("the damaged shard, which was not detected")
 
     async def _ask(self) -> None:
         """All requests at once, the fault among them."""

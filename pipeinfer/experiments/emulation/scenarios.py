@@ -220,7 +220,7 @@ def _limits(policy: Policy, n_stages: int, row_cost: float, experiment: Experime
     )
     unknown = [name for name in chosen if not hasattr(base, name)]
     if unknown:
-        raise UsageError(f"limits have no {', '.join(unknown)}")
+        raise UsageError(f"there is no limit named {', '.join(unknown)}")
     if not all(math.isfinite(value) for value in chosen.values()):
         raise UsageError("limits must be finite numbers")
     return replace(base, **chosen), frozenset(chosen)

@@ -116,7 +116,7 @@ class Constraints:
     def of(self, lane: Hashable, compiled: str) -> Constraint:
         """The constraint of a lane. Raises UsageError without a vocabulary."""
         if self._vocabulary is None:
-            raise UsageError("a grammar came to a node that was not given the vocabulary")
+            raise UsageError("a grammar arrived at a rank that has not received the vocabulary")
         key = (lane, compiled)
         found = self._made.get(key)
         if found is None:

@@ -66,7 +66,7 @@ class Vocabulary:
         self.tokens = tuple(tokens)
         self.end_ids = tuple(sorted(end_ids))
         if not self.end_ids or not all(0 <= i < len(self.tokens) for i in self.end_ids):
-            raise UsageError("grammars need a model whose vocabulary has an end-of-text token")
+            raise UsageError("grammars need a model with an end-of-text token in its vocabulary")
         self._lock = threading.Lock()
         self.compiler = Helper("pipeinfer.models.text.grammar", self.to_json)
 
@@ -110,7 +110,7 @@ class Vocabulary:
             tokens = [raw[a:b] for a, b in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
             return cls(tokens, [int(i) for i in data["end_ids"]])
         except (KeyError, TypeError, ValueError, zlib.error) as error:
-            raise ProtocolError(f"a vocabulary that cannot be read: {error}") from error
+            raise ProtocolError(f"the vocabulary cannot be read: {error}") from error
 
     def matcher(self, compiled: str) -> Any:
         """A fresh llguidance matcher; it may be in its error state."""
@@ -179,7 +179,7 @@ def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary:
         case "gbnf" | "regex" | "lark" if isinstance(text, str):
             written = text
         case _:
-            raise RequestError(f"a grammar is one of {', '.join(KINDS)}, and a text")
+            raise RequestError(f"a grammar must be a text of kind {', '.join(KINDS)}")
     _check_size(written)
     return _compile_once(kind, written, vocabulary)
 
@@ -213,7 +213,7 @@ def from_text(kind: str, text: str) -> str:
     if kind == "regex":
         return f"start: /{_llguidance().regex_to_lark(text, 'd')}/"
     if "%llguidance" in text:
-        raise RequestError("leave out %llguidance, its options are fixed")
+        raise RequestError("%llguidance is not allowed: its options are fixed")
     return text
 
 
@@ -230,7 +230,7 @@ def _schema(text: str) -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"it is no JSON: {error}") from error
+        raise RequestError(f"it is not valid JSON: {error}") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -243,9 +243,10 @@ def _check_size(text: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(f"a grammar is no text: {error}") from error
+        raise RequestError(f"a grammar must be valid Unicode text: {error}") from error
     if size > MAX_BYTES:
-        raise RequestError(f"a grammar of {size} bytes is too big: at most {MAX_BYTES} are taken")
+        raise RequestError(f"a grammar of {size} bytes is too big: at most {MAX_BYTES} bytes are "
+                           "allowed")
 
 
 def _name(kind: str) -> str:

@@ -50,7 +50,7 @@ class Tokenizer:
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         if llama_cpp.llama_vocab_type(self._vocab) == 0:
             self.close()
-            raise ModelError(f"{self.path}: has no tokenizer; name the model it was cut from")
+            raise ModelError(f"{self.path}: has no tokenizer; give the model that it was cut from")
 
     def close(self) -> None:
         """Release the vocabulary. May be called twice."""

@@ -297,6 +297,6 @@ SPEC = DecomposerSpec(
     validate=lambda options: spacing_of(options["pasta_positions"]),
     options={"pasta_positions": OwnOption("pred-10x", Option(
         ("--pasta-positions",), "str",
-        "How far the main thread moves on behind a promise: pred-10x (ten times its attribute), "
-        "pred-1x, fixed or fixed:N."))},
+        "How many positions the main thread leaves free for a promise: pred-10x (ten times its "
+        "tokens attribute), pred-1x, fixed or fixed:N."))},
     gaps=True, penalties=False)

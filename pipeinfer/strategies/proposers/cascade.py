@@ -18,7 +18,7 @@ class Cascade:
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = ENOUGH) -> None:
         if not proposers:
-            raise ValueError("several proposers are at least one")
+            raise ValueError("a cascade needs at least one proposer")
         self._proposers, self._enough = tuple(proposers), enough
         self.free = all(proposer.free for proposer in proposers)
 

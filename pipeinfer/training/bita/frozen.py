@@ -36,7 +36,7 @@ class Frozen:
 
     def __init__(self, shard: Shard) -> None:
         if shard.soft_cap is not None or getattr(shard.config, "attn_logit_softcapping", None):
-            raise ValueError("models with soft caps cannot be tuned yet")
+            raise ValueError("models with soft caps are not supported yet")
         shard.config._attn_implementation = _HOOKED
         self.shard, self.layers = shard, len(shard.decoder)
 

@@ -39,8 +39,8 @@ def load_state(path: Path) -> Any:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         return _put_together(skeleton, tensors)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path}: is no checkpoint of this version ({error}): remove it, or train "
-                         "into another directory") from error
+        raise ModelError(f"{path}: is not a checkpoint of this version ({error}): remove it, or "
+                         "train into another directory") from error
 
 
 def _take_apart(value: Any, tensors: dict[str, Tensor]) -> Any:

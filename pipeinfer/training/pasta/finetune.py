@@ -69,7 +69,7 @@ def examples_of(
             rows.append(row)
     report(f"{len(rows)} responses to learn from, {unusable} unusable")
     if not rows:
-        raise UsageError(f"{source} holds no usable annotated response")
+        raise UsageError(f"{source} contains no usable annotated response")
     return rows
 
 
