@@ -316,7 +316,7 @@ class RequestConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """The HTTP server."""
+    """Options of the HTTP server (`pipeinfer serve`)."""
 
     host: str = _opt("127.0.0.1", "--host", kind="str",
                      help="Address to listen on; 0.0.0.0: all networks of this host.")

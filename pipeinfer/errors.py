@@ -58,7 +58,7 @@ class ContextOverflow(RequestError):
 
 
 class ClusterError(PipeinferError):
-    """The job cannot go on."""
+    """The whole job cannot go on; every request of it fails."""
 
     exit_code = 6
 

@@ -45,7 +45,8 @@ node4:3
     assert entries == (HostEntry("node1", 2, 2), HostEntry("node2", 1, 3, "ann"),
                        HostEntry("10.0.0.3", 1, 5), HostEntry("node4", 3, 6))
     assert ranks_of(entries, 5, path) == ("node1", "node1", "node2", "10.0.0.3", "node4")
-    with pytest.raises(UsageError, match=r"8 ranks were asked for, but the 4 hosts of .*hosts have 7 slots"):
+    with pytest.raises(UsageError, match=(
+            r"8 ranks were asked for, but the 4 hosts of .*hosts have 7 slots")):
         ranks_of(entries, 8, path)
 
 

@@ -223,7 +223,7 @@ class ToyBackend:
         return (int(positions.min()), int(positions.max())) if len(positions) else None
 
     def used_cells(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the cache are taken."""
         return int(np.count_nonzero(self._pos >= 0))
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:

@@ -42,7 +42,7 @@ _FIELDS = {
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """What the loop talks to: a server, or this job's own ranks."""
 
     name: str
 
@@ -71,7 +71,7 @@ class Interrupts:
             signal.signal(number, self._on_signal)
 
     def expect(self, first: type[BaseException] | None) -> None:
-        """Something else begins."""
+        """A new phase begins: count from 0, and let the first Ctrl-C raise `first`."""
         self.count, self._first = 0, first
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

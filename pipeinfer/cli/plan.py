@@ -129,7 +129,7 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
 
 
 def as_text(report: Report) -> str:
-    """The report for people."""
+    """The report as lines of text, without a final newline."""
     target, plan = report.target, report.plan
     lines = [
         f"{target.title}: {target.n_layers} layers, {size_text(target.weight_bytes)} of weights, "
@@ -205,7 +205,7 @@ def _draft_lines(report: Report) -> list[str]:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """The report as plain data."""
+    """The report as plain data for --json; sizes in bytes, times in seconds."""
     plan, split = report.plan, report.plan.split
     return {
         "model": report.target.title, "n_layers": report.target.n_layers,

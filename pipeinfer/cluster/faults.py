@@ -40,7 +40,7 @@ Die = Callable[[int], None]
 
 
 class Kind(enum.StrEnum):
-    """What goes wrong."""
+    """The kinds of faults that `--fault` can cause."""
 
     KILL = "kill"
     STOP = "stop"

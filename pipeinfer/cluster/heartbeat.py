@@ -53,7 +53,7 @@ class HeadPulse:
 
     @property
     def meeting(self) -> Meeting:
-        """What ranks have to know."""
+        """Where other ranks send their beats: this host's addresses, the port and the key."""
         addresses = [
             address.address for card in psutil.net_if_addrs().values() for address in card
             if address.family == socket.AF_INET]
@@ -70,7 +70,7 @@ class HeadPulse:
                 if now - heard > allowed}
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close the socket."""
         self._closed = True
         self._socket.close()
 
@@ -109,7 +109,7 @@ class RankPulse:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stop beating."""
+        """Stop beating; the thread ends after its next pause."""
         self._closed = True
 
     def _run(self) -> None:

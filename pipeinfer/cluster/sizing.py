@@ -81,7 +81,7 @@ def partitions_for(config: SpeculationConfig, credit: int) -> int:
 
 
 def lanes_of(config: SpeculationConfig) -> int:
-    """Causal threads at a time."""
+    """How many causal threads (lanes) may be open at the same time."""
     return config.parallel * (1 + threads_of(config))
 
 

@@ -91,7 +91,7 @@ NO_SPANS.setflags(write=False)
 
 
 def encode(message: Message) -> bytes:
-    """The frame of `message`."""
+    """The frame of `message`: header and body. Raises ProtocolError for what is not a message."""
     match message:
         case Decode():
             return _encode_decode(message)

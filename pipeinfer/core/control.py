@@ -269,7 +269,7 @@ _decoder = msgspec.json.Decoder(Control)
 
 
 def pack(message: Control) -> bytes:
-    """The bytes of a message."""
+    """The message as JSON, for `unpack`."""
     return _encoder.encode(message)
 
 

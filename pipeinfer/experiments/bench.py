@@ -97,7 +97,7 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
 
 def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
          ) -> tuple[Experiment, Mapping[str, Any]]:
-    """The fastest."""
+    """The entry of `found` with the most tokens per second."""
     return max(found, key=lambda entry: entry[1]["tokens_per_second"])
 
 
@@ -243,7 +243,7 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
 
 
 def as_text(data: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """The result of `measure` as a table of text."""
     experiment = data["experiment"]
     speed = {row["policy"]: row["tokens_per_second"] for row in data["policies"]}
     head = ["policy", "tokens/s", "x iterative", "x synchronous", "TTFT", "ITL", "memory/node",

@@ -56,7 +56,7 @@ class View:
 
     @property
     def n_layers(self) -> int:
-        """Layers."""
+        """How many layers the model has."""
         return len(self.load.costs)
 
     @property

@@ -91,12 +91,12 @@ class ModelDir:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder, without its parents."""
         return self.path.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors together, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @cached_property

@@ -102,12 +102,12 @@ class Hollow:
                    source.header, source.total)
 
     def to_json(self) -> dict[str, Any]:
-        """For the wire."""
+        """The header as plain data for JSON; its bytes in base64."""
         return {**dataclasses.asdict(self), "header": base64.b64encode(self.header).decode()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hollow:
-        """The inverse of `to_json`."""
+        """The header from what `to_json` made."""
         return cls(data["fingerprint"], data["n_layers"],
                    {int(k): v for k, v in data["layer_bytes"].items()},
                    base64.b64decode(data["header"]), data["total"])

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that hold a stage."""
+        """The ranks that hold a stage, in the order of the pipeline."""
         if self.whole:
             return self.candidates
         return tuple(self.candidates[i] for i, _, _ in self.split.ranges())

@@ -66,7 +66,7 @@ class Run:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its lanes, each once."""
+        """The lanes that have rows in the run, each once, in order of their rows."""
         return list(dict.fromkeys(self.owners))
 
 
@@ -124,7 +124,7 @@ class Lane:
 
     @property
     def request(self) -> Request:
-        """What it works for."""
+        """The request that the lane works for: its own, or the whole response's."""
         return self.own or self.ticket.request
 
     @property
@@ -145,7 +145,7 @@ class Lane:
 
     @property
     def stats(self) -> LaneStats:
-        """Its counters."""
+        """Counters of the response; the lanes of one response share them."""
         return self.ticket.stats
 
     @property
@@ -155,7 +155,7 @@ class Lane:
 
     @property
     def n_output(self) -> int:
-        """Accepted output tokens."""
+        """How many output tokens have been accepted."""
         return len(self.accepted) - len(self.request.prompt)
 
     @property

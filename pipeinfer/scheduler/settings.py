@@ -82,12 +82,12 @@ class Limits:
 
     @property
     def n_ids(self) -> int:
-        """Sequence ids in all."""
+        """How many sequence ids the cache needs in all."""
         return self.lanes + self.kept + self.partitions
 
     @property
     def lanes(self) -> int:
-        """Causal threads in all."""
+        """How many causal threads (lanes) may be open at the same time."""
         return self.parallel * (1 + self.threads)
 
     def group(self, lanes: int) -> int:

@@ -133,7 +133,7 @@ class Server:
     # --- text and tokens ----------------------------------------------------------------------
 
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
-        """A text's tokens."""
+        """The token ids of a text."""
         tokenizer = self.hub.check_ready()
         tokens = await prompts.encode(tokenizer, body.content, special=body.parse_special,
                                       add_bos=None if body.add_special else False)
@@ -148,7 +148,7 @@ class Server:
         return await asyncio.to_thread(pieces)
 
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
-        """The text of tokens."""
+        """The text that token ids stand for."""
         tokenizer = self.hub.check_ready()
         tokens = prompts.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
@@ -168,7 +168,7 @@ class Server:
         return Reply(replies.ModelList(object="list", data=[self._model()]))
 
     async def model(self, name: str) -> Response:
-        """A model by its name."""
+        """The served model, if `name` is its name; else 404."""
         self._check_model(name)
         return Reply(self._model())
 
@@ -194,7 +194,7 @@ class Server:
         return Reply(body, 503, {"Retry-After": "2"})
 
     async def metrics(self) -> Response:
-        """Figures for Prometheus."""
+        """The server's metrics in the text format of Prometheus."""
         return Response(self.hub.metrics.render(len(self.hub.open)),
                         headers={"Content-Type": CONTENT_TYPE})
 
@@ -287,7 +287,7 @@ class Server:
 
         async def http(_: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            text = {404: "there is nothing at this path", 405: "this path does not support this method"}
+            text = {404: "there is nothing at this path", 405: "wrong method for this path"}
             headers = dict(error.headers or {})
             if error.status_code in (408, 413):
                 headers["Connection"] = "close"

@@ -73,7 +73,7 @@ class Watcher:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def push(self, frame: dict[str, Any]) -> None:
-        """Add a frame."""
+        """Queue a frame for the client and wake its stream."""
         self.frames.append(frame)
         self.news.set()
 
@@ -195,7 +195,7 @@ class Hub:
         self.left.set()
 
     def handle(self, frame: EngineFrame) -> None:
-        """One frame of the engine."""
+        """Apply one frame of the engine to choices, status and watchers."""
         match frame:
             case News(items):
                 for item in items:

@@ -132,7 +132,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job cannot go on."""
+    """The job cannot go on, and the server says why."""
 
     op: ClassVar[str] = "failed"
     message: str
@@ -180,7 +180,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """Redistribute the layers."""
+    """A client asks to redistribute the layers."""
 
     op: ClassVar[str] = "rebalance"
     id: int

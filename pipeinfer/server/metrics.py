@@ -81,7 +81,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def answered(self, status: int) -> None:
-        """An HTTP answer went out."""
+        """Count an HTTP answer by its status."""
         self._answers.labels(str(status)).inc()
 
     def refused(self) -> None:

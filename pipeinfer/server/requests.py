@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def count(self) -> int:
-        """Choices in all."""
+        """How many choices the request asks for: prompts times n."""
         return len(self.prompts) * self.n
 
     def params_of(self, index: int, n_prompt: int) -> SamplingParams:

@@ -111,7 +111,7 @@ class Extras(Strict):
 
 
 class JsonSchema(Strict):
-    """A named JSON schema."""
+    """A named JSON schema that the answer must follow."""
 
     name: str | None = Field(None, max_length=256)
     description: str | None = None
@@ -182,7 +182,7 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    """A part of a message."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -234,7 +234,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    """The name of a function."""
+    """The name of the function that must be called."""
 
     name: str
 
@@ -256,7 +256,7 @@ class Conversation(Strict):
 
 
 class ChatRequest(Sampling, Conversation):
-    """Answer a conversation."""
+    """A conversation to answer (/v1/chat/completions)."""
 
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
@@ -277,7 +277,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens to text."""
+    """Token ids to turn into text."""
 
     tokens: list[Token]
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Left(Exception):
-    """The client has gone."""
+    """The client disconnected before its answer was complete."""
 
 
 class Job:
@@ -146,7 +146,7 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """`data` as one server-sent event, with its empty line."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -57,12 +57,12 @@ def _add(found: dict[str, Spec], spec: Any, where: str) -> None:
 
 
 def proposers() -> Mapping[str, ProposerSpec]:
-    """The proposers by name."""
+    """All known proposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, ProposerSpec)}
 
 
 def decomposers() -> Mapping[str, DecomposerSpec]:
-    """The decomposers by name."""
+    """All known decomposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, DecomposerSpec)}
 
 

@@ -108,7 +108,7 @@ class Writer(Protocol):
 
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
                ) -> tuple[int, ...]:
-        """`render`, as tokens."""
+        """The token ids of what `render` gives."""
 
     def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "") -> str:
         """A conversation with what asks for the method `name`: the model's own system message, or

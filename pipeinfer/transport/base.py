@@ -66,7 +66,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes sent over all tags."""
+        """How many bytes were sent in all, over all tags."""
         return sum(self.n_bytes.values())
 
 
@@ -137,7 +137,7 @@ class Wakeup:
             self._rings.put(None)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all rings that have not been waited for."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._rings.get_nowait()

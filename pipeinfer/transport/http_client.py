@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text."""
+        """The body as text; bytes that are not UTF-8 become U+FFFD."""
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
@@ -83,7 +83,7 @@ def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
 
 async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
                     headers: Mapping[str, str] | None = None) -> Answer:
-    """`ask`, in an event loop."""
+    """Like `ask`, for use in an event loop."""
     async with stream_async(method, url, body, timeout=timeout, headers=headers) as response:
         return _whole(response, await response.aread())
 

@@ -57,7 +57,8 @@ def test_figures_and_the_last_sentence():
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (["--fault", "flood"], "flood"), (["--ranks", "3", "--spares", "2"], "leave no rank for a stage"),
+    (["--fault", "flood"], "flood"),
+    (["--ranks", "3", "--spares", "2"], "leave no rank for a stage"),
     (["--moment", "lunch"], "lunch")])
 def test_wrong_use(args, says):
     done = launch.run(1, [*CHAOS, *args], timeout=60)

@@ -241,7 +241,7 @@ class TorchBackend:
         return self._table.bounds(seq_id)
 
     def used_cells(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the cache are taken."""
         return self._table.used()
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:

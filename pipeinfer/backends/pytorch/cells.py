@@ -86,7 +86,7 @@ class CellTable:
         self.free(np.flatnonzero(self._pinned))
 
     def free(self, cells: Indices) -> None:
-        """Free these cells."""
+        """Free `cells`: they have no position, sequence ids or pins any more."""
         self._pos[cells], self._sets[cells] = -1, 0
         self._joined[cells], self._pinned[cells] = 0, False
 
@@ -164,7 +164,7 @@ class CellTable:
         return (int(found.min()), int(found.max())) if len(found) else None
 
     def used(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the table are taken."""
         return int(np.count_nonzero(self._pos >= 0))
 
     def listing(self) -> list[tuple[int, frozenset[int]]]:

@@ -41,7 +41,7 @@ class TensorSource(Protocol):
         """The tensor on the CPU. Raises ModelError when it is missing or no float tensor."""
 
     def has(self, name: str) -> bool:
-        """Whether the file has it."""
+        """Whether the file has a tensor of this name."""
 
 
 @dataclass(slots=True)

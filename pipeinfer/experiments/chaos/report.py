@@ -51,7 +51,7 @@ class Outcome:
         return self.kept and self.happened and not self.left
 
     def line(self) -> str:
-        """For people."""
+        """The outcome in one line for people, with a further line per damaged request."""
         parts = [f"run {self.number + 1}: {self.what or f'{self.fault} in {self.moment}'}:"]
         parts.append(f"{'ok' if self.clean else 'kept' if self.kept else 'FAILED'},")
         if not self.happened:
@@ -73,7 +73,7 @@ class Outcome:
         return text + (f"\n  {self.trouble}" if self.trouble else "")
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The outcome as plain data, with `kept` and `clean`."""
         return {**asdict(self), "kept": self.kept, "clean": self.clean}
 
 

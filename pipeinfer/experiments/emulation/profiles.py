@@ -170,7 +170,7 @@ class ClusterProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """Everything by name."""
+    """All profiles of nodes, models, links, pairs and clusters, by name."""
 
     nodes: Mapping[str, NodeProfile]
     models: Mapping[str, ModelProfile]

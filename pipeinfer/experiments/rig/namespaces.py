@@ -285,11 +285,11 @@ class Cluster:
                         os.kill(pid, signal.SIGKILL)
 
     def pids(self, node: int) -> list[int]:
-        """Processes of a node."""
+        """Process ids of everything that runs on a node."""
         return _pids(f"{self.id}n{node}")
 
     def unplug(self, node: int) -> None:
-        """Pull a node's cable."""
+        """Cut a node off: its port of the switch goes down."""
         _run("ip", "-n", f"{self.id}sw", "link", "set", f"port{node}", "down")
 
     def sent_bytes(self, node: int) -> int:

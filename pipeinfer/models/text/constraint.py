@@ -127,6 +127,6 @@ class Constraints:
         return found
 
     def forget(self, lane: Hashable) -> None:
-        """A lane has ended."""
+        """Drop everything that was kept for a lane, which has ended."""
         for key in [key for key in self._made if key[0] == lane]:
             del self._made[key]

@@ -62,7 +62,7 @@ class FolderTokenizer(Tokenizer):
         self._bytes = {text: i for i, text in enumerate(byte_tokens())}
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
     @cached_property
     def _bos(self) -> int | None:

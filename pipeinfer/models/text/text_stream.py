@@ -27,7 +27,7 @@ class TextStream:
 
     @property
     def taken(self) -> int:
-        """Characters handed out."""
+        """How many characters have been handed out."""
         return self.certain - len(self._ready)
 
     def push(self, token: int, seen: bytes | None = None) -> str:

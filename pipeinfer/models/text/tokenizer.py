@@ -141,7 +141,7 @@ class Tokenizer:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
-        """A new streaming decoder."""
+        """A new streaming decoder; special: it writes special tokens, too."""
         return Detokenizer(self, special)
 
     @property

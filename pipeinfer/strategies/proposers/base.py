@@ -35,7 +35,7 @@ class Proposer(Protocol):
         """
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release memory, models and threads; nothing may be called afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

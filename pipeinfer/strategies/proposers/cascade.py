@@ -24,7 +24,7 @@ class Cascade:
 
     @property
     def rows_evaluated(self) -> int:
-        """Of all of them."""
+        """How many rows all proposers together have evaluated."""
         return sum(proposer.rows_evaluated for proposer in self._proposers)
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]

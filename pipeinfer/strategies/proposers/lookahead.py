@@ -188,7 +188,7 @@ class Lookahead:
         return found
 
     def window_of(self, lane: int) -> Window:
-        """The window of a lane."""
+        """The window of a lane that is open."""
         return self._lanes[lane].window
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:

@@ -41,7 +41,7 @@ class Frozen:
         self.shard, self.layers = shard, len(shard.decoder)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[b, n] -> [b, n, n_embd]."""
+        """The embedding of tokens: [b, n] -> [b, n, n_embd]."""
         return self.shard.embedding(tokens)
 
     def run(self, stream: Tensor, positions: Tensor, hook: Hook) -> Tensor:
