@@ -52,12 +52,20 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What one host is to the job. Empty texts, zero threads and None mean "not said".
+    """Settings of one host. Empty texts, zero threads and None mean "not set".
 
-    numa: llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the host's
-    first rank on node 0, its second on node 1). device: cpu, gpu, or gpu:2 for the third one.
-    backend: llamacpp or torch.
-    memory: bytes that the job may fill on this host. layers: how many layers its stage holds.
+    profile: name of a node profile
+    device: cpu, gpu, or gpu:2 for the third GPU
+    threads: of a stage
+    threads_draft: of the draft
+    numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
+        host's first rank on node 0, its second on node 1)
+    role: one of ROLES
+    memory: bytes that the job may fill on this host
+    layers: how many layers its stage holds
+    gpu_layers: layers of a stage on its GPU
+    gpu_layers_draft: layers of the draft on the GPU
+    backend: llamacpp or torch
     """
 
     profile: str = ""
@@ -94,9 +102,19 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank of the job as rank 0 sees it. memory: bytes that it may fill; cores: its own,
-    cores_host: those of its host; bell: see `control.Bell`; dead: it was lost while the job
-    started."""
+    """A rank of the job as rank 0 sees it.
+
+    rank: its number
+    host: name of its host
+    memory: bytes that it may fill
+    cores: its own
+    cores_host: those of its whole host
+    settings: of its host
+    asked_backend: value of its --backend
+    torch_missing: packages that the torch backend would need there
+    bell: where it is woken, see `control.Bell`
+    dead: whether it was lost while the job started
+    """
 
     rank: int
     host: str

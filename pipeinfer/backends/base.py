@@ -20,11 +20,20 @@ NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a loaded shard is. Sizes in elements, memory in bytes.
+    """What a loaded shard is.
 
-    first/last: whether it holds the embedding / the output head. layers: `[start, stop)` of the
-    whole model's layers. n_ctx: cells. n_seq_max: usable ids are `0..n_seq_max-1`. n_batch: most
-    rows of one decode.
+    architecture: of the model, as its file names it
+    layers: `[start, stop)` of the whole model's layers
+    n_layers_total: layers of the whole model
+    first: whether the shard holds the embedding
+    last: whether the shard holds the output head
+    n_embd: elements of an activation
+    n_vocab: tokens of the vocabulary
+    n_ctx: cells of the cache
+    n_seq_max: usable sequence ids are `0..n_seq_max-1`
+    n_batch: maximum rows of one decode
+    weight_bytes: memory of the weights, in bytes
+    cache_bytes: memory of the cache, in bytes
     """
 
     architecture: str

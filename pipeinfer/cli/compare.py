@@ -54,11 +54,21 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """What a method made of a prompt. seconds: from asking to the last token, prompt included.
+    """How a method answered a prompt.
 
-    visible: tokens of which the reader sees something. tokens: all that the model chose. steps:
-    passes through the pipeline one after the other. cells: most cells in use. busy: share of the
-    stages' time that runs took; wasted: share of that spent on guesses that were wrong.
+    method: as the user named it
+    seconds: from asking to the last token, prompt included
+    tokens: all tokens that the model chose
+    visible: tokens of which the reader sees something
+    steps: passes through the pipeline that had to follow one another
+    runs: runs issued
+    cells: maximum cells in use
+    busy: share of the stages' time spent on runs
+    wasted: share of that spent on wrong guesses
+    acceptance: share of guesses that were right, None without guesses
+    quality: score of the answer from 0 to 1, None where it is not scored
+    exact: whether the answer is right in every item, None where it is not known
+    text: the answer
     """
 
     method: str

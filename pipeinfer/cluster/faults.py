@@ -68,9 +68,15 @@ _LASTING = (Kind.SLOW_LINK, Kind.LOSE_CANCEL)
 class Fault:
     """One fault on one rank; `str` gives back what `parse_faults` reads.
 
-    moment: load, prefill, decode, recovery or "" (all the time). count: which decode, chunk or
-    recovery, from 1. phase: of loading, "" for any. layer: how many of the rank's own layers are
-    done, -1: none has begun. type: of the exception. ms: delay. every: which cancellations.
+    kind: what goes wrong
+    rank: the rank that it happens to
+    moment: load, prefill, decode, recovery or "" (all the time)
+    count: which decode, chunk or recovery, from 1
+    phase: of loading; "" for any
+    layer: how many of the rank's own layers are done; -1: none has begun
+    type: of the exception that is raised
+    ms: delay in milliseconds
+    every: every how many cancellations one is affected
     """
 
     kind: Kind

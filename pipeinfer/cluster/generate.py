@@ -34,12 +34,19 @@ _request_ids = itertools.count()
 
 @dataclass(slots=True)
 class Generated:
-    """What a request brought. Times in seconds since its submission.
+    """The outcome of a request.
 
-    reason: stop (end of text or stop string), length, context, interrupted. speculated: per
-    token, whether it was in flight before it was accepted. threads: of a response in threads,
-    which one brought each token (tokens are in reading order). visible: tokens of which the reader
-    sees something.
+    tokens: ids of the output; in reading order where the response has threads
+    text: the output as text
+    reason: why it ended: stop (end of text or stop string), length, context, interrupted
+    n_prompt: tokens of the prompt
+    times: seconds from submission to each token
+    speculated: per token, whether it was in flight before it was accepted
+    logprobs: per token; None where it is not known
+    lane: counters of its lane
+    seed: of the noise, as used
+    threads: per token, the thread of the response that it comes from
+    visible: tokens of which the reader sees something
     """
 
     tokens: list[int] = field(default_factory=list)

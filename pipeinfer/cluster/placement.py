@@ -41,7 +41,14 @@ Hosts = Sequence[RankInfo]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the head knows when it has planned: the plan, what it rests on, notes for the user."""
+    """What the head knows when it has planned.
+
+    plan: which rank holds which layers
+    load: costs and bytes of the model's layers
+    members: what the planner knows of each candidate
+    figures: measurements by rank
+    notes: for the user
+    """
 
     plan: Plan
     load: Load

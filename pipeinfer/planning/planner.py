@@ -51,11 +51,14 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
+    """Stages in order: `ranks[i]` holds layers `ranges[i]`. Seconds are relative unless `timed`.
 
-    equal: what equal shares for every rank that may hold a stage would have been. Seconds are
-    relative where nothing was measured (`timed` False). left_out: rank -> why. whole: how many
-    layers the model has, where every candidate holds them all.
+    candidates: ranks that may hold a stage
+    split: layers of each candidate, in their order
+    equal: the same with equal shares for every candidate
+    left_out: candidates without layers, and why
+    timed: whether ranks were measured, so that seconds are real
+    whole: how many layers the model has, where every candidate holds them all; else 0
     """
 
     candidates: tuple[int, ...]
