@@ -1,21 +1,24 @@
-"""Every error pipeinfer raises on purpose, as one tree.
+"""The errors that pipeinfer raises on purpose, as one tree with exit codes.
 
     PipeinferError                  exit code 1
     |-- UsageError                  2   an option, config file or input that cannot be used
     |-- ModelError                  3   a model file that is missing, damaged or unsuitable
-    |   `-- UnsupportedArchitecture     layers of this architecture cannot be cut apart safely
+    |   `-- UnsupportedArchitecture     a sound model that this backend or split does not support
     |-- PlanError                   4   the model does not fit the ranks (layers, memory)
     |-- RequestError                5   one request failed, the others go on (recoverable)
-    |   `-- ContextOverflow             prompt and output exceed the context
-    `-- ClusterError                6   the job cannot go on (fatal)
-        |-- ProtocolError               a message that is not understood
+    |   `-- ContextOverflow             the prompt does not fit the context
+    `-- ClusterError                6   the job cannot go on
+        |-- ProtocolError               a malformed or unexpected message or event
         |-- TransportTimeout            a wait ran into its deadline
         |-- MismatchError               ranks disagree on version, config or model
         |-- BackendError                a decode or a cache operation failed
-        `-- WorkerFailed                another rank failed; carries its traceback
+        |-- RankLost                    a rank is dead or unreachable (the job may recover)
+        `-- WorkerFailed                another rank failed; carries its traceback (likewise)
 
-This module knows nothing about how errors are shown: the command line prints the first line and
-exits with `exit_code`, a server turns them into events.
+Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
+`server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
+This module knows nothing about how errors are shown: the command line prints the message as one
+line and exits with `exit_code`, a server turns it into an event or an answer.
 """
 
 
@@ -38,7 +41,7 @@ class ModelError(PipeinferError):
 
 
 class UnsupportedArchitecture(ModelError):
-    """The architecture is not on the list of those proven to split bit-equal."""
+    """The model is sound, but this backend, or a split of it, is not known to be correct."""
 
 
 class PlanError(PipeinferError):
@@ -54,21 +57,28 @@ class RequestError(PipeinferError):
 
 
 class ContextOverflow(RequestError):
-    """Prompt plus output exceed the context size."""
+    """The prompt does not fit the context."""
 
 
 class ClusterError(PipeinferError):
-    """The whole job cannot go on; every request of it fails."""
+    """The job cannot go on, unless the head recovers from it (`RankLost`, `WorkerFailed`)."""
 
     exit_code = 6
 
 
 class ProtocolError(ClusterError):
-    """A message with a bad header, an unknown operation or inconsistent lengths."""
+    """A malformed or unexpected message, or an event at a time when it is not allowed."""
 
 
 class TransportTimeout(ClusterError):
-    """A wait ran into its deadline; names who waited for whom, for what."""
+    """A wait ran into its deadline.
+
+    rank: which waited
+    peer: the rank it waited for; None for any
+    tag: of the message
+    run_id: of the run it was about; None for none
+    seconds: how long it waited
+    """
 
     def __init__(
         self, *, rank: int, peer: int | None, tag: str, run_id: int | None, seconds: float
@@ -91,7 +101,11 @@ class BackendError(ClusterError):
 
 
 class RankLost(ClusterError):
-    """A rank is dead, hangs or cannot be reached. why: goes on after "rank 3"."""
+    """A rank is dead, hangs or cannot be reached.
+
+    rank: its number
+    why: what happened, as the rest of a sentence that begins with "rank 3"
+    """
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} {why}")
@@ -99,7 +113,13 @@ class RankLost(ClusterError):
 
 
 class WorkerFailed(ClusterError):
-    """Another rank failed: `remote_traceback` is what it saw."""
+    """Another rank reported an error.
+
+    rank, host: where it happened
+    run_id: the run that it worked on; None for none
+    summary: the error in one line
+    remote_traceback: the rank's traceback, "" if there is none
+    """
 
     def __init__(
         self, *, rank: int, host: str, run_id: int | None, summary: str, remote_traceback: str

@@ -201,7 +201,6 @@ class _Part:
             if key in self.meta:
                 raise cursor.fail(f"metadata {key!r} appears twice")
             self.meta[key] = MetaSpan(start, value, cursor.pos, kind)
-        self.meta_end = cursor.pos
         table = [self._tensor_entry(cursor) for _ in range(n_tensors)]
         self.header = bytes(cursor.data[: cursor.pos])
         alignment = self.value("general.alignment", DEFAULT_ALIGNMENT)
@@ -386,10 +385,6 @@ class ModelFile:
         span = self._parts[0].meta[key]
         return self._parts[0].header[span.start : span.end]
 
-    def layer_tensors(self, layer: int) -> list[TensorInfo]:
-        """The tensors of one layer in file order."""
-        return [t for t in self.tensors.values() if t.layer == layer]
-
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of the tensors of each layer."""
@@ -422,7 +417,7 @@ class ModelFile:
 
         Hashes each part's size, its whole header (all metadata, the vocabulary, the tensor table)
         and one kilobyte from the middle of every tensor. Two trainings differ in nearly every
-        block, so this tells models apart; it does not notice a few flipped bits, `full_hash` does.
+        block, so this tells models apart; it does not notice a few flipped bits.
         """
         digest = hashlib.sha256()
         for part in self._parts:
@@ -438,15 +433,6 @@ class ModelFile:
                 raise ModelError(
                     f"{part.path}: cannot be read: {error.strerror or error}"
                 ) from None
-        return digest.hexdigest()
-
-    def full_hash(self) -> str:
-        """SHA-256 over every byte of every part; reads the whole model."""
-        digest = hashlib.sha256()
-        for path in self.paths:
-            with path.open("rb") as file:
-                while piece := file.read(_CHUNK):
-                    digest.update(piece)
         return digest.hexdigest()
 
     def _count(self, key: str, most: int = 2**31 - 1) -> int:

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
-DTYPES = ("auto", "float32", "bfloat16")
 #: model types that tests compare with transformers' own forward pass
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 #: of these, what is taken back from GGUF; Mistral calls itself "llama" there

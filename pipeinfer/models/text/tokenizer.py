@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import ctypes
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -181,16 +180,6 @@ class Tokenizer:
         """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
         text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
         return text
-
-    def vocab_fingerprint(self) -> str:
-        """64 hex digits over every token's text and kind, and the end-of-generation tokens."""
-        digest = hashlib.sha256()
-        for token in range(self.n_vocab):
-            text = self.token_text(token)
-            digest.update(b"%d %d %d " % (token, len(text), self._kind(token)))
-            digest.update(text)
-        digest.update(repr(sorted(self.eog_ids)).encode())
-        return digest.hexdigest()
 
     def _kind(self, token: int) -> int:
         return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))
