@@ -28,7 +28,7 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
-        """Raises UsageError for what is no such address."""
+        """Raises UsageError for a text that is not such an address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             parts.port  # noqa: B018  (a property that checks)

@@ -57,7 +57,7 @@ class BitaAdapter:
 
 
 def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
-    """Read an adapter. Raises ModelError for a file that is none."""
+    """Read an adapter. Raises ModelError for a file that is not one."""
     from safetensors import SafetensorError, safe_open
 
     where = os.fspath(path)

@@ -132,7 +132,7 @@ class Threads:
                                     if not self._open(response, fork, step)]
 
     def hand_out(self, response: Response, pieces: Iterable[Piece]) -> None:
-        """Pieces become tokens for whoever asked, but for those that he has had."""
+        """Emit the pieces that the client has not received yet."""
         for piece in pieces:
             choice, guessed = response.chosen[piece.thread][piece.number]
             if response.muted:

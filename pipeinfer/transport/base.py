@@ -24,7 +24,7 @@ from pipeinfer.core.messages import Message, Tag
 
 
 class Regrouped(Exception):
-    """The head has arranged the nodes anew: what is under way on this port is void."""
+    """The head has rearranged the nodes: messages under way on this port are void."""
 
 
 class Dismissed(Exception):

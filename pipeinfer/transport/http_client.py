@@ -46,7 +46,7 @@ class Answer:
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body as JSON. Raises ValueError for what is none."""
+        """The body as JSON. Raises ValueError for a body that is not JSON."""
         return json.loads(self.body)
 
 
