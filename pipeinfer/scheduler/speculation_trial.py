@@ -3,8 +3,8 @@
 The controller's model takes the draft for a machine of its own. Where the draft shares cores with
 stages, drafting slows the stages down, so the speed of plain decoding cannot be inferred from
 speculative runs. So spans of tokens with and without guesses alternate, and the slower kind is
-tried less and less often. Spans are compared at the same number of requests. This module knows no clock: it is
-told times, in seconds.
+tried less and less often. Spans are compared at the same number of requests. This module knows no
+clock: it is told times, in seconds.
 """
 
 from __future__ import annotations
