@@ -66,48 +66,50 @@ class ModelConfig:
                                  "with the embedded target, else none].")
     backend: str = _opt("auto", "--backend", kind="str",
                         choices=("auto", "llamacpp", "torch"),
-                        help="What evaluates the target's layers; auto: torch for a Hugging Face "
-                             "folder, llama.cpp for GGUF. See docs/torch.md.")
+                        help="Library that computes the target's layers; auto: torch for a Hugging "
+                             "Face folder, llama.cpp for GGUF. See docs/torch.md.")
     device: str = _opt("auto", "--device", kind="str",
-                       help="Where torch computes: cpu, cuda or cuda:N; auto: a GPU that torch "
-                            "sees, else the processor. (llama.cpp: see -ngl.)")
+                       help="Device that torch uses: cpu, cuda or cuda:N; auto: a GPU if torch "
+                            "finds one, else the processor. (llama.cpp: see -ngl.)")
     dtype: str = _opt("auto", "--dtype", kind="str",
                       choices=("auto", "float32", "bfloat16"),
-                      help="Type of torch's weights, cache and arithmetic; auto: float32 on "
+                      help="Data type of torch's weights, cache and arithmetic; auto: float32 on "
                            "processors, bfloat16 on GPUs.")
     draft_small: str = _opt("", "-mds", "--model-draft-small", kind="str",
-                            help="A second, smaller draft model that is asked first; the other "
-                                 "one where it is unsure.")
+                            help="A second, smaller draft model, asked first; where it is unsure, "
+                                 "the larger one is asked.")
     ctx: int = _opt(0, "-c", "--ctx-size", low=0, high=2**24,
-                    help="Context in tokens; 0 takes the model's own, at most 8192.")
+                    help="Context in tokens; 0: the model's own, at most 8192.")
     threads: int = _opt(0, "-t", "--threads", low=0, high=512,
-                        help="Threads per stage; 0 shares the host's cores among its ranks.")
+                        help="Threads per stage; 0: the host's cores, shared evenly among its "
+                             "ranks.")
     threads_draft: int = _opt(0, "-td", "--threads-draft", low=0, high=512,
-                              help="Threads of the draft; 0 as for a stage.")
+                              help="Threads of the draft; 0: as many as a stage.")
     gpu_layers: int = _opt(0, "-ngl", "--n-gpu-layers", low=0, high=100_000,
-                           help="Layers of a stage on its GPU.")
+                           help="Number of layers of a stage to put on its GPU.")
     gpu_layers_draft: int = _opt(0, "-ngld", "--n-gpu-layers-draft", low=0,
-                                 high=100_000, help="Layers of the draft on the GPU.")
+                                 high=100_000,
+                                 help="Number of layers of the draft to put on the GPU.")
     cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str",
                              choices=CACHE_TYPES,
-                             help="Type of the cached keys; auto: what keeps decodes exact "
-                                  "(f16).")
+                             help="Data type of the cached keys; auto: the one that keeps decodes "
+                                  "exact (f16).")
     cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str",
                              choices=CACHE_TYPES,
-                             help="Type of the cached values; auto: what keeps decodes exact "
-                                  "(q8_0 on a CPU, see docs/exactness.md).")
+                             help="Data type of the cached values; auto: the one that keeps "
+                                  "decodes exact (q8_0 on a CPU, see docs/exactness.md).")
     ubatch: int = _opt(0, "-ub", "--ubatch-size", low=0, high=65536,
-                       help="Most prompt rows of one decode: lowers --chunk.")
+                       help="Maximum prompt rows of one decode; limits --chunk.")
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str",
                            choices=("auto", "on", "off"), help="Flash attention.")
     mlock: bool = _opt(False, "--mlock", kind="flag",
-                       help="Keep the weights in memory.")
+                       help="Lock the weights in memory.")
     mmap: bool = _opt(True, "--mmap", kind="flag", off_flag="--no-mmap",
-                      help="Map the weights instead of reading them.")
+                      help="Map the weights into memory instead of reading them.")
     numa: str = _opt("", "--numa", kind="str",
                      choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
     exact: str = _opt("on", "--exact", kind="str", choices=("on", "off"),
-                      help="Keep runs to the width at which decodes are bit-equal to single rows.")
+                      help="Limit runs to the width at which decodes are bit-equal to single rows.")
 
     def __post_init__(self) -> None:
         kind = self.cache_type_v
@@ -120,51 +122,56 @@ class ClusterConfig:
     """Ranks and hosts: who holds what, what is measured, watched and recorded."""
 
     distribute: bool = _opt(False, "--distribute", kind="flag",
-                            help="Ranks without the model file get their layers from rank 0 and "
+                            help="Send layers from rank 0 to ranks without the model file, which "
                                  "keep them; see docs/clusters.md.")
     pace_ms: float = _opt(0.0, "--pace-ms", kind="float", low=0, high=60_000,
-                          help="For experiments: every decode of a stage takes at least so many "
-                               "milliseconds, as on a slower machine.")
+                          help="For experiments: make every decode of a stage take at least this "
+                               "many milliseconds, as on a slower machine.")
     pace_row_ms: float = _opt(0.0, "--pace-row-ms", kind="float", low=0,
-                              high=60_000, help="Milliseconds more for each further row of a "
-                                                "decode, with --pace-ms.")
+                              high=60_000,
+                              help="With --pace-ms: milliseconds to add for each further row of a "
+                                   "decode.")
     cancel_path: str = _opt("direct", "--cancel-path", kind="str",
                             choices=("direct", "backward"),
-                            help="How cancellations travel: to every stage at once, or against "
-                                 "the flow as in the paper.")
+                            help="How cancellations travel: directly to every stage, or backward "
+                                 "from stage to stage as in the paper.")
     head_stage: bool = _opt(False, "--head-stage", kind="flag",
-                            help="Rank 0 holds the first layers too.")
+                            help="Give rank 0 the first layers, too.")
     keep_binding: bool = _opt(False, "--keep-binding", kind="flag",
-                              help="Leave the processor binding as the launcher set it.")
+                              help="Keep the processor binding that the launcher set.")
     nodes: str = _opt("", "--nodes", kind="str",
-                      help="TOML file with settings per host, see docs/clusters.md [default: the "
-                           "one beside the hostfile under launch/ssh].")
+                      help="TOML file with settings per host, see docs/clusters.md [default: with "
+                           "launch/ssh, the one beside the hostfile].")
     split: str = _opt("planned", "--split", kind="str",
                       choices=("planned", "equal"),
-                      help="Layers per stage: planned by what each rank measured, or equally many.")
+                      help="Layers per stage: planned from each rank's measured speed, or equal "
+                           "shares.")
     layers: str = _opt("", "--layers", kind="str",
-                       help="Layers of each stage, like 10,12,12,6; 0 leaves a rank out.")
+                       help="Number of layers of each stage, such as 10,12,12,6; 0 leaves a rank "
+                            "out.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag",
-                           help="Measure the ranks anew instead of taking remembered figures.")
+                           help="Measure the ranks again instead of using cached measurements.")
     timeout: float = _opt(300.0, "--timeout", kind="float", low=0.1, high=1e6,
-                          help="Seconds without an answer after which the job gives up.")
+                          help="Seconds to wait for an answer of another rank before the "
+                               "job fails.")
     trace: str = _opt("", "--trace", kind="str",
                       help="Write a Chrome trace (JSON) of every run to this file.")
     heartbeat: float = _opt(2.0, "--heartbeat", kind="float", low=0, high=3600,
-                            help="Seconds of silence after which a rank counts as hanging and is "
-                                 "killed, and a host as lost; 0 watches nobody (for debuggers).")
+                            help="Seconds of silence after which a hanging rank is killed and an "
+                                 "unreachable host counts as lost; 0 switches this off (for "
+                                 "debuggers).")
     spares: int = _opt(0, "--spares", low=0, high=1000,
-                       help="How many ranks, the last ones, hold no layers but stand in at once "
-                            "for one that dies; see docs/chaos.md.")
+                       help="Number of ranks, counted from the last, that hold no layers until "
+                            "they replace a rank that dies; see docs/chaos.md.")
     rebalance: str = _opt("auto", "--rebalance", kind="str",
                           choices=("auto", "off"),
-                          help="serve: deal the layers out anew, between requests, when a stage "
-                               "has become slow and that promises a quarter more speed.")
+                          help="serve: redistribute the layers between requests when a stage has "
+                               "become slow and at least 25 % more speed is expected.")
     debug: bool = _opt(False, "--debug", kind="flag",
                        help="Check the scheduler's state after every event, and end the job where "
                             "it contradicts itself.")
     fault: tuple[str, ...] = _opt((), "--fault", kind="list",
-                                  help="For experiments: let something go wrong on purpose, like "
+                                  help="For experiments: cause a fault on purpose, such as "
                                        "kill@2:decode=30 (repeatable; see docs/chaos.md).")
 
 
@@ -174,72 +181,79 @@ class SpeculationConfig:
 
     policy: str = _opt("", "--policy", kind="str",
                        choices=("", "iterative", "speculative", "pipeinfer"),
-                       help="What to issue next [default: pipeinfer with a draft, else iterative].")
+                       help="How to decode: one token at a time, with synchronous or with "
+                            "asynchronous speculation [default: pipeinfer with a draft, else "
+                            "iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
-                                     help="Where guesses come from (repeatable: asked in that "
-                                          "order until one is sure).")
+                                     help="Source of guesses (repeatable: asked in the given order "
+                                          "until one is confident).")
     layout: str = _opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
-                            "whole model, and the rows of lookahead decoding are dealt out "
+                            "whole model, and the rows of lookahead decoding are shared out "
                             "(docs/lookahead.md).")
     decomposer: str = _opt("", "--decomposer", kind="str", registered="decomposers",
                            help="Decode a response in several threads at once; see "
-                                "docs/decomposers.md. The prompt becomes a chat message; the model "
-                                "is by default a small embedded one that was trained for it.")
+                                "docs/decomposers.md. The prompt becomes a chat message; the "
+                                "default model is a small embedded one that was trained for this.")
     decompose_threads: int = _opt(8, "--decompose-threads", low=1, high=64,
-                                  help="Most threads of a response beside its main one.")
+                                  help="Maximum number of threads of a response beside its main "
+                                       "one.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
-                                   help="Switch a component off (repeatable).")
+                                   help="Switch off a component of pipeinfer (repeatable).")
     draft_max: int = _opt(0, "--draft-max", "--draft", low=0, high=64,
-                          help="Guesses per micro-batch; 0: tuned while running.")
+                          help="Maximum guesses per micro-batch; 0: tuned while running.")
     tree_max: int = _opt(0, "--tree-max", low=0, high=256,
                          help="Drafted tokens of a synchronous tree (--policy speculative); 0: 2 "
-                              "to 7 by what a further row costs here.")
+                              "to 7, depending on what a further row costs here.")
     draft_p_min: float = _opt(-1.0, "--draft-p-min", kind="float", low=-1, high=1,
-                              help="Confidence below which a drafted token is not issued; -1: "
-                                   "0.4 for synchronous trees, else --path-min alone decides.")
+                              help="Do not issue drafted tokens below this confidence; -1: 0.4 for "
+                                   "synchronous trees, else only --path-min applies.")
     path_min: float = _opt(-1.0, "--path-min", kind="float", low=-1, high=2,
-                           help="Least estimated probability that a guess and all before it are "
-                                "right; -1: tuned while running.")
+                           help="Issue a guess only if it and all before it are right with at "
+                                "least this estimated probability; -1: tuned while running.")
     alternatives: int = _opt(-1, "--alternatives", low=-1, high=7,
-                             help="Second, third, ... choices of the draft that may be issued "
-                                  "beside its first; -1: 1, or 2 on long pipelines.")
+                             help="How many of the draft's second, third, ... choices may be "
+                                  "issued beside its first; -1: 1, or 2 on long pipelines.")
     adapt: bool = _opt(True, "--adapt", kind="flag", off_flag="--no-adapt",
                        help="Tune credit, micro-batch size, cutoff and tip while running.")
     p_split: float = _opt(-1.0, "--p-split", kind="float", low=-1, high=1,
-                          help="Confidence from which a further branch or alternative counts; "
-                               "-1: 0.2 for synchronous trees, else 0.02.")
+                          help="Least confidence of a further branch or alternative; -1: 0.2 for "
+                               "synchronous trees, else 0.02.")
     p_recovery: float = _opt(0.0, "--p-recovery", kind="float", low=0, high=1,
-                             help="Added to the cutoff per run issued since the last acceptance.")
+                             help="Raise the cutoff by this much for each run issued since the "
+                                  "last acceptance.")
     p_decay: float = _opt(0.0, "--p-decay", kind="float", low=0, high=1,
-                          help="Taken off the cutoff per empty draft since the last acceptance.")
+                          help="Lower the cutoff by this much for each empty draft since the last "
+                               "acceptance.")
     tip: str = _opt("auto", "--tip", kind="str",
                     choices=("auto", "alone", "joined"),
-                    help="After a miss issue the accepted token alone at once, or joined with the "
-                         "first guesses below it; auto: tuned while running.")
+                    help="After a miss, issue the accepted token alone at once, or joined with the "
+                         "first guesses after it; auto: tuned while running.")
     branches: int = _opt(1, "--branches", low=1, high=32,
                          help="Paths of a synchronous tree (1: a chain).")
     partitions: int = _opt(-1, "--partitions", low=-1, high=200,
                            help="Sequence ids for side branches; -1: twice the first credit, 8 to "
                                 "60.")
     credit: int = _opt(0, "--credit", low=0, high=1024,
-                       help="Most useful runs in flight; 0: tuned, starting at stages + 1.")
+                       help="Maximum number of useful runs in flight; 0: tuned while running, from "
+                            "stages + 1.")
     chunk: int = _opt(64, "--chunk", low=1, high=4096,
-                      help="Prompt tokens per run, cut at its multiples.")
+                      help="Prompt tokens per run; prompts are cut at multiples of it.")
     parallel: int = _opt(1, "-np", "--parallel", low=1, high=128,
-                         help="Requests decoded at the same time; further ones wait (serve: 16).")
+                         help="Requests decoded at the same time; others wait (serve: 16).")
     cache_tokens: int = _opt(0, "--cache-tokens", low=0, high=2**26,
-                             help="Tokens that the cache holds for all requests and remembered "
-                                  "prompts together; 0: the context, with --parallel twice that.")
+                             help="Tokens that the cache holds for all requests and kept prompts "
+                                  "together; 0: the context, or twice that with --parallel.")
     prefix_cache: bool = _opt(True, "--prefix-cache", kind="flag",
                               off_flag="--no-prefix-cache",
-                              help="Keep prompts of ended requests: one that starts alike does "
-                                   "not compute that part again.")
+                              help="Keep prompts of finished requests, so that a new request with "
+                                   "the same beginning does not compute it again.")
     speculation: str = _opt("auto", "--speculation", kind="str",
                             choices=("auto", "on", "off"),
-                            help="With several requests: guess as far as their own tokens leave "
-                                 "room (auto), as if each were alone (on), or not at all (off).")
+                            help="With several requests: guess only where their own tokens leave "
+                                 "room (auto), as much as for a single request (on), or not at all "
+                                 "(off).")
 
     #: values of strategies' own options by name; one that is not in it has its default
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -250,24 +264,28 @@ class SamplingConfig:
     """How the target chooses a token."""
 
     temp: float = _opt(0.8, "--temp", kind="float", low=0, high=100,
-                       help="Temperature; 0 always takes the likeliest token.")
+                       help="Temperature; 0: always the likeliest token.")
     top_k: int = _opt(40, "--top-k", low=0, high=10**7,
-                      help="Keep the k likeliest tokens; 0 keeps all.")
+                      help="Keep the k likeliest tokens; 0: all.")
     top_p: float = _opt(0.95, "--top-p", kind="float", low=0, high=1,
-                        help="Keep the likeliest tokens that hold this mass; 1 keeps all.")
+                        help="Keep the likeliest tokens whose probabilities add up to this; "
+                             "1: all.")
     min_p: float = _opt(0.05, "--min-p", kind="float", low=0, high=1,
                         help="Keep tokens at least this likely relative to the likeliest.")
     repeat_penalty: float = _opt(1.0, "--repeat-penalty", kind="float",
-                                 low=0.01, high=100, help="Divide repeated tokens' logits.")
+                                 low=0.01, high=100,
+                                 help="Divide the logits of repeated tokens by this.")
     presence_penalty: float = _opt(0.0, "--presence-penalty", kind="float",
-                                   low=-100, high=100, help="Subtract from repeated tokens.")
+                                   low=-100, high=100,
+                                   help="Subtract this from the logits of repeated tokens.")
     frequency_penalty: float = _opt(0.0, "--frequency-penalty", kind="float",
-                                    low=-100, high=100, help="Subtract per repetition.")
+                                    low=-100, high=100,
+                                    help="Subtract this from a token's logit for each repetition.")
     repeat_last_n: int = _opt(64, "--repeat-last-n", low=-1, high=2**24,
-                              help="Tokens the penalties look back on; 0 none, -1 all.")
+                              help="How many last tokens count for penalties; 0: none, -1: all.")
     logit_bias: tuple[str, ...] = _opt((), "-l", "--logit-bias", kind="list",
-                                       help="TOKEN_ID(+|-)BIAS, for instance 15043+1 "
-                                            "(repeatable).")
+                                       help="TOKEN_ID(+|-)BIAS, such as 15043+1, is added to a "
+                                            "token's logit (repeatable).")
     grammar: str = _opt("", "--grammar", kind="str",
                         help="Grammar (GBNF) that the text has to follow.")
     grammar_file: str = _opt("", "--grammar-file", kind="str",
@@ -275,7 +293,7 @@ class SamplingConfig:
     json_schema: str = _opt("", "-j", "--json-schema", kind="str",
                             help="JSON schema that the text has to follow; {} for any JSON.")
     seed: int = _opt(-1, "-s", "--seed", low=-1, high=2**63 - 1,
-                     help="Seed; -1 draws one and reports it.")
+                     help="Random seed; -1: choose one and report it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,15 +302,15 @@ class RequestConfig:
 
     prompt: str = _opt("", "-p", "--prompt", kind="str", help="Prompt text.")
     file: str = _opt("", "-f", "--file", kind="str",
-                     help="File with the prompt, - for standard input.")
+                     help="File with the prompt; -: standard input.")
     n_predict: int = _opt(128, "-n", "--n-predict", "--predict", low=0,
-                          high=2**24, help="Most tokens to generate.")
+                          high=2**24, help="Maximum number of tokens to generate.")
     chat: bool = _opt(False, "--chat", kind="flag",
                       help="Put the prompt into the model's chat template.")
     stop: tuple[str, ...] = _opt((), "-r", "--stop", "--reverse-prompt", kind="list",
-                                 help="End at this text (repeatable).")
+                                 help="Stop before this text (repeatable).")
     ignore_eos: bool = _opt(False, "--ignore-eos", kind="flag",
-                            help="Go on past the end-of-text token.")
+                            help="Continue after the end-of-text token.")
     json: bool = _opt(False, "--json", kind="flag",
                       help="Print one JSON object instead of text.")
     no_display_prompt: bool = _opt(False, "--no-display-prompt", kind="flag",
@@ -301,37 +319,40 @@ class RequestConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """The HTTP server."""
+    """Options of the HTTP server (`pipeinfer serve`)."""
 
     host: str = _opt("127.0.0.1", "--host", kind="str",
-                     help="Address to listen on; 0.0.0.0 is every network of this host.")
+                     help="Address to listen on; 0.0.0.0: all networks of this host.")
     port: int = _opt(8080, "--port", low=0, high=65535,
-                     help="Port to listen on; 0 takes a free one and prints it.")
+                     help="Port to listen on; 0: choose a free one and print it.")
     api_key: tuple[str, ...] = _opt((), "--api-key", kind="list", secret=True,
-                                    help="Key that clients have to send (repeatable). Other users "
-                                         "of the host see a command line: PIPEINFER_API_KEY or "
-                                         "--api-key-file keep it private.")
+                                    help="Key that clients must send (repeatable). Other users of "
+                                         "the host can see it on the command line: use "
+                                         "PIPEINFER_API_KEY or --api-key-file to keep it private.")
     api_key_file: str = _opt("", "--api-key-file", kind="str",
                              help="File with one key per line.")
     alias: str = _opt("", "--alias", kind="str",
                       help="Name of the model for clients [default: its file's name].")
     queue: int = _opt(64, "--queue", low=0, high=100_000,
-                      help="Requests that may wait beyond --parallel; further ones get 429.")
+                      help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = _opt(4 << 20, "--max-body", low=1024, high=1 << 28,
-                         help="Most bytes of a request; longer ones get 413.")
+                         help="Maximum bytes of a request; longer ones get status 413.")
     drain_seconds: float = _opt(30.0, "--drain-seconds", kind="float", low=0,
-                                high=86400, help="Time that running requests get to end when the "
-                                                 "server is asked to leave.")
+                                high=86400,
+                                help="Seconds that running requests may take to finish when the "
+                                     "server is asked to stop.")
     request_timeout: float = _opt(3600.0, "--request-timeout", kind="float",
-                                  low=0.1, high=1e6, help="Seconds that a request may take in all.")
+                                  low=0.1, high=1e6,
+                                  help="Maximum seconds that a request may take in total.")
     client_timeout: float = _opt(60.0, "--client-timeout", kind="float", low=0.1,
-                                 high=1e6, help="Seconds after which a client that takes nothing "
-                                                "of its answer is dropped.")
+                                 high=1e6,
+                                 help="Disconnect a client that has not read its answer for this "
+                                      "many seconds.")
     cors_origin: tuple[str, ...] = _opt((), "--cors-origin", kind="list",
-                                        help="Web page origin that may use the server, like "
+                                        help="Web page origin that may use the server, such as "
                                              "https://chat.example.org (repeatable), or *.")
     log_requests: bool = _opt(False, "--log-requests", kind="flag",
-                              help="Write a line per request to standard error (no contents).")
+                              help="Log one line per request to standard error (without contents).")
 
 
 class _Sections:

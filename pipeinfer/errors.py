@@ -1,23 +1,25 @@
-"""Every error pipeinfer raises on purpose, as one tree.
+"""The errors that pipeinfer raises on purpose, as one tree with exit codes.
 
     PipeinferError                  exit code 1
-    |-- UsageError                  2   an option, config file or input that can not be used
+    |-- UsageError                  2   an option, config file or input that cannot be used
     |-- ModelError                  3   a model file that is missing, damaged or unsuitable
-    |   `-- UnsupportedArchitecture     layers of this architecture can not be cut apart safely
+    |   `-- UnsupportedArchitecture     a sound model that this backend or split does not support
     |-- PlanError                   4   the model does not fit the ranks (layers, memory)
     |-- RequestError                5   one request failed, the others go on (recoverable)
-    |   `-- ContextOverflow             prompt and output exceed the context
-    `-- ClusterError                6   the job can not go on (fatal)
-        |-- ProtocolError               a message that is not understood
+    |   `-- ContextOverflow             the prompt does not fit the context
+    `-- ClusterError                6   the job cannot go on
+        |-- ProtocolError               a malformed or unexpected message or event
         |-- TransportTimeout            a wait ran into its deadline
         |-- MismatchError               ranks disagree on version, config or model
         |-- BackendError                a decode or a cache operation failed
         |-- InvariantError              the scheduler's state contradicts itself (a bug)
-        |-- RankLost                    a rank is dead, hangs or cannot be reached
-        `-- WorkerFailed                another rank failed; carries its traceback
+        |-- RankLost                    a rank is dead or unreachable (the job may recover)
+        `-- WorkerFailed                another rank failed; carries its traceback (likewise)
 
-This module knows nothing about how errors are shown: the command line prints the first line and
-exits with `exit_code`, a server turns them into events.
+Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
+`server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
+This module knows nothing about how errors are shown: the command line prints the message as one
+line and exits with `exit_code`, a server turns it into an event or an answer.
 """
 
 
@@ -28,7 +30,7 @@ class PipeinferError(Exception):
 
 
 class UsageError(PipeinferError):
-    """An option, a config file or an input that can not be used."""
+    """An option, a config file or an input that cannot be used."""
 
     exit_code = 2
 
@@ -40,7 +42,7 @@ class ModelError(PipeinferError):
 
 
 class UnsupportedArchitecture(ModelError):
-    """The architecture is not on the list of those proven to split bit-equal."""
+    """The model is sound, but this backend, or a split of it, is not known to be correct."""
 
 
 class PlanError(PipeinferError):
@@ -56,21 +58,28 @@ class RequestError(PipeinferError):
 
 
 class ContextOverflow(RequestError):
-    """Prompt plus output exceed the context size."""
+    """The prompt does not fit the context."""
 
 
 class ClusterError(PipeinferError):
-    """The job can not go on."""
+    """The job cannot go on, unless the head recovers from it (`RankLost`, `WorkerFailed`)."""
 
     exit_code = 6
 
 
 class ProtocolError(ClusterError):
-    """A message with a bad header, an unknown operation or inconsistent lengths."""
+    """A malformed or unexpected message, or an event at a time when it is not allowed."""
 
 
 class TransportTimeout(ClusterError):
-    """A wait ran into its deadline; names who waited for whom, for what."""
+    """A wait ran into its deadline.
+
+    rank: which waited
+    peer: the rank it waited for; None for any
+    tag: of the message
+    run_id: of the run it was about; None for none
+    seconds: how long it waited
+    """
 
     def __init__(
         self, *, rank: int, peer: int | None, tag: str, run_id: int | None, seconds: float
@@ -78,8 +87,8 @@ class TransportTimeout(ClusterError):
         source = "any rank" if peer is None else f"rank {peer}"
         run = "" if run_id is None else f", run {run_id}"
         super().__init__(
-            f"rank {rank} waited {seconds:.1f} s for {tag} from {source}{run} in vain; "
-            "see whether that rank is still alive, or raise --timeout"
+            f"rank {rank} waited {seconds:.1f} s for {tag} from {source}{run} and got no answer; "
+            "check whether that rank is still alive, or raise --timeout"
         )
         self.rank, self.peer, self.tag, self.run_id, self.seconds = rank, peer, tag, run_id, seconds
 
@@ -97,7 +106,11 @@ class InvariantError(ClusterError):
 
 
 class RankLost(ClusterError):
-    """A rank is dead, hangs or can not be reached. why: goes on after "rank 3"."""
+    """A rank is dead, hangs or cannot be reached.
+
+    rank: its number
+    why: what happened, as the rest of a sentence that begins with "rank 3"
+    """
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} {why}")
@@ -105,7 +118,13 @@ class RankLost(ClusterError):
 
 
 class WorkerFailed(ClusterError):
-    """Another rank failed: `remote_traceback` is what it saw."""
+    """Another rank reported an error.
+
+    rank, host: where it happened
+    run_id: the run that it worked on; None for none
+    summary: the error in one line
+    remote_traceback: the rank's traceback, "" if there is none
+    """
 
     def __init__(
         self, *, rank: int, host: str, run_id: int | None, summary: str, remote_traceback: str

@@ -1,4 +1,4 @@
-"""Reads a TOML file that a user wrote: what can not be read is one line, whatever is in it.
+"""Reads a TOML file that a user wrote: what cannot be read is one line, whatever is in it.
 
 Knows no keys.
 """
@@ -22,7 +22,7 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
         with Path(path).open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise UsageError(f"can not read {what} {path}: {getattr(error, 'strerror', error)}") from (
+        raise UsageError(f"cannot read {what} {path}: {getattr(error, 'strerror', error)}") from (
             error)
     if len(raw) > MOST_BYTES:
         raise UsageError(f"{what} {path} has more than {MOST_BYTES} bytes")
@@ -41,7 +41,7 @@ def check_writable(path: Path) -> None:
     """Raise UsageError when `path` could not be written later."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"can not write {path}: its folder is missing or not writable")
+        raise UsageError(f"cannot write {path}: its folder is missing or not writable")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -51,4 +51,4 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        raise UsageError(f"can not write {path}: {error.strerror}") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -47,13 +47,13 @@ class HostFacts:
     python: str
 
     def to_json(self) -> dict[str, Any]:
-        """For the wire."""
+        """The facts as plain data, for the start-up messages."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Place:
-    """This process in the job."""
+    """Where this process stands in the job."""
 
     rank: int
     size: int
@@ -150,7 +150,7 @@ def local_place() -> tuple[int, int]:
 
 
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
-    """This rank's facts."""
+    """What this rank tells the others about its host; memory in bytes."""
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
     return HostFacts(

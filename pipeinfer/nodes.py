@@ -52,12 +52,20 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What one host is to the job. Empty texts, zero threads and None mean "not said".
+    """Settings of one host. Empty texts, zero threads and None mean "not set".
 
-    numa: llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the host's
-    first rank on node 0, its second on node 1). device: cpu, gpu, or gpu:2 for the third one.
-    backend: llamacpp or torch.
-    memory: bytes that the job may fill on this host. layers: how many layers its stage holds.
+    profile: name of a node profile
+    device: cpu, gpu, or gpu:2 for the third GPU
+    threads: of a stage
+    threads_draft: of the draft
+    numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
+        host's first rank on node 0, its second on node 1)
+    role: one of ROLES
+    memory: bytes that the job may fill on this host
+    layers: how many layers its stage holds
+    gpu_layers: layers of a stage on its GPU
+    gpu_layers_draft: layers of the draft on the GPU
+    backend: llamacpp or torch
     """
 
     profile: str = ""
@@ -94,9 +102,19 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank of the job as rank 0 sees it. memory: bytes that it may fill; cores: its own,
-    cores_host: those of its host; bell: see `control.Bell`; dead: it was lost while the job
-    started."""
+    """A rank of the job as rank 0 sees it.
+
+    rank: its number
+    host: name of its host
+    memory: bytes that it may fill
+    cores: its own
+    cores_host: those of its whole host
+    settings: of its host
+    asked_backend: value of its --backend
+    torch_missing: packages that the torch backend would need there
+    bell: where it is woken, see `control.Bell`
+    dead: whether it was lost while the job started
+    """
 
     rank: int
     host: str
@@ -145,7 +163,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"can not read hostfile {path}: {_reason(error)}") from error
+        raise UsageError(f"cannot read hostfile {path}: {_reason(error)}") from error
     entries: list[HostEntry] = []
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -168,15 +186,14 @@ def _host_entry(words: list[str], line: int, where: str) -> HostEntry:
     name, user = words[0], ""
     slots: dict[str, int] = {}
     if "=" in name:
-        raise UsageError(f"{where}: {name!r} stands where a host name should: write "
-                         "`node1 slots=4`")
+        raise UsageError(f"{where}: {name!r} is not a host name: write `node1 slots=4`")
     if "@" in name:
         user, _, name = name.partition("@")
     if name.count(":") == 1:
         name, _, count = name.partition(":")
         slots["slots"] = _slots(count, where)
     if not re.fullmatch(r"[A-Za-z0-9_.:-]+", name) or name.startswith("-"):
-        raise UsageError(f"{where}: {name!r} is no host name")
+        raise UsageError(f"{where}: {name!r} is not a valid host name")
     for word in words[1:]:
         key, equals, value = word.partition("=")
         known = _KEYS.get(key)
@@ -186,13 +203,13 @@ def _host_entry(words: list[str], line: int, where: str) -> HostEntry:
         slots[known] = _slots(value, where)
     count_asked = slots.get("slots", min(1, slots.get("max_slots", 1)))
     if count_asked > slots.get("max_slots", count_asked):
-        raise UsageError(f"{where}: slots={count_asked} is over max_slots={slots['max_slots']}")
+        raise UsageError(f"{where}: slots={count_asked} exceeds max_slots={slots['max_slots']}")
     return HostEntry(name, count_asked, line, user)
 
 
 def _slots(text: str, where: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MAX_SLOTS:
-        raise UsageError(f"{where}: {text!r} slots: give a number of ranks from 1 on")
+        raise UsageError(f"{where}: {text!r} slots: give a number of ranks of at least 1")
     return int(text)
 
 
@@ -204,8 +221,8 @@ def ranks_of(entries: Sequence[HostEntry], n_ranks: int, path: str | Path) -> tu
     hosts = [entry.host for entry in entries for _ in range(entry.slots)]
     if n_ranks > len(hosts):
         raise UsageError(
-            f"{n_ranks} ranks, but the {len(entries)} hosts of {path} have {len(hosts)} slots: "
-            f"ask for at most {len(hosts)} ranks, add hosts or raise slots=N")
+            f"{n_ranks} ranks were asked for, but the {len(entries)} hosts of {path} have "
+            f"{len(hosts)} slots: use at most {len(hosts)} ranks, add hosts or raise slots=N")
     return tuple(hosts[:n_ranks])
 
 
@@ -231,20 +248,22 @@ def read_nodes(path: str | Path) -> Nodes:
     layers, link = data.get("layers"), data.get("link", "")
     if layers is not None and not (isinstance(layers, list) and layers and
                                    all(_is_int(n) and 0 <= n <= _ALL_LAYERS for n in layers)):
-        raise UsageError(f"{where}: layers is a list of numbers, one per stage, like [10, 12]")
+        raise UsageError(f"{where}: layers must be a list of numbers, one per stage, such as [10, "
+                         "12]")
     if not isinstance(link, str):
-        raise UsageError(f"{where}: link is the name of a link profile, like \"gigabit\"")
+        raise UsageError(f"{where}: link must be the name of a link profile, such as \"gigabit\"")
     tables = data.get("node", {})
     if not isinstance(tables, dict) or not isinstance(data.get("defaults", {}), dict):
-        raise UsageError(f"{where}: write [defaults] and [node.\"name\"] tables")
+        raise UsageError(f"{where}: defaults and node must be tables: write "
+                         "[defaults] and [node.\"NAME\"]")
     defaults = _settings(data.get("defaults", {}), f"{where}, [defaults]")
     parsed = []
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise UsageError(f"{where}: node.{name if name.isprintable() else repr(name)} is no "
+            raise UsageError(f"{where}: node.{name if name.isprintable() else repr(name)} is not a "
                              "table: write [node.\"NAME\"]")
         if not name.isprintable():
-            raise UsageError(f"{where}: {name!r} is no name of a host")
+            raise UsageError(f"{where}: {name!r} is not a valid host name")
         parsed.append((name, _settings(table, f"{where}, [node.\"{name}\"]")))
     return Nodes(str(path), None if layers is None else tuple(layers), link,
                  NodeSettings(**defaults), tuple(parsed))
@@ -284,10 +303,10 @@ def _setting(name: str, value: Any, where: str) -> Any:
             value = parse_bytes(value, where)
         case "profile":
             if not isinstance(value, str):
-                raise UsageError(f"{where} needs the name of a profile, not {value!r}")
+                raise UsageError(f"{where} must be the name of a profile, not {value!r}")
         case _:
             if not _is_int(value) or not 0 <= value <= _ALL_LAYERS:
-                raise UsageError(f"{where} needs a whole number from 0 to {_ALL_LAYERS}, not "
+                raise UsageError(f"{where} must be a whole number from 0 to {_ALL_LAYERS}, not "
                                  f"{repr(value)[:80]}")
     return value
 
@@ -330,7 +349,7 @@ def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
     for rank, name in enumerate(hosts):
         if nodes.of(name).role == "head" and name != hosts[0]:
             raise UsageError(
-                f"{nodes.path} makes {name} the head, and rank 0 runs on {hosts[0]} (rank {rank} "
+                f"{nodes.path} makes {name} the head, but rank 0 runs on {hosts[0]} (rank {rank} "
                 f"on {name}): put {name} on the hostfile's first line, or change its role")
 
 

@@ -54,10 +54,10 @@ def test_absurd_values_name_the_option(given, says):
 @pytest.mark.parametrize(("text", "says"), [
     ("tpo-k = 3", "unknown key 'tpo-k'; did you mean top_k"),
     ("top-k = [", "not valid TOML"),
-    ("top-k = 3.5", "needs a whole number"),
-    ("top-k = true", "needs a whole number"),
-    ('mlock = "yes"', "needs true or false"),
-    ('ablate = "cancel"', "needs a list of texts"),
+    ("top-k = 3.5", "must be a whole number"),
+    ("top-k = true", "must be a whole number"),
+    ('mlock = "yes"', "must be true or false"),
+    ('ablate = "cancel"', "must be a list of texts"),
 ])
 def test_a_bad_file_is_named(tmp_path, text, says):
     file = tmp_path / "p.toml"
@@ -67,7 +67,7 @@ def test_a_bad_file_is_named(tmp_path, text, says):
 
 
 def test_a_bad_value_says_where_it_came_from(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="can not read config file"):
+    with pytest.raises(UsageError, match="cannot read config file"):
         parse(["--config", "/nowhere.toml"])
     file = tmp_path / "p.toml"
     file.write_text("branches = 99\n")
@@ -115,5 +115,5 @@ def test_help_shows_what_people_need_and_help_all_shows_the_rest():
         line = re.compile(rf"^  (-\w+, )*(--[\w-]+, )*{flag}(?![\w-])", re.MULTILINE)
         assert line.search(everything), name
         assert bool(line.search(few)) == (name in BASIC), name
-    assert "further options: " in few
+    assert "more options: " in few
     assert len(few.splitlines()) < 80

@@ -45,7 +45,8 @@ node4:3
     assert entries == (HostEntry("node1", 2, 2), HostEntry("node2", 1, 3, "ann"),
                        HostEntry("10.0.0.3", 1, 5), HostEntry("node4", 3, 6))
     assert ranks_of(entries, 5, path) == ("node1", "node1", "node2", "10.0.0.3", "node4")
-    with pytest.raises(UsageError, match=r"8 ranks, but the 4 hosts of .*hosts have 7 slots"):
+    with pytest.raises(UsageError, match=(
+            r"8 ranks were asked for, but the 4 hosts of .*hosts have 7 slots")):
         ranks_of(entries, 8, path)
 
 
@@ -54,13 +55,13 @@ node4:3
     ("a slots=two\n", r"hosts:1: 'two' slots"),
     ("a slots=0\n", r"hosts:1: '0' slots"),
     ("a slots=-1\n", r"'-1' slots"),
-    ("a slots=3 max_slots=2\n", r"slots=3 is over max_slots=2"),
+    ("a slots=3 max_slots=2\n", r"slots=3 exceeds max_slots=2"),
     ("\na slot=3\n", r"hosts:2: unknown key 'slot'; did you mean slots\?"),
     ("a 4\n", r"unknown key '4'"),
-    ("slots=4\n", r"stands where a host name should"),
-    ("a,b slots=2\n", r"'a,b' is no host name"),
-    ("-oProxyCommand=x\n", r"stands where a host name should"),
-    ("-x\n", r"'-x' is no host name"),
+    ("slots=4\n", r"is not a host name: write"),
+    ("a,b slots=2\n", r"'a,b' is not a valid host name"),
+    ("-oProxyCommand=x\n", r"is not a host name: write"),
+    ("-x\n", r"'-x' is not a valid host name"),
     ("# nothing\n\n", r"names no host"),
 ])
 def test_bad_hostfiles_name_file_and_line(tmp_path, text, says):
@@ -134,15 +135,15 @@ def test_a_nodes_file(tmp_path):
     ("[node.a]\nnuma = true\n", r"numa is True"),
     ("[node.a]\ndevice = \"tpu\"\n", r"device is 'tpu'"),
     ("[node.a]\nmemory = \"8 gigs\"\n", r"memory is '8 gigs'"),
-    ("[node.a]\nthreads = 2.5\n", r"threads needs a whole number"),
-    ("[node.a]\nthreads = true\n", r"threads needs a whole number"),
-    ("[node.a]\nprofile = 3\n", r"profile needs the name"),
-    ("[node]\na = 3\n", r"node.a is no table"),
+    ("[node.a]\nthreads = 2.5\n", r"threads must be a whole number"),
+    ("[node.a]\nthreads = true\n", r"threads must be a whole number"),
+    ("[node.a]\nprofile = 3\n", r"profile must be the name"),
+    ("[node]\na = 3\n", r"node.a is not a table"),
     ("node = 3\n", r"write \[defaults\]"),
     ("defaults = 3\n", r"write \[defaults\]"),
-    ("layers = []\n", r"layers is a list of numbers"),
-    ("layers = [1, -2]\n", r"layers is a list of numbers"),
-    ("link = 3\n", r"link is the name"),
+    ("layers = []\n", r"layers must be a list of numbers"),
+    ("layers = [1, -2]\n", r"layers must be a list of numbers"),
+    ("link = 3\n", r"link must be the name"),
     ("link = \n", r"not valid TOML"),
 ])
 def test_bad_nodes_files_name_the_place(tmp_path, text, says):
@@ -192,7 +193,7 @@ def test_the_head_is_rank_0(tmp_path):
     check_head(nodes, ["big", "old1", "old2"])
     check_head(nodes, ["big", "big"])
     check_head(nodes, ["old1", "old2"])
-    with pytest.raises(UsageError, match=r"makes big the head, and rank 0 runs on old1"):
+    with pytest.raises(UsageError, match=r"makes big the head, but rank 0 runs on old1"):
         check_head(nodes, ["old1", "big"])
 
 

@@ -470,8 +470,8 @@ def _use_vocabulary(path: Path) -> None:
         for token in range(tokenizer.n_vocab):
             tokenizer.piece(token, special=True)
             tokenizer.is_markup(token)
+            tokenizer.token_text(token)
         assert tokenizer.eog_ids is not None
-        tokenizer.vocab_fingerprint()
         try:
             tokenizer.apply_chat([{"role": "user", "content": TEXT}])
         except RequestError:

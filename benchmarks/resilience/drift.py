@@ -100,7 +100,7 @@ class Served:
 @click.option("--auto", is_flag=True, help="Wait for the server to notice.")
 def main(cpu: float, slow: int, share: float, tokens: int, rounds: int, model: str, auto: bool
          ) -> None:
-    """Slow one host down and deal the layers out anew."""
+    """Slow one host down and redistribute the layers."""
     if reason := why_not():
         sys.exit(f"no cluster of namespaces here: {reason}")
     with Cluster(4, cpu=cpu) as cluster:

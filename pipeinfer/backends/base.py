@@ -15,16 +15,25 @@ from pipeinfer.core.types import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, Se
 from pipeinfer.errors import BackendError
 
 #: why a backend without `separate_views` refuses a decode
-NO_VIEWS = "rows with views of their own need the torch backend (without validate)"
+NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a loaded shard is. Sizes in elements, memory in bytes.
+    """What a loaded shard is.
 
-    first/last: whether it holds the embedding / the output head. layers: `[start, stop)` of the
-    whole model's layers. n_ctx: cells. n_seq_max: usable ids are `0..n_seq_max-1`. n_batch: most
-    rows of one decode.
+    architecture: of the model, as its file names it
+    layers: `[start, stop)` of the whole model's layers
+    n_layers_total: layers of the whole model
+    first: whether the shard holds the embedding
+    last: whether the shard holds the output head
+    n_embd: elements of an activation
+    n_vocab: tokens of the vocabulary
+    n_ctx: cells of the cache
+    n_seq_max: usable sequence ids are `0..n_seq_max-1`
+    n_batch: maximum rows of one decode
+    weight_bytes: memory of the weights, in bytes
+    cache_bytes: memory of the cache, in bytes
     """
 
     architecture: str
@@ -84,7 +93,7 @@ class Backend(Protocol):
         A row's logits do not depend on the other rows up to the backend's exact width, see
         `exact.exact_width`.
 
-        Raises BackendError when the rows can not be evaluated (no free cells, a broken
+        Raises BackendError when the rows cannot be evaluated (no free cells, a broken
         sequence); no cell of these rows remains then. An exception of `should_stop` is re-raised
         after the same clean-up.
         """
@@ -116,6 +125,6 @@ def apply(backend: Backend, op: SeqOp) -> None:
         case SeqJoin(src, dst):
             join = getattr(backend, "seq_join", None)
             if join is None:
-                raise BackendError(f"{type(backend).__name__} can not join sequences; use the "
+                raise BackendError(f"{type(backend).__name__} cannot join sequences; use the "
                                    "torch backend")
             join(src, dst)

@@ -21,7 +21,8 @@ class ChainBackend:
         infos = [part.info for part in parts]
         if not infos or any(a.layers[1] != b.layers[0]
                             for a, b in itertools.pairwise(infos)):
-            raise ValueError(f"layers {[info.layers for info in infos]} do not follow one another")
+            raise ValueError(f"the shards' layers {[info.layers for info in infos]} are not "
+                             "contiguous")
         self._parts = list(parts)
         self.info = dataclasses.replace(
             infos[0], layers=(infos[0].layers[0], infos[-1].layers[1]), last=infos[-1].last,
@@ -71,7 +72,7 @@ class ChainBackend:
             part.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int) -> None:
-        """See `core.SeqJoin`. Raises BackendError where a part can not."""
+        """See `core.SeqJoin`. Raises BackendError where a part cannot."""
         for part in self._parts:
             apply(part, SeqJoin(src, dst))
 

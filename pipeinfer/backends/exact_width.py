@@ -84,7 +84,7 @@ def _widths_from(note: object, limit: int) -> Widths | None:
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
     """Time of a decode of CURVE_ROWS rows relative to one of a single row (medians).
 
-    Where the backend can not decode so many, every row counts like the first. The cache must be
+    Where the backend cannot decode so many, every row counts like the first. The cache must be
     empty, and is empty afterwards.
     """
     info = backend.info
@@ -117,7 +117,7 @@ def exact_width(
     branches in two sequence ids, and lowered until they agree. A shard that is not the first gets
     random rows instead of tokens. progress: told (widths tried, limit).
 
-    A backend may state a bound that a short context can not show, as an attribute `exact_limit`.
+    A backend may state a bound that a short context cannot show, as an attribute `exact_limit`.
     The cache must be empty, and is empty afterwards. Costs about limit² / 2 rows.
     """
     info = backend.info

@@ -22,11 +22,11 @@ EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
 
 def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
-    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend can not."""
+    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend cannot."""
     from pipeinfer.backends.pytorch.backend import TorchBackend
 
     if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
-        raise UsageError("--bita needs the torch backend (without validate)")
+        raise UsageError("--bita needs the torch backend: add --backend torch")
     adapter.check(backend.info.n_layers_total, backend.info.n_embd)
     if adapter.n_prompts:
         backend.preload(adapter.prefix(*backend.info.layers), (prompt_id,))
@@ -86,12 +86,12 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
 
 
 def backend_for(asked: str, path: Path) -> str:
-    """llamacpp or torch. asked: that or auto. Raises UsageError when it can not take the model."""
+    """llamacpp or torch. asked: that or auto. Raises UsageError when it cannot take the model."""
     if not path.is_dir():
         return "llamacpp" if asked == "auto" else asked
     if asked == "llamacpp":
-        raise UsageError(f"{path} is a folder, which llama.cpp can not load: leave out --backend "
-                         "llamacpp, or name a GGUF file")
+        raise UsageError(f"{path} is a folder, which llama.cpp cannot load: drop --backend "
+                         "llamacpp, or give a GGUF file")
     return "torch"
 
 
@@ -111,7 +111,7 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
             require_torch(list(rank.torch_missing), f"rank {rank.rank} on {rank.host}: ")
     if "torch" in kinds:
         if config.cluster.distribute:
-            raise UsageError("--distribute sends llama.cpp's shards; for the torch backend copy "
+            raise UsageError("--distribute works with llama.cpp only; for the torch backend copy "
                              "the model to every host, or share its directory")
         check_device(config.model.device)
         check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())

@@ -64,7 +64,7 @@ class PacedBackend:
         self._inner.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int) -> None:
-        """See `core.SeqJoin`. Raises BackendError where the inner backend can not."""
+        """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
         apply(self._inner, SeqJoin(src, dst))
 
     def close(self) -> None:

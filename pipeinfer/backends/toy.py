@@ -136,7 +136,8 @@ class ToyBackend:
         spec = spec or ToySpec()
         stop = spec.n_layers if stop is None else stop
         if not 0 <= start < stop <= spec.n_layers:
-            raise PlanError(f"layers {start} to {stop} are no range of {spec.n_layers} layers")
+            raise PlanError(f"layers {start} to {stop} are not a range within {spec.n_layers} "
+                            "layers")
         info = ShardInfo(
             architecture="toy",
             layers=(start, stop),
@@ -222,7 +223,7 @@ class ToyBackend:
         return (int(positions.min()), int(positions.max())) if len(positions) else None
 
     def used_cells(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the cache are taken."""
         return int(np.count_nonzero(self._pos >= 0))
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:
@@ -252,7 +253,7 @@ class ToyBackend:
         if self._closed:
             raise BackendError("decode on a closed backend")
         if not 0 < n <= info.n_batch:
-            raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+            raise BackendError(f"a decode of {n} rows: this backend takes 1 to {info.n_batch}")
         if rows.views is not None:
             raise BackendError(NO_VIEWS)
         if hidden is None and not info.first:
@@ -261,11 +262,12 @@ class ToyBackend:
             raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
         tokens = rows.tokens if hidden is None else rows.tokens[:0]
         if ((tokens < 0) | (tokens >= info.n_vocab)).any():
-            raise BackendError("a token outside the vocabulary")
+            raise BackendError("a token id is outside the vocabulary")
         self._check_sequences(rows)
         free = np.flatnonzero(self._pos < 0)
         if len(free) < n:
-            raise BackendError(f"no free cells for {n} rows in a cache of {info.n_ctx}; raise -c")
+            raise BackendError(f"no free cells for {n} rows in a cache of {info.n_ctx} cells; "
+                               "raise -c")
         cells: list[int] = free[:n].tolist()
         for cell, pos, ids in zip(cells, rows.positions.tolist(), rows.seq_ids, strict=True):
             self._pos[cell] = pos
@@ -288,12 +290,13 @@ class ToyBackend:
                     tips[seq_id] = pos - 1 if bounds is None else bounds[1]
                 if pos != tips[seq_id] + 1:
                     raise BackendError(
-                        f"row {i} at position {pos} does not continue id {seq_id}, which ends at "
-                        f"{tips[seq_id]}"
+                        f"row {i} at position {pos} does not continue sequence {seq_id}, which "
+                        f"ends at {tips[seq_id]}"
                     )
                 tips[seq_id] = pos
             if any(own & other and not own <= other for other in earlier):
-                raise BackendError(f"row {i}: ids {ids} were apart in an earlier row")
+                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
+                                   "earlier row")
             earlier.append(own)
 
     def _compute(

@@ -28,11 +28,11 @@ from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageEr
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 HELP = """\
-/clear         forget the conversation
+/clear         start over with an empty conversation
 /system TEXT   begin the conversation with this system prompt (without TEXT: show it)
 /seed N        use this seed from now on (without N: a new one for every answer)
-/quit          leave; so does the end of the input (Ctrl-D)
-A line that ends in \\ goes on in the next one. Ctrl-C stops an answer, twice leaves."""
+/quit          leave (as does Ctrl-D)
+A line that ends in \\ continues on the next. Ctrl-C stops an answer; press it twice to leave."""
 #: names of our options in the OpenAI API and llama.cpp's server
 _FIELDS = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -42,7 +42,7 @@ _FIELDS = {
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """What the loop talks to: a server, or this job's own ranks."""
 
     name: str
 
@@ -71,7 +71,7 @@ class Interrupts:
             signal.signal(number, self._on_signal)
 
     def expect(self, first: type[BaseException] | None) -> None:
-        """Something else begins."""
+        """A new phase begins: count from 0, and let the first Ctrl-C raise `first`."""
         self.count, self._first = 0, first
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -85,13 +85,13 @@ class Interrupts:
 
 @config_options(*JOB, "sampling")
 @click.option("--url", default="", metavar="URL",
-              help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher names "
-                   "ranks of its own].")
+              help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher starts "
+                   "ranks here].")
 @click.option("--api-key", default="", envvar="PIPEINFER_API_KEY",
               help="Key for that server. PIPEINFER_API_KEY keeps it off the command line.")
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("-n", "--n-predict", type=click.IntRange(1, 2**24), default=1024, show_default=True,
-              help="Most tokens of an answer.")
+              help="Maximum number of tokens of an answer.")
 def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_predict: int) -> None:
     """Talk to a model in the terminal.
 
@@ -103,7 +103,8 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
     config = resolved.config
     own = bool(config.job.model.model) or host.launched_size() > 1
     if own and url:
-        raise UsageError("give either --url, or a model (-m) for ranks of its own")
+        raise UsageError("--url talks to a running server and -m loads a model here: give only one "
+                         "of them")
     if host.launched_rank() > 0:
         from pipeinfer.cluster.launch import join
 
@@ -203,7 +204,7 @@ class Chat:
     def run(self) -> bool:
         """Until the input ends; whether an answer failed that nobody saw fail."""
         if self._by_hand:
-            self._note(f"{self._partner.name}. /help says what else there is.")
+            self._note(f"{self._partner.name}. /help lists the commands.")
         self._interrupts.expect(KeyboardInterrupt)
         failed, going = False, True
         while going:
@@ -215,7 +216,7 @@ class Chat:
                     failed |= not self._answer(text)
             except KeyboardInterrupt:  # one that no answer took
                 self._write("\n")
-                self._note("Ctrl-C once more leaves, so does /quit")
+                self._note("press Ctrl-C again or type /quit to leave")
         return failed and not self._by_hand
 
     def _read(self) -> str | None:
@@ -250,14 +251,14 @@ class Chat:
                 return False
             case "/clear":
                 self._said.clear()
-                self._note("the conversation is forgotten")
+                self._note("the conversation has been cleared")
             case "/system":
                 if rest:
                     self._system = rest
                 self._note(f"system prompt: {self._system or '(none)'}")
             case "/seed":
                 if rest and not (rest.isascii() and rest.isdigit() and int(rest) < 2**63):
-                    self._note("a seed is a whole number from 0 on")
+                    self._note("a seed is a whole number of 0 or more")
                 else:
                     self._seed = int(rest) if rest else None
                     chosen = "a new one each time" if self._seed is None else self._seed
@@ -265,8 +266,8 @@ class Chat:
             case "/help":
                 self._note(HELP)
             case _:
-                self._note(f"there is no command {name}; /help lists them. A message that begins "
-                           "with / needs a space before it")
+                self._note(f"unknown command {name}; /help lists the commands. To send a message "
+                           "that begins with /, put a space before it")
         return True
 
     def _answer(self, text: str) -> bool:
@@ -350,7 +351,7 @@ def request_fields(config: SamplingConfig, origin: Mapping[str, str]) -> dict[st
         try:
             schema = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"--json-schema is no JSON: {error}") from error
+            raise UsageError(f"--json-schema is not valid JSON: {error}") from error
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return fields
 
@@ -359,7 +360,7 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
     parts = [] if count is None else [f"{count} token{'s' * (count != 1)}"]
     if speed:
         parts.append(f"{speed:.1f} per second")
-    ends = {"length": "cut off at -n", "context": "the context is full: /clear begins anew",
+    ends = {"length": "cut off at -n", "context": "the context is full: /clear starts over",
             "interrupted": "stopped"}
     if reason in ends:
         parts.append(ends[reason])
@@ -413,7 +414,7 @@ class Own:
         except ClusterError:
             raise
         except RequestError as error:
-            raise RequestError(f"{error} (/clear begins a new conversation)") from error
+            raise RequestError(f"{error} (/clear starts a new conversation)") from error
         except PipeinferError as error:
             raise RequestError(str(error)) from error
         return _summary(len(out.tokens), out.tokens_per_second, out.reason)

@@ -28,14 +28,14 @@ class Remote:
     """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
-        """Raises UsageError for what is no such address."""
+        """Raises UsageError for a text that is not such an address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             parts.port  # noqa: B018  (a property that checks)
         except ValueError as error:
             raise UsageError(f"--url {url}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url {url} is no address like http://host:8080")
+            raise UsageError(f"--url {url} is not an address such as http://host:8080")
         self.url, self._timeout = url, timeout
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._base = f"{parts.scheme}://{parts.netloc}{path}"
@@ -54,22 +54,23 @@ class Remote:
             if status == 200 or state not in ("loading", "draining"):
                 break
             if state == "draining" or time.monotonic() > deadline:
-                raise RequestError(f"the server at {self.url} takes no requests: it is {state}")
+                raise RequestError(f"the server at {self.url} accepts no requests now: it is "
+                                   f"{state}")
             if not told:
                 tell(f"the model at {self.url} is loading")
                 told = True
             time.sleep(_POLL_SECONDS)
         if state in ("failed", "stopped"):
             raise RequestError(f"the cluster at {self.url} has failed: "
-                               f"{health.get('reason') or 'see its log'}; start it again")
+                               f"{health.get('reason') or 'see its log'}; restart it")
 
     def rebalance(self) -> dict[str, Any]:
-        """Have the server deal its layers out anew. Raises RequestError."""
+        """Ask the server to redistribute its layers. Raises RequestError."""
         try:
             answer = http_client.ask("POST", f"{self._base}/rebalance", timeout=self._timeout,
                                      headers=self._headers)
         except HttpFailure as error:
-            raise RequestError(f"nothing answers at {self.url} ({error})") from error
+            raise RequestError(f"no server answers at {self.url} ({error})") from error
         if answer.status != 200:
             raise _refusal(answer.status, _object(answer.body), answer.headers.get("retry-after"))
         return _object(answer.body)
@@ -82,7 +83,8 @@ class Remote:
         try:
             return str(answer["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
-            raise RequestError(f"what answers at {self.url} is no server of the OpenAI API") from (
+            raise RequestError(f"the program at {self.url} does not speak the OpenAI API: check "
+                               "--url") from (
                 error)
 
     def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]
@@ -103,7 +105,7 @@ class Remote:
                         raise _refusal(500, chunk, None)
                     yield chunk
         except HttpFailure as error:
-            raise RequestError(f"the connection to {self.url} broke off: {error}") from error
+            raise RequestError(f"the connection to {self.url} was lost: {error}") from error
 
     def _get(self, path: str) -> tuple[int, dict[str, Any]]:
         try:
@@ -111,8 +113,8 @@ class Remote:
                                      headers=self._headers)
         except HttpFailure as error:
             raise RequestError(
-                f"nothing answers at {self.url} ({error}): start `pipeinfer serve` "
-                "there, name another --url, or load a model here with -m") from error
+                f"no server answers at {self.url} ({error}): start `pipeinfer serve` there, give "
+                "another --url, or load a model here with -m") from error
         return answer.status, _object(answer.body)
 
 
@@ -148,10 +150,10 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 @click.option("--api-key", default="", envvar="PIPEINFER_API_KEY",
               help="Key for that server. PIPEINFER_API_KEY keeps it off the command line.")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=300.0, show_default=True,
-              help="Seconds to wait for it.")
+              help="Seconds to wait for an answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def rebalance_command(url: str, api_key: str, timeout: float, as_json: bool) -> None:
-    """Deal a running server's layers out anew, by what each stage takes now.
+    """Redistribute a running server's layers by how long each stage takes now.
 
     Requests that run go on: they are replayed over the new stages, with the same tokens.
     """

@@ -54,11 +54,21 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """What a method made of a prompt. seconds: from asking to the last token, prompt included.
+    """How a method answered a prompt.
 
-    visible: tokens of which the reader sees something. tokens: all that the model chose. steps:
-    passes through the pipeline one after the other. cells: most cells in use. busy: share of the
-    stages' time that runs took; wasted: share of that spent on guesses that were wrong.
+    method: as the user named it
+    seconds: from asking to the last token, prompt included
+    tokens: all tokens that the model chose
+    visible: tokens of which the reader sees something
+    steps: passes through the pipeline that had to follow one another
+    runs: runs issued
+    cells: maximum cells in use
+    busy: share of the stages' time spent on runs
+    wasted: share of that spent on wrong guesses
+    acceptance: share of guesses that were right, None without guesses
+    quality: score of the answer from 0 to 1, None where it is not scored
+    exact: whether the answer is right in every item, None where it is not known
+    text: the answer
     """
 
     method: str
@@ -85,9 +95,9 @@ def parse_method(text: str, base: JobConfig) -> JobConfig:
     wrong = [part for part in parts if part not in registry.specs()]
     if wrong or len(decomposers) > 1 or policy not in ("", *Policy):
         raise UsageError(
-            f"--method {text}: write {PLAIN}, or parts joined by +: at most one of "
-            f"{', '.join(registry.decomposers())}, any of {', '.join(registry.proposers())}; "
-            "and maybe @speculative"
+            f"--method {text}: write {PLAIN}, or strategies joined by +: at most one of "
+            f"{', '.join(registry.decomposers())}, any number of "
+            f"{', '.join(registry.proposers())}; then optionally @speculative"
         )
     return base.replace(
         decomposer=decomposers[0] if decomposers else "", proposer=proposers,
@@ -229,7 +239,7 @@ def file_prompts(path: Path) -> list[Prompt]:
         found = [json.loads(line) if line.lstrip().startswith("{") else {"question": line}
                  for line in lines]
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"can not read prompts from {path}: {error}") from error
+        raise UsageError(f"cannot read prompts from {path}: {error}") from error
     prompts = []
     for number, entry in enumerate(found, 1):
         question, answer = entry.get("question"), entry.get("answer")
@@ -251,14 +261,15 @@ def _equal(wanted: str, text: str) -> bool:
 
 @config_options(*JOB, "sampling", "request")
 @click.option("--method", "methods", multiple=True, metavar="M",
-              help="plain, or [decomposer][+proposer...][@policy], like pasta, lookahead, "
-                   "pasta+lookahead, draft@speculative (repeatable) [default: plain and what the "
-                   "model can do].")
+              help="plain, or [decomposer][+proposer...][@policy], such as pasta, lookahead, "
+                   "pasta+lookahead or draft@speculative (repeatable) [default: plain and every "
+                   "method that the model supports].")
 @click.option("--tasks", type=click.IntRange(1), default=20, show_default=True,
-              help="Generated tasks to answer, without --prompts.")
-@click.option("--kind", default="retrieval", show_default=True, help="Which tasks.")
+              help="How many generated tasks to answer (without --prompts).")
+@click.option("--kind", default="retrieval", show_default=True,
+              help="Which kind of tasks to generate.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
-              help='Own prompts: a line each, or JSON lines with "question" and "answer".')
+              help='Your own prompts: one per line, or JSON lines with "question" and "answer".')
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
 def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, kind: str,
@@ -272,8 +283,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     base, request = resolved.config.job, resolved.config.request
     own = base.speculation
     if own.decomposer or own.proposer or own.policy:
-        raise UsageError("compare takes methods by --method, not by --decomposer, --proposer or "
-                         "--policy")
+        raise UsageError("compare chooses strategies with --method: leave out --decomposer, "
+                         "--proposer and --policy")
     if not base.model.model:
         base = base.replace(model="task")
     torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
@@ -336,5 +347,5 @@ def write(out: Path, title: str, table: Sequence[Mapping[str, Any]],
                         for name, given in answers.items()}}, indent=1), encoding="utf-8")
         draw(out, title, table)
     except OSError as error:
-        raise PipeinferError(f"can not write to {out}: {error}") from error
+        raise PipeinferError(f"cannot write to {out}: {error}") from error
     click.echo(f"wrote {out}/table.md, results.json, speedup.png, quality.png", err=True)

@@ -64,7 +64,7 @@ class Answer:
 def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
     """Findings about every host of `hostfile`; n_ranks 0 does not compare slots with ranks.
 
-    Raises UsageError when the hostfile or the nodes file beside it can not be used.
+    Raises UsageError when the hostfile or the nodes file beside it cannot be used.
     """
     entries = read_hostfile(hostfile)
     beside = nodes_file_beside(hostfile)
@@ -80,8 +80,10 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
             found.append(Finding("fail", "slots", str(error)))
     if not is_here(entries[0].host):
         found.append(Finding(
-            "warn", "hostfile", f"rank 0 will run on {entries[0].host}, not here: it reads -f, the "
-            "models and the nodes file there", "start from that host, or list this one first"))
+            "warn", "hostfile",
+            f"rank 0 will run on {entries[0].host}, not on this host: -f, the models and the "
+            "nodes file are read there",
+            "start the job on that host, or list this host first"))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(ask, [entry for entry in entries if entry.host in ranks]))
     mine = _own_facts()
@@ -103,10 +105,11 @@ def ask(entry: HostEntry) -> Answer:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        return Answer(entry, {}, f"gave no answer within {_ANSWER_SECONDS} s",
-                      f"log in by hand: is {entry.host} busy, or a file system of it gone?")
+        return Answer(entry, {}, f"did not answer within {_ANSWER_SECONDS} s",
+                      f"log in by hand and check whether {entry.host} is busy or one of its file "
+                      "systems hangs")
     except OSError as error:
-        return Answer(entry, {}, f"can not be asked: no ssh here ({error.strerror})",
+        return Answer(entry, {}, f"cannot be checked: this host has no ssh ({error.strerror})",
                       "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
@@ -127,7 +130,7 @@ def _explain(host: str, code: int, said: str) -> tuple[str, str]:
                 "or share this directory by NFS)")
     if "PackageNotFoundError" in said or "ModuleNotFoundError" in said:
         return f"has {sys.executable} without pipeinfer ({last})", "run launch/demo there once"
-    return f"can not be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
+    return f"cannot be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
 
 
 def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
@@ -144,17 +147,17 @@ def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str
     own = str(facts["host"])
     if own in seen:
         return Finding(
-            "fail", what, f"calls itself {own}, as {seen[own]} does",
-            "keep one line with slots=N if they are one machine; else give each its own host name "
-            "(hostnamectl set-hostname): MPI's daemons collide otherwise")
+            "fail", what, f"has the host name {own}, as {seen[own]} does",
+            "if they are one machine, keep one line with slots=N; if not, give each its own host "
+            "name (hostnamectl set-hostname), or MPI's daemons collide")
     seen[own] = entry.host
     if nodes is not None and nodes.of(own) != nodes.of(entry.host):
         return Finding(
-            "warn", what, f"calls itself {own}, and {nodes.path} has other settings for that name",
-            f"name the table after what `hostname` prints there: [node.\"{own}\"]")
+            "warn", what, f"has the host name {own}, for which {nodes.path} has other settings",
+            f"name the table after the output of `hostname` there: [node.\"{own}\"]")
     if ranks > facts["cores"]:
         return Finding("warn", what, f"{ranks} ranks share {facts['cores']} cores",
-                       "fine for trying things out; for speed start one stage per host")
+                       "this is fine for a trial; for speed start one stage per host")
     return Finding("ok", what, f"{entry.slots} slots, {facts['cores']} cores, pipeinfer "
                    f"{facts['pipeinfer']}, Python {facts['python']}")
 
@@ -223,7 +226,7 @@ def main() -> None:
     hostfile, n_ranks, kind, out = sys.argv[1:]
     try:
         if not n_ranks.isdigit() or int(n_ranks) < 1:
-            raise UsageError(f"{n_ranks!r} ranks: give a number from 1 on")
+            raise UsageError(f"{n_ranks!r} ranks: give a number of at least 1")
         findings = check_hosts(hostfile, int(n_ranks))
     except UsageError as error:
         print(f"pipeinfer: error: {error}", file=sys.stderr)

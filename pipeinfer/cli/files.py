@@ -11,7 +11,7 @@ import click
 
 @click.command()
 @click.argument("model")
-@click.option("--stages", type=click.IntRange(1), required=True, help="How many stages.")
+@click.option("--stages", type=click.IntRange(1), required=True, help="Number of stages.")
 def shard(model: str, stages: int) -> None:
     """Cut MODEL into shards ahead of time, into the cache directory."""
     from pipeinfer.models.gguf import ModelFile
@@ -38,9 +38,9 @@ def shard(model: str, stages: int) -> None:
 @click.argument("trace_file", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True,
               help="Picture to write (PNG, SVG or PDF).")
-@click.option("--start-ms", type=float, default=0.0, help="Skip this much of the beginning.")
+@click.option("--start-ms", type=float, default=0.0, help="Milliseconds to skip at the beginning.")
 @click.option("--span-ms", type=click.FloatRange(min=0.001), default=400.0, show_default=True,
-              help="How much time to show.")
+              help="Milliseconds to show.")
 def trace(trace_file: Path, output: Path, start_ms: float, span_ms: float) -> None:
     """Draw a trace: stages against time, runs coloured by fate."""
     from pipeinfer.experiments.trace import draw_timeline

@@ -91,13 +91,13 @@ def generate(resolved: Resolved) -> None:
     if out.reason == "interrupted":
         raise SystemExit(INTERRUPTED)
     if out.reason == "poison":
-        click.echo("pipeinfer: error: several stages failed one after the other while they worked "
-                   "on this request: it was given up", err=True)
+        click.echo("pipeinfer: error: stages failed repeatedly while working on this request, so "
+                   "it was abandoned", err=True)
         raise SystemExit(ClusterError.exit_code)
     if out.reason == "context":
         click.echo(
             f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "
-            f"{len(out.tokens)} new tokens: raise it with -c", err=True)
+            f"{len(out.tokens)} new tokens: raise -c", err=True)
         raise SystemExit(RequestError.exit_code)
 
 
@@ -106,20 +106,20 @@ def _prompt_text(config: RequestConfig) -> str:
         raise UsageError("give either -p or -f, not both")
     if not config.file:
         if not config.prompt:
-            raise UsageError('there is no prompt: give one with -p "...", -f FILE or -f -')
+            raise UsageError('no prompt was given: use -p "...", -f FILE or -f -')
         return config.prompt
     if config.file == "-" and "PMIX_RANK" in os.environ and host.launched_size() > 1:
-        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may not return after passing on "
-                   "standard input; launch/run and -f FILE do not have that trouble", err=True)
+        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may hang after forwarding standard "
+                   "input; use launch/run or -f FILE instead", err=True)
     try:
         data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
         text = data.decode("utf-8")
     except OSError as error:
-        raise UsageError(f"can not read {config.file}: {error.strerror}") from error
+        raise UsageError(f"cannot read {config.file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{config.file} is not UTF-8 text: {error}") from error
     if not text:
-        raise UsageError(f"{config.file} is empty: there is no prompt")
+        raise UsageError(f"{config.file} is empty: write a prompt into it")
     return text
 
 

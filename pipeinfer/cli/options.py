@@ -85,8 +85,8 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
     found = {name: values.pop(name) for name in names}
     if context.meta.get(_NP) and found.get("policy") == "speculative":
         raise UsageError(
-            "-np is the short form of --parallel now, as in llama.cpp; with --policy speculative "
-            "it used to be --branches: write --parallel or --branches")
+            "-np now means --parallel, as in llama.cpp, but used to mean --branches with --policy "
+            "speculative: write --parallel or --branches in full")
     everyone = {name: found.pop(name) for name in registry.own_options() if name in found}
     own = {name: value for name, value in everyone.items() if origin[name] != "default"}
     return Resolved(Config.of(given=given, own=own, **found), origin, everyone)
@@ -120,7 +120,7 @@ class _Command(click.Command):
         hidden = len([name for name in known if name not in BASIC])
         if hidden and not everything:
             formatter.write_paragraph()
-            formatter.write_text(f"{hidden} further options: {ctx.command_path} --help-all")
+            formatter.write_text(f"{hidden} more options: {ctx.command_path} --help-all")
 
 
 class _Option(click.Option):
@@ -239,8 +239,8 @@ def _from_file(path: str) -> dict[str, Any]:
         wanted, name = _KINDS[option.kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and option.kind != "flag") or (
                 isinstance(value, list) and not all(isinstance(part, str) for part in value)):
-            shown = "what is there" if option.secret else repr(value)[:200]
-            raise UsageError(f"config file {path}: {key} needs {name}, not {shown}")
+            shown = "the value in the file" if option.secret else repr(value)[:200]
+            raise UsageError(f"config file {path}: {key} must be {name}, not {shown}")
         found[known] = value
     return found
 
@@ -255,7 +255,7 @@ class _Text(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
         if "\0" in text:
-            self.fail("there is a NUL character in it.", param, ctx)
+            self.fail("it contains a NUL character.", param, ctx)
         return text
 
     def split_envvar_value(self, rv: str) -> list[str]:

@@ -30,22 +30,24 @@ from pipeinfer.planning.partition import size_text
 
 @click.command()
 @click.argument("model", default="")
-@click.option("--dry-run", is_flag=True, help="Take machines from profiles; ask no host.")
-@click.option("--hostfile", default="", help="Hosts, one rank per slot (with --dry-run).")
+@click.option("--dry-run", is_flag=True, help="Use machine profiles and contact no host.")
+@click.option("--hostfile", default="",
+              help="File with the hosts, one rank per slot (with --dry-run).")
 @click.option("--nodes", "nodes_file", default="",
               help="Settings per host [default: the TOML file beside the hostfile].")
-@click.option("--cluster", default="", help="A cluster profile instead of a hostfile.")
+@click.option("--cluster", default="", help="Use this cluster profile instead of a hostfile.")
 @click.option("--link", default="", help="Link profile between neighbours.")
-@click.option("-md", "--draft", default="", help="Draft: a GGUF file or a model profile.")
+@click.option("-md", "--draft", default="", help="Draft model: a GGUF file or a model profile.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first guesses that the target accepts [default: the pair's].")
-@click.option("--layers", default="", help="Layers of each stage, like 10,12,12,6.")
+              help="Share of first guesses that the target accepts [default: as the pair's profile "
+                   "says].")
+@click.option("--layers", default="", help="Number of layers of each stage, such as 10,12,12,6.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
-              help="Context in tokens [default: 4096, of a file its own up to 8192].")
-@click.option("--head-stage", is_flag=True, help="Rank 0 holds the first layers too.")
+              help="Context in tokens [default: 4096; for a file, the model's own up to 8192].")
+@click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
-@click.option("--remeasure", is_flag=True, help="Measure the ranks anew (under mpirun).")
+@click.option("--remeasure", is_flag=True, help="Measure the ranks again (under mpirun).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
@@ -75,11 +77,11 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     from pipeinfer.nodes import settle
 
     if host.launched_size() == 1:
-        raise UsageError("one process has nothing to plan: start it with mpirun -np N, or use "
+        raise UsageError("a single process has nothing to plan: start it with mpirun -np N, or use "
                          "--dry-run with --hostfile or --cluster")
     if model in profiles.models:
-        raise UsageError(f"{model} is a profile, and ranks measure themselves on a file: give a "
-                         "GGUF file, or use --dry-run")
+        raise UsageError(f"{model} is a profile, but ranks can only be measured with a model file: "
+                         "give a GGUF file, or use --dry-run")
     config = JobConfig.of(
         model=model, draft_model=given["draft"], nodes=given["nodes_file"], ctx=given["ctx"],
         layers=given["layers"], split=given["split"], head_stage=given["head_stage"],
@@ -123,17 +125,11 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
                    list(found.notes), job.plan, str(job.draft or ""))
 
 
-# --- models -----------------------------------------------------------------------------------
-
-
-# --- the report -------------------------------------------------------------------------------
-
-
 # --- print ------------------------------------------------------------------------------------
 
 
 def as_text(report: Report) -> str:
-    """The report for people."""
+    """The report as lines of text, without a final newline."""
     target, plan = report.target, report.plan
     lines = [
         f"{target.title}: {target.n_layers} layers, {size_text(target.weight_bytes)} of weights, "
@@ -152,8 +148,9 @@ def as_text(report: Report) -> str:
     for rank, why in plan.left_out.items():
         lines.append(f"left out: rank {rank} on {report.machines[rank].host}, {why}")
     if plan.split.counts != plan.equal.counts:
-        lines.append(f"equal shares would make the slowest stage {1e3 * plan.equal.slowest:.1f} ms "
-                     f"instead of {1e3 * plan.split.slowest:.1f} ms")
+        lines.append("with equal shares the slowest stage would take "
+                     f"{1e3 * plan.equal.slowest:.1f} ms instead of {1e3 * plan.split.slowest:.1f} "
+                     "ms")
     return "\n".join(lines + [f"note: {note}" for note in report.notes])
 
 
@@ -208,7 +205,7 @@ def _draft_lines(report: Report) -> list[str]:
 
 
 def as_data(report: Report) -> dict[str, Any]:
-    """The report as plain data."""
+    """The report as plain data for --json; sizes in bytes, times in seconds."""
     plan, split = report.plan, report.plan.split
     return {
         "model": report.target.title, "n_layers": report.target.n_layers,

@@ -59,8 +59,8 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
     """
     signals = _Signals()
     if job.cluster.trace:
-        raise UsageError("--trace keeps every run in memory, which a server can not: use it with "
-                         "generate or bench")
+        raise UsageError("--trace keeps every run in memory, so a server cannot use it: use it "
+                         "with generate or bench")
     listener = http_process.listen(config.host, config.port, config.client_timeout)
     child = http_process.start(settings, listener)
 
@@ -78,8 +78,8 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
         if not settings.api_keys and config.host not in _LOCAL:
-            click.echo("pipeinfer: note: whoever reaches this address can use the server; "
-                       "--api-key-file asks for keys", err=True)
+            click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
+                       "require keys with --api-key-file", err=True)
         with _telling(child):  # at once: ending the session takes longer than a launcher waits
             engine.run()
     child.end(_CHILD_SECONDS)
@@ -91,7 +91,7 @@ def _telling(child: http_process.Child) -> Iterator[None]:
     try:
         yield
     except Stopped:
-        child.fail("the job was ended: by its launcher because another rank died, or by somebody")
+        child.fail("the job was terminated, by a user or by its launcher after another rank died")
         raise
     except BaseException as error:
         name = "" if isinstance(error, PipeinferError) else f"{type(error).__name__}: "
@@ -139,22 +139,24 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
 
 
 def api_keys(config: ServeConfig) -> tuple[str, ...]:
-    """Every key that opens the server. Raises UsageError for a file that can not be used."""
+    """Every key that opens the server. Raises UsageError for a file that cannot be used."""
     keys = tuple(config.api_key)
     if config.api_key_file:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"can not read --api-key-file {config.api_key_file}: {error}") from (
+            raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
         found = tuple(
             line.strip() for line in lines if line.strip() and not line.startswith("#"))
         if not found:
-            raise UsageError(f"--api-key-file {config.api_key_file} has no key in it")
+            raise UsageError(f"--api-key-file {config.api_key_file} contains no key: write one key "
+                             "per line")
         keys += found
     if not all(key.strip() for key in keys):
-        raise UsageError("an API key is empty: leave out --api-key to serve without keys")
+        raise UsageError("an API key is empty: give one, or leave out --api-key to serve without "
+                         "keys")
     if not all(key.isascii() and key.isprintable() for key in keys):
-        raise UsageError("an API key holds characters that no HTTP header can carry: use letters, "
-                         "digits and signs of ASCII")
+        raise UsageError("an API key contains characters that are not allowed in an HTTP header: "
+                         "use ASCII letters, digits and punctuation")
     return keys

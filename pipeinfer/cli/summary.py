@@ -8,7 +8,7 @@ from typing import Any
 
 def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
             notes: list[str]) -> str:
-    """A few lines for people."""
+    """What `generate` prints to standard error after the text: speed, runs and stages."""
     ttft, itl = figures["time_to_first_token"], figures["inter_token_latency_mean"]
     lines = [
         f"{figures['n_output']} tokens at {figures['tokens_per_second']:.1f} tokens/s, first after "

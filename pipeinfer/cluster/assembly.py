@@ -137,7 +137,7 @@ class Assembly:
         return Terms(exact, max(one.row_cost for one in said), curve)
 
     def start(self) -> None:
-        """The first arrangement. A stage that can not load for a reason of its own (a missing file,
+        """The first arrangement. A stage that cannot load for a reason of its own (a missing file,
         a wrong version) ends the job: that wants to be seen. Raises whatever it reports."""
         try:
             self._assemble()
@@ -154,7 +154,7 @@ class Assembly:
     def recover(self, loss: Loss) -> bool:
         """Go on without the ranks that are lost. Whether stages have changed: not when only ranks
         without one were lost. Raises the loss where going on is not possible on this MPI,
-        ClusterError when those that live can not hold the model."""
+        ClusterError when those that live cannot hold the model."""
         began, causes = time.monotonic(), [self._words(loss)]
         before = {holding.rank: holding for holding in self.held}
         gone: set[int] = set()
@@ -313,7 +313,7 @@ class Assembly:
         except WorkerFailed as error:
             loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
         except TransportTimeout as error:
-            loss = RankLost(self._rank_of(error.peer or 0), "has not received its layers in time")
+            loss = RankLost(self._rank_of(error.peer or 0), "did not receive its layers in time")
         self.held, self.states = held, {}
         try:
             if loss is not None:

@@ -84,7 +84,8 @@ def main() -> None:
     clear_sessions()
     killed = end(sys.argv[1])
     if killed:
-        sys.stderr.write(f"pipeinfer: killed {len(killed)} processes of the job before\n")
+        sys.stderr.write(f"pipeinfer: killed {len(killed)} processes that the previous job left "
+                         "behind\n")
 
 
 if __name__ == "__main__":

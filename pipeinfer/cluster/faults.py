@@ -40,7 +40,7 @@ Die = Callable[[int], None]
 
 
 class Kind(enum.StrEnum):
-    """What goes wrong."""
+    """The kinds of faults that `--fault` can cause."""
 
     KILL = "kill"
     STOP = "stop"
@@ -68,9 +68,15 @@ _LASTING = (Kind.SLOW_LINK, Kind.LOSE_CANCEL)
 class Fault:
     """One fault on one rank; `str` gives back what `parse_faults` reads.
 
-    moment: load, prefill, decode, recovery or "" (all the time). count: which decode, chunk or
-    recovery, from 1. phase: of loading, "" for any. layer: how many of the rank's own layers are
-    done, -1: none has begun. type: of the exception. ms: delay. every: which cancellations.
+    kind: what goes wrong
+    rank: the rank that it happens to
+    moment: load, prefill, decode, recovery or "" (all the time)
+    count: which decode, chunk or recovery, from 1
+    phase: of loading; "" for any
+    layer: how many of the rank's own layers are done; -1: none has begun
+    type: of the exception that is raised
+    ms: delay in milliseconds
+    every: every how many cancellations one is affected
     """
 
     kind: Kind
@@ -123,14 +129,14 @@ def _parse(spec: str) -> Fault:
     head, *fields = spec.split(":")
     name, _, rank = head.partition("@")
     if name not in tuple(Kind) or not rank.isdecimal():
-        raise UsageError(f"--fault {spec}: begin with KIND@RANK, like kill@2:decode=30; kinds are "
+        raise UsageError(f"--fault {spec}: write KIND@RANK, such as kill@2:decode=30; kinds are "
                          f"{', '.join(Kind)}")
     kind = Kind(name)
     fault = Fault(kind, int(rank))
     for field in fields:
         key, _, value = field.partition("=")
         if key not in _FIELDS[kind]:
-            raise UsageError(f"--fault {spec}: {kind} takes {', '.join(_FIELDS[kind])}, not "
+            raise UsageError(f"--fault {spec}: {kind} accepts {', '.join(_FIELDS[kind])}, not "
                              f"{field!r}")
         if key in _MOMENTS and fault.moment:
             raise UsageError(f"--fault {spec}: {fault.moment} and {key} exclude each other")
@@ -144,11 +150,11 @@ def _parse(spec: str) -> Fault:
 def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     if key == "load":
         if value and value not in PHASES:
-            raise UsageError(f"--fault {spec}: load is one of {', '.join(PHASES)}")
+            raise UsageError(f"--fault {spec}: load must be one of {', '.join(PHASES)}")
         return dataclasses.replace(fault, moment=key, phase=value)
     if key == "type":
         if value not in _TYPES:
-            raise UsageError(f"--fault {spec}: type is one of {', '.join(_TYPES)}")
+            raise UsageError(f"--fault {spec}: type must be one of {', '.join(_TYPES)}")
         return dataclasses.replace(fault, type=value)
     if key in ("prefill", "decode", "recovery"):
         return dataclasses.replace(fault, moment=key,
@@ -162,13 +168,13 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     except ValueError:
         ms = -1.0
     if not 0 < ms < 1e6:
-        raise UsageError(f"--fault {spec}: ms is a time in milliseconds, like ms=50")
+        raise UsageError(f"--fault {spec}: ms must be a number of milliseconds, such as ms=50")
     return dataclasses.replace(fault, ms=ms)
 
 
 def _whole(value: str, least: int, key: str, spec: str) -> int:
     if not value.isdecimal() or not least <= int(value) < 10**9:
-        raise UsageError(f"--fault {spec}: {key} is a whole number from {least} on")
+        raise UsageError(f"--fault {spec}: {key} must be a whole number of at least {least}")
     return int(value)
 
 

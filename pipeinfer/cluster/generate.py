@@ -34,12 +34,19 @@ _request_ids = itertools.count()
 
 @dataclass(slots=True)
 class Generated:
-    """What a request brought. Times in seconds since its submission.
+    """The outcome of a request.
 
-    reason: stop (end of text or stop string), length, context, interrupted. speculated: per
-    token, whether it was in flight before it was accepted. threads: of a response in threads,
-    which one brought each token (tokens are in reading order). visible: tokens of which the reader
-    sees something.
+    tokens: ids of the output; in reading order where the response has threads
+    text: the output as text
+    reason: why it ended: stop (end of text or stop string), length, context, interrupted
+    n_prompt: tokens of the prompt
+    times: seconds from submission to each token
+    speculated: per token, whether it was in flight before it was accepted
+    logprobs: per token; None where it is not known
+    lane: counters of its lane
+    seed: of the noise, as used
+    threads: per token, the thread of the response that it comes from
+    visible: tokens of which the reader sees something
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -93,7 +100,7 @@ def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
 def grammar_text(config: SamplingConfig) -> tuple[str, str]:
     """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
 
-    Raises UsageError for options that exclude each other or a file that can not be read.
+    Raises UsageError for options that exclude each other or a file that cannot be read.
     """
     given = [kind for kind in ("grammar", "grammar_file", "json_schema") if getattr(config, kind)]
     if not given:
@@ -108,14 +115,14 @@ def grammar_text(config: SamplingConfig) -> tuple[str, str]:
         try:
             text = Path(config.grammar_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"can not read {config.grammar_file}: {error}") from error
+            raise UsageError(f"cannot read {config.grammar_file}: {error}") from error
     return kind, text
 
 
 def compiled_grammar(config: SamplingConfig, target: Path) -> str:
     """The grammar of a config, compiled for the model at `target`; empty without one.
 
-    Raises UsageError as `grammar_text` does, and RequestError for one that can not be used.
+    Raises UsageError as `grammar_text` does, and RequestError for one that cannot be used.
     """
     kind, text = grammar_text(config)
     if not kind:
@@ -172,7 +179,7 @@ def run_request(
         prompt = prompt.prompt
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
-        raise UsageError("the prompt is empty: give at least one token")
+        raise UsageError("the prompt is empty: write at least one token")
     if params.grammar:
         params = dataclasses.replace(params, grammar_start=len(prompt))
     tokenizer, head = session.tokenizer, session.head

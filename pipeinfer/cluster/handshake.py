@@ -66,15 +66,16 @@ def compare(config: JobConfig, place: Place) -> list[RankInfo]:
     assert texts is not None
     dead = [rank for rank, text in enumerate(texts) if not text]
     if dead and not mpi_job.survivable():
-        raise RankLost(dead[0], "died while the job started")
+        raise RankLost(dead[0], "died while the job was starting")
     found = [mine]
     for rank, text in enumerate(texts[1:], 1):
         other = mine
         if text:
             heard = unpack(text.encode())
             if not isinstance(heard, Hello):
-                raise MismatchError(f"rank {rank} began with {type(heard).__name__}: install the "
-                                    "same version on every host")
+                raise MismatchError(f"rank {rank} opened with the unexpected message "
+                                    f"{type(heard).__name__}: install the same version on every "
+                                    "host")
             other = heard
         _check(mine, other)
         found.append(other)
@@ -96,8 +97,8 @@ def _check(mine: Hello, other: Hello) -> None:
     if other.config != mine.config:
         names = [k for k, v in mine.values.items() if other.values.get(k) != v]
         raise MismatchError(
-            f"{who} has other values than rank 0 for {', '.join(names)}: give every rank the "
-            "same options (PIPEINFER_* variables and config files differ between hosts?)")
+            f"{who} and rank 0 have different values for {', '.join(names)}: give every rank the "
+            "same options (check PIPEINFER_* variables and config files on each host)")
 
 
 def _info(hello: Hello) -> RankInfo:

@@ -3,11 +3,11 @@ none that exits with an error.
 
     rank k   a beat to the head, several times in the time allowed, from a thread of its own
     head     answers each; a rank that was heard before and is silent for too long is lost
-    rank k   leaves when the head, which used to answer, is silent for longer still: its work is
-             somebody else's by then
+    rank k   exits when a head that has answered before is silent for even longer: by then its
+             layers have been given to others
 
-Beats carry a token that the job's ranks got over MPI, and whether the rank asks for patience. Where
-no beat comes through (a firewall), nobody is declared dead for it. This module knows no MPI, no
+Beats carry a token that the job's ranks got over MPI, and whether the rank asks for patience. A
+rank whose beats never arrive (a firewall) is not declared dead. This module knows no MPI, no
 runs and no models.
 """
 
@@ -53,7 +53,7 @@ class HeadPulse:
 
     @property
     def meeting(self) -> Meeting:
-        """What ranks have to know."""
+        """Where other ranks send their beats: this host's addresses, the port and the key."""
         addresses = [
             address.address for card in psutil.net_if_addrs().values() for address in card
             if address.family == socket.AF_INET]
@@ -70,7 +70,7 @@ class HeadPulse:
                 if now - heard > allowed}
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close the socket."""
         self._closed = True
         self._socket.close()
 
@@ -109,7 +109,7 @@ class RankPulse:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stop beating."""
+        """Stop beating; the thread ends after its next pause."""
         self._closed = True
 
     def _run(self) -> None:

@@ -41,7 +41,14 @@ Hosts = Sequence[RankInfo]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the head knows when it has planned: the plan, what it rests on, notes for the user."""
+    """What the head knows when it has planned.
+
+    plan: which rank holds which layers
+    load: costs and bytes of the model's layers
+    members: what the planner knows of each candidate
+    figures: measurements by rank
+    notes: for the user
+    """
 
     plan: Plan
     load: Load
@@ -92,8 +99,8 @@ def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | 
     if not config.spares:
         return counts
     if config.spares >= len(counts):
-        raise UsageError(f"--spares {config.spares} leaves no rank for a stage: {len(counts)} can "
-                         "hold one; start more ranks")
+        raise UsageError(f"--spares {config.spares} leaves no rank for a stage: only {len(counts)} "
+                         "ranks can hold layers; start more ranks, or lower --spares")
     return [*counts[:-config.spares], *[0] * config.spares]
 
 
@@ -140,7 +147,7 @@ def _ask(
             try:
                 heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
                 answers[rank] = heard if isinstance(heard, Measured) else Measured(
-                    error=f"it answered with {type(heard).__name__}")
+                    error=f"it answered with the unexpected message {type(heard).__name__}")
             except RankLost as lost:
                 answers[rank] = Measured(error=str(lost))
     figures: dict[int, Figures] = {}
@@ -151,7 +158,7 @@ def _ask(
             found = from_json(answer.figures)
         except ValueError:
             notes.append(f"rank {group[0]} on {hosts[group[0]].host} could not measure itself: "
-                         f"{answer.error or 'no answer that can be read'}")
+                         f"{answer.error or 'its answer is unreadable'}")
             continue
         figures |= dict.fromkeys(group, found)
     return figures, notes
@@ -183,4 +190,4 @@ def await_place(config: JobConfig, place: Place) -> Placed:
                 mpi_startup.say(place.comm, 0, _answer(
                     config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
             case other:
-                raise ProtocolError(f"rank 0 said {type(other).__name__} before the job began")
+                raise ProtocolError(f"rank 0 sent {type(other).__name__} before the job began")

@@ -110,7 +110,8 @@ class Sender:
     def hear(self, message: ShardHave) -> None:
         """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
         if message.node not in self._offered or len(message.digest) not in (0, DIGEST_BYTES):
-            raise ProtocolError(f"node {message.node} asks for a shard that is not for it")
+            raise ProtocolError(f"node {message.node} asked for a shard that belongs to another "
+                                "node")
         if message.digest:
             source = self._offered[message.node]
             out = _Outgoing(source, message.offset, message.digest, _Pieces(source.blocks()),
@@ -121,8 +122,8 @@ class Sender:
         else:
             current = self._outgoing.get(message.node)
             if current is None or not 0 <= message.offset <= current.offset:
-                raise ProtocolError(f"node {message.node} has {message.offset} bytes of a shard "
-                                    "that were not sent")
+                raise ProtocolError(f"node {message.node} claims to have {message.offset} bytes of "
+                                    "a shard that were never sent")
             current.answered = message.offset
 
     def pump(self) -> bool:
@@ -153,7 +154,8 @@ class Sender:
     def _next(out: _Outgoing, size: int) -> bytes:
         piece = out.pieces.take(size)
         if not piece:
-            raise ModelError("the model file became shorter while it was sent")
+            raise ModelError("the model file was truncated while it was being sent: leave it "
+                             "unchanged while a job starts")
         out.hasher.update(piece)
         out.offset += len(piece)
         return piece
@@ -172,8 +174,8 @@ def own_model(setup: Setup) -> Path:
         raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
                          "the same path, or share its directory")
     if open_model(path).fingerprint != setup.fingerprint:
-        raise MismatchError(f"{path} on {socket.gethostname()} is not what rank 0 has: copy the "
-                            "same model to every host")
+        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's model: copy "
+                            "the same model to every host")
     return path
 
 
@@ -189,8 +191,8 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
         model = open_model(path)
         if model.fingerprint != setup.fingerprint:
             raise MismatchError(
-                f"{path} on {socket.gethostname()} is not the file that rank 0 has: copy the same "
-                "model to every host"
+                f"{path} on {socket.gethostname()} differs from rank 0's file: copy the same model "
+                "to every host"
             )
         return extract_shard(GapModel(model) if setup.gaps else model, setup.start,
                              setup.stop,
@@ -211,7 +213,7 @@ def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
         case ShardOffer(name, total) if Path(name).name == name and total >= 0:
             return name, total
         case other:
-            raise ProtocolError(f"{type(other).__name__} in answer to a wish for layers")
+            raise ProtocolError(f"a request for layers was answered with {type(other).__name__}")
 
 
 def _answer(port: Port, timeout: float, awaited: str) -> Message:
@@ -244,15 +246,16 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ModelError(
-                    f"{part}: another job on {socket.gethostname()} receives this shard; wait for "
-                    "it, or give this job its own PIPEINFER_CACHE") from None
+                    f"{part}: another job on {socket.gethostname()} is receiving this shard; wait "
+                    "for it, or give this job its own PIPEINFER_CACHE") from None
             arrived, digest = _fill(port, part, file, total, timeout, report)
             os.replace(part, target)
             seal(target, digest)
     except OSError as error:
         raise ModelError(
-            f"{part} on {socket.gethostname()}: can not store a shard of {total / 1e6:.0f} MB "
-            f"({error.strerror or error}); make room, or set PIPEINFER_CACHE to another directory"
+            f"{part} on {socket.gethostname()}: cannot store a shard of {total / 1e6:.0f} MB "
+            f"({error.strerror or error}); free some space, or set PIPEINFER_CACHE to another "
+            "directory"
         ) from None
     return target, arrived
 
@@ -273,8 +276,9 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
     free = shutil.disk_usage(part.parent).free
     if free < total - have:
         raise ModelError(
-            f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB and the "
-            f"disk has {free / 1e6:.0f} MB: make room, or set PIPEINFER_CACHE to another directory")
+            f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB, but the disk "
+            f"has only {free / 1e6:.0f} MB: free some space, or set PIPEINFER_CACHE to another "
+            "directory")
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
     arrived = 0
     while True:
@@ -284,7 +288,8 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
                     have, hasher = 0, new_hash()
                     file.truncate(0)
                 if offset != have or have + len(data) > total:
-                    raise ProtocolError(f"a chunk from {offset} on, where {have} bytes are there")
+                    raise ProtocolError(f"a chunk starts at {offset}, but {have} bytes "
+                                        "have arrived")
                 file.write(data)
                 hasher.update(data)
                 have += len(data)
@@ -294,13 +299,13 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
             case ShardEnd(digest):
                 if have != total or digest != hasher.digest():
                     file.truncate(0)
-                    raise ModelError(f"{part} on {socket.gethostname()} arrived damaged: "
+                    raise ModelError(f"{part} on {socket.gethostname()} was damaged on the way: "
                                      "start the job again")
                 file.flush()
                 os.fsync(file.fileno())
                 return arrived, digest
             case other:
-                raise ProtocolError(f"{type(other).__name__} in the middle of a shard")
+                raise ProtocolError(f"{type(other).__name__} arrived in the middle of a shard")
 
 
 def _hash_file(file: BinaryIO, total: int) -> tuple[int, hashlib.blake2b]:

@@ -1,9 +1,9 @@
 """How a rank of a job ends: exit codes, and what is said to whom.
 
-Where a job survives the death of a rank nobody is ended by somebody else's end, MPI_Finalize may
-wait for the dead for ever, and mpirun says nothing of a rank 0 that was killed: so rank 0 tells the
-others, nobody finalizes, and launch/run hears the exit status from rank 0 itself. Knows no model,
-no plan and no request.
+In a job that survives the death of a rank, no rank's exit ends the others, MPI_Finalize can block
+on dead ranks, and mpirun does not report that rank 0 was killed. So rank 0 tells the others to
+leave, no rank calls MPI_Finalize, and launch/run gets the exit status from rank 0 itself. This
+module knows no model, no plan and no request.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def row_proposer(
     """What proposes from rows of its own in the target's runs, if anything does.
 
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. Raises ModelError
-    for an adapter that can not be read.
+    for an adapter that cannot be read.
     """
     spec = registry.inline(config)
     return None if spec is None else _make(spec, config, n_vocab, prompt_id)
@@ -81,7 +81,7 @@ def partitions_for(config: SpeculationConfig, credit: int) -> int:
 
 
 def lanes_of(config: SpeculationConfig) -> int:
-    """Causal threads at a time."""
+    """How many causal threads (lanes) may be open at the same time."""
     return config.parallel * (1 + threads_of(config))
 
 
@@ -102,15 +102,15 @@ def ids_for(config: SpeculationConfig, credit: int) -> int:
         raise UsageError(
             f"--parallel {config.parallel} (with --decompose-threads {config.decompose_threads}, "
             f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
-            f"{count} sequence ids, and a cache has {_ALL_IDS}: lower one of them")
+            f"{count} sequence ids, but a cache has only {_ALL_IDS}: lower one of them")
     return count
 
 
 def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
     """Tokens that requests and remembered prompts hold together. Raises UsageError."""
     if config.cache_tokens and config.cache_tokens < n_ctx:
-        raise UsageError(f"--cache-tokens {config.cache_tokens} is less than one request's context "
-                         f"of {n_ctx}: raise it, or lower -c")
+        raise UsageError(f"--cache-tokens {config.cache_tokens} is smaller than the context of one "
+                         f"request ({n_ctx}): raise it, or lower -c")
     one = config.parallel == 1 and not config.decomposer
     return config.cache_tokens or (n_ctx if one else 2 * n_ctx)
 
@@ -224,7 +224,8 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
     if config.speculation.speculation == "off":
         if config.speculation.policy not in ("", Policy.ITERATIVE):
             raise UsageError(
-                f"--speculation off and --policy {config.speculation.policy}: leave out one"
+                f"--speculation off and --policy {config.speculation.policy} contradict each "
+                "other: leave one out"
             )
         return Policy.ITERATIVE
     named = registry.named(config.speculation)
@@ -265,8 +266,8 @@ def _check_replicas(config: JobConfig) -> None:
         "--ablate": config.speculation.ablate,
     }
     if found := [name for name, given in wrong.items() if given]:
-        raise UsageError("--layout replicate deals out the rows of lookahead decoding, one request "
-                         f"at a time; it does not go with {', '.join(found)}")
+        raise UsageError("--layout replicate distributes the rows of lookahead decoding, one "
+                         f"request at a time; it cannot be combined with {', '.join(found)}")
 
 
 def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ class StageProcess:
             except PipeinferError as error:  # it will be seen when it matters
                 if 0 in self._port.gone:
                     raise
-                sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} can not prepare: "
+                sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} cannot prepare: "
                                  f"{error}\n")
                 return
             part.backend.close()

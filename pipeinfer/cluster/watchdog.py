@@ -80,8 +80,8 @@ class Watchdog:
 def watch(pipe: int, pid: int, seconds: float, name: str) -> None:
     """The watchdog's loop: until the rank ends, or is ended."""
     if not select.select([pipe], (), (), _START_SECONDS)[0]:
-        _kill(pid, f"{name} on {socket.gethostname()} waits in MPI_Init for more than "
-                   f"{_START_SECONDS:.0f} s (did another rank die there?)")
+        _kill(pid, f"{name} on {socket.gethostname()} has been waiting in MPI_Init for more than "
+                   f"{_START_SECONDS:.0f} s (did another rank die?)")
         return
     if not (data := os.read(pipe, 1)) or data == b"q":
         return
@@ -99,7 +99,8 @@ def watch(pipe: int, pid: int, seconds: float, name: str) -> None:
         elif now - asleep > _LATE * pause:
             heard = now  # this process was not running either: the machine slept
         elif now - heard > allowed:
-            _kill(pid, f"{name} on {socket.gethostname()} has not moved for {now - heard:.1f} s")
+            _kill(pid, f"{name} on {socket.gethostname()} has not responded for "
+                       f"{now - heard:.1f} s")
             return
 
 

@@ -91,7 +91,7 @@ NO_SPANS.setflags(write=False)
 
 
 def encode(message: Message) -> bytes:
-    """The frame of `message`."""
+    """The frame of `message`: header and body. Raises ProtocolError for what is not a message."""
     match message:
         case Decode():
             return _encode_decode(message)
@@ -126,7 +126,7 @@ def encode(message: Message) -> bytes:
               | ShardOffer()):
             return _frame(Op.CONTROL, pack(message))
         case _:
-            raise ProtocolError(f"can not encode {type(message).__name__}")
+            raise ProtocolError(f"cannot encode {type(message).__name__}")
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
@@ -137,10 +137,11 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     (magic, version, op, flags, run_id, parent_id, n_rows, n_ids, n_ops, d, size, n_spans
      ) = _HEADER.unpack_from(view)
     if magic != MAGIC or flags > _FLAGS:
-        raise ProtocolError("a frame that does not start with pipeinfer's header")
+        raise ProtocolError("a frame does not start with pipeinfer's header")
     if version != VERSION:
         raise ProtocolError(
-            f"protocol version {version} met {VERSION}: install the same pipeinfer on every host"
+            f"a message of protocol version {version} arrived, this rank speaks {VERSION}: install "
+            "the same pipeinfer on every host"
         )
     body = view[HEADER_BYTES:]
     if len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
@@ -197,15 +198,16 @@ def check_decode(
     for ids in (rows.seq_ids, rows.views or ()):
         flat = list(itertools.chain.from_iterable(ids))
         if flat and (min(flat) < 0 or max(flat) >= n_seq):
-            raise ProtocolError(f"run {run.run_id} has rows of a sequence outside of {n_seq}")
+            raise ProtocolError(f"run {run.run_id} has rows of a sequence id outside 0 to "
+                                f"{n_seq - 1}")
     if n:
         positions = rows.positions.tolist()
         if min(positions) < 0 or max(positions) >= n_positions:
-            raise ProtocolError(f"run {run.run_id} has a row outside of {n_positions} positions")
+            raise ProtocolError(f"run {run.run_id} has a row outside {n_positions} positions")
         if n_tokens is not None:
             tokens = rows.tokens.tolist()
             if min(tokens) < 0 or max(tokens) >= n_tokens:
-                raise ProtocolError(f"run {run.run_id} has a token outside of {n_tokens}")
+                raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
         if lanes is not None and not all(lane in lanes for lane in set(run.lanes.tolist())):
             raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
     if width is not None and not run.skipped and (
@@ -228,12 +230,12 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
             case SeqJoin(src, dst):
                 good = 0 <= src < n_seq and 0 <= dst < n_seq
         if not good:
-            raise ProtocolError(f"an operation outside of {n_seq} sequences: {op}")
+            raise ProtocolError(f"an operation outside {n_seq} sequences: {op}")
 
 
 def _encode_spans(spans: Spans) -> bytes:
     if spans.ndim != 2 or spans.shape[1] != 2:
-        raise ProtocolError(f"spans of shape {spans.shape}")
+        raise ProtocolError(f"timings (spans) have the wrong shape {spans.shape}")
     return np.asarray(spans, "<f8").tobytes()
 
 
@@ -241,7 +243,8 @@ def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
     spans: Spans = reader.array("<f8", 2 * count).reshape(count, 2)
     for value in spans.ravel().tolist():
         if not 0.0 <= value < _MAX_SECONDS:
-            raise ProtocolError(f"run {run_id} claims to have taken {value} seconds")
+            raise ProtocolError(f"run {run_id} claims to have taken {value} seconds, which is "
+                                "impossible")
     return spans
 
 
@@ -253,7 +256,7 @@ class _Reader:
 
     def take(self, count: int) -> memoryview:
         if count < 0 or self._at + count > len(self._body):
-            raise ProtocolError("a frame whose columns reach past its end")
+            raise ProtocolError("a frame's columns reach past its end")
         part = self._body[self._at : self._at + count]
         self._at += count
         return part
@@ -268,15 +271,15 @@ class _Reader:
         try:
             data = json.loads(bytes(self._body[self._at :]))
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a frame with a damaged JSON body: {error}") from error
+            raise ProtocolError(f"a frame has a damaged JSON body: {error}") from error
         if not isinstance(data, dict):
-            raise ProtocolError("a frame whose JSON body is no object")
+            raise ProtocolError("a frame's JSON body is not an object")
         self._at = len(self._body)
         return data
 
     def finish(self) -> None:
         if self._at != len(self._body):
-            raise ProtocolError(f"a frame with {len(self._body) - self._at} bytes left over")
+            raise ProtocolError(f"a frame has {len(self._body) - self._at} bytes too many")
 
 
 def _frame(
@@ -312,7 +315,7 @@ def _encode_decode(m: Decode) -> bytes:
     d = 0
     if m.hidden is not None:
         if m.hidden.shape[0] != n:
-            raise ProtocolError(f"{m.hidden.shape[0]} activations for {n} rows")
+            raise ProtocolError(f"a message has {m.hidden.shape[0]} activations for {n} rows")
         flags |= _HIDDEN
         d = m.hidden.shape[1]
         hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
@@ -351,7 +354,7 @@ def _decode_decode(
 def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], ...]:
     offsets = reader.array("<i4", n + 1).tolist()
     if offsets[0] != 0 or any(b <= a for a, b in itertools.pairwise(offsets)):
-        raise ProtocolError(f"run {run_id} has rows that look through no sequence id")
+        raise ProtocolError(f"run {run_id} has rows whose tree shows them no sequence id")
     ids = reader.array("<i4", offsets[-1]).tolist()
     return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
 
@@ -361,17 +364,17 @@ def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
     try:
         host, summary, trace, code = (data[k] for k in ("host", "summary", "traceback", "code"))
     except KeyError as error:
-        raise ProtocolError(f"a failure report with a bad body: it has no {error}") from error
+        raise ProtocolError(f"a failure report lacks {error}") from error
     if not all(isinstance(text, str) for text in (host, summary, trace)) or not (
             isinstance(code, int) and abs(code) < 2**31):
-        raise ProtocolError("a failure report with a bad body")
+        raise ProtocolError("a failure report has a malformed body")
     return WorkerFailed(node, host, run_id, summary, trace, int(code))
 
 
 def _decode_control(reader: _Reader) -> PortMessage:
     message = unpack(reader.rest())
     if not isinstance(message, PortMessage):
-        raise ProtocolError(f"{type(message).__name__} is no message to a port")
+        raise ProtocolError(f"{type(message).__name__} cannot be sent through a port")
     return message
 
 
@@ -420,17 +423,18 @@ def _decode_params(reader: _Reader) -> SamplingParams:
     (t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias, start,
      n_grammar, n_bans) = _PARAMS.unpack(reader.take(_PARAMS.size))
     if min(n_bias, start, n_grammar, n_bans) < 0:
-        raise ProtocolError("a negative number of logit biases or bans, or a negative grammar")
+        raise ProtocolError("sampling parameters have a negative number of logit biases, bans or "
+                            "grammar bytes")
     if not all(map(math.isfinite, (t, top_p, min_p, repeat, presence, frequency))):
-        raise ProtocolError("sampling parameters that are no numbers")
+        raise ProtocolError("sampling parameters are not numbers")
     bias = reader.array(_BIAS, n_bias)
     if not np.isfinite(bias["bias"]).all():
-        raise ProtocolError("a logit bias that is no number")
+        raise ProtocolError("a logit bias is not a number")
     bans = reader.array("<i4", 3 * n_bans).reshape(n_bans, 3)
     try:
         grammar = str(reader.take(n_grammar), "utf-8")
     except UnicodeDecodeError as error:
-        raise ProtocolError(f"a grammar that is no text: {error}") from error
+        raise ProtocolError(f"a grammar is not text: {error}") from error
     return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
                           tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs,
                           grammar, start, tuple((a, at, t) for a, at, t in bans.tolist()))
@@ -449,7 +453,7 @@ def _decode_choices(reader: _Reader, count: int) -> tuple[Choice, ...]:
     choices = []
     for token, n_top, logprob in reader.array(_CHOICE, count).tolist():
         if not 0 <= n_top <= _MAX_COUNT:
-            raise ProtocolError(f"a choice with {n_top} alternatives")
+            raise ProtocolError(f"a choice announces an impossible number of alternatives: {n_top}")
         choices.append((token, n_top, logprob))
     return tuple(
         Choice(token, None if math.isnan(logprob) else logprob,

@@ -117,13 +117,25 @@ class Placed(_Message, frozen=True, tag=True):
 
 
 class Setup(_Message, frozen=True, tag=True):
-    """What a stage loads, and for what.
+    """What a stage has to load, and for what.
 
-    Layers `[start, stop)` of the `n_layers` of `model` (a path, with its fingerprint); piece: which
-    slice of each of these layers, empty for all of it. n_ctx: cells of the cache; n_seq_max:
-    sequence ids; n_batch: most rows of a run; prompt_id: sequence id of learned prompts. gaps:
-    positions may leave gaps. exact, curve: what the stages have agreed on before, 0 and None at
-    first. settings: of the host. vocabulary: for grammars, where the stage chooses tokens.
+    port: name of the port between the nodes
+    n_stages: stages of the pipeline
+    model: path of the model
+    fingerprint: of the model, which the stage's file must have, too
+    n_layers: layers of the whole model
+    start: first layer of the stage
+    stop: first layer after the stage
+    n_ctx: cells of the cache
+    n_seq_max: sequence ids of the cache
+    n_batch: maximum rows of a run
+    prompt_id: sequence id of learned prompts
+    gaps: whether positions may leave gaps
+    settings: of the host (`NodeSettings`)
+    piece: which slice of each of these layers; "" for all of it
+    exact: width up to which runs are exact, as agreed on before; 0 at first
+    curve: cost of runs by rows, as agreed on before; None at first
+    vocabulary: for grammars, where the stage chooses tokens
     """
 
     port: PortName
@@ -269,7 +281,7 @@ _decoder = msgspec.json.Decoder(Control)
 
 
 def pack(message: Control) -> bytes:
-    """The bytes of a message."""
+    """The message as JSON, for `unpack`."""
     return _encoder.encode(message)
 
 
@@ -278,5 +290,5 @@ def unpack(data: bytes | bytearray | memoryview) -> Control:
     try:
         message: Control = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a damaged control message: {error}") from error
+        raise ProtocolError(f"a control message is damaged: {error}") from error
     return message

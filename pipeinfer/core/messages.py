@@ -48,11 +48,17 @@ class Op(enum.IntEnum):
 class Decode:
     """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
 
-    lanes: int32[n], the lane whose sampling parameters a row uses. parent_id: the run whose
-    cells this one continues (NO_RUN: none); a stage that skipped the parent skips this one too.
-    hidden: float32[n, d] or None (to the first stage, or when skipped). spans: float64[s, 2], for
-    each stage passed when it began with the run (seconds since the epoch, its own clock) and how
-    many seconds it worked on it (0: skipped there).
+    run_id: of this run
+    parent_id: the run whose cells this one continues (NO_RUN: none); a stage that skipped the
+        parent skips this one, too
+    rows: what is evaluated, n rows
+    lanes: int32[n], the lane whose sampling parameters a row uses
+    ops: operations on the cache before the rows
+    speculative: whether all rows are guesses
+    skipped: whether a stage has left it out, as it was cancelled
+    hidden: float32[n, d] activations; None to the first stage, or when skipped
+    spans: float64[s, 2]: for each stage passed, when it began with the run (seconds since the
+        epoch, its own clock) and how many seconds it worked on it (0: skipped there)
     """
 
     run_id: int

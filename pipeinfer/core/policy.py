@@ -6,7 +6,7 @@ import enum
 
 
 class Policy(enum.StrEnum):
-    """What to issue next."""
+    """How to decode: which runs are issued next (`--policy`)."""
 
     ITERATIVE = "iterative"
     SPECULATIVE = "speculative"

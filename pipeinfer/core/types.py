@@ -27,11 +27,13 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 class Rows:
     """The rows of one run, column by column.
 
-    tokens: int32[n], vocabulary ids. positions: int32[n]. seq_ids: n non-empty tuples; a row's
-    cell is stored under all of them. outputs: bool[n], rows whose choice (or logits) is wanted.
-    views: n non-empty tuples, the ids that a row looks through; None: what it is stored under
-    (llama.cpp looks through the first of these; with the leaf-id encoding used here both readings
-    see the same cells). Only backends with `separate_views` take anything but None.
+    tokens: int32[n], vocabulary ids
+    positions: int32[n]
+    seq_ids: n non-empty tuples; a row's cell is stored under all of them
+    outputs: bool[n], rows whose choice (or logits) is wanted
+    views: n non-empty tuples, the ids that a row looks through; None: those that it is stored under
+        (llama.cpp looks through the first of these; with the leaf-id encoding used here both
+        readings see the same cells). Only backends with `separate_views` accept anything but None
     """
 
     tokens: IntArray
@@ -128,14 +130,21 @@ SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin
 class SamplingParams:
     """How the target chooses a token; see `sampling.choose` for the order of the steps.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repeat_penalty 1 and zero presence and
-    frequency penalties switch a step off. repeat_last_n: penalty window in tokens, 0 off, -1 the
-    whole history. logit_bias: (token id, added logit) pairs. key: 64-bit key of the noise.
-    n_logprobs: how many top log-probabilities to report per token (-1: none at all).
-    grammar: a compiled grammar that the output must follow (`grammar.compile_grammar`), empty for
-    none; its first token is the one at position grammar_start. bans: (after, at, token) triples:
-    `token` may not follow the token `after` (ANY: whatever it is) standing at position `at` (ANY:
-    wherever).
+    temperature: 0 is greedy
+    top_k: keep the k likeliest tokens; 0 keeps all
+    top_p: keep the likeliest tokens of this total probability; 1 keeps all
+    min_p: keep tokens of this probability relative to the likeliest; 0 keeps all
+    repeat_penalty: divisor of the logits of repeated tokens; 1 changes nothing
+    presence_penalty: subtracted from the logits of repeated tokens
+    frequency_penalty: subtracted from a token's logit per repetition
+    repeat_last_n: penalty window in tokens; 0: none, -1: the whole history
+    logit_bias: (token id, added logit) pairs
+    key: 64-bit key of the noise
+    n_logprobs: how many top log-probabilities to report per token; -1: none at all
+    grammar: compiled grammar that the output must follow (`grammar.compile_grammar`); "" for none
+    grammar_start: position of the grammar's first token
+    bans: (after, at, token) triples: `token` may not follow the token `after` (ANY: any token) at
+        position `at` (ANY: any position)
     """
 
     temperature: float = 0.0

@@ -5,7 +5,7 @@
 
 Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
 cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
-best of a small grid of trees and cutoffs, so that it can not lose by a bad setting; "published" is
+best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting; "published" is
 the setting of the paper. Knows nothing of figures.
 """
 
@@ -97,7 +97,7 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
 
 def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
          ) -> tuple[Experiment, Mapping[str, Any]]:
-    """The fastest."""
+    """The entry of `found` with the most tokens per second."""
     return max(found, key=lambda entry: entry[1]["tokens_per_second"])
 
 
@@ -111,30 +111,31 @@ def setting_text(experiment: Experiment) -> str:
 
 
 @click.command()
-@click.option("--cluster", default="c", help="Cluster profile. [default: c]")
-@click.option("--pair", default="dolphin-tinyllama", help="Target and draft. "
-              "[default: dolphin-tinyllama]")
+@click.option("--cluster", default="c", help="Cluster profile [default: c].")
+@click.option("--pair", default="dolphin-tinyllama",
+              help="Profile of a target and its draft [default: dolphin-tinyllama].")
 @click.option("--nodes", type=click.IntRange(0), default=0,
-              help="How many nodes, as the paper counts them [default: the cluster's].")
+              help="Number of nodes, as the paper counts them [default: all of the cluster].")
 @click.option("--policy", "policies", multiple=True,
               help=f"{', '.join(LABELS)} or all; may be repeated [default: all; under mpirun "
               "pipeinfer].")
-@click.option("--link", default="", help="Link profile [default: the cluster's].")
+@click.option("--link", default="", help="Link profile [default: that of the cluster].")
 @click.option("--delay", type=click.FloatRange(0), default=0.0,
               help="Milliseconds added to every link.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first guesses that are right [default: the pair's].")
-@click.option("--slow", default="", metavar="NODE:FACTOR", help="Make a node slower, like 4:2.5.")
+              help="Share of first guesses that are right [default: that of the pair].")
+@click.option("--slow", default="", metavar="NODE:FACTOR",
+              help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
-@click.option("--ablate", multiple=True, help="Switch a component of pipeinfer off.")
+@click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")
 @click.option("--tokens", type=click.IntRange(2), default=512)
 @click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=128)
-@click.option("--seeds", type=click.IntRange(1), default=1, help="Texts to average over.")
+@click.option("--seeds", type=click.IntRange(1), default=1, help="Number of texts to average over.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-              help="Set a limit, like draft_max=2; the controller leaves it alone.")
-@click.option("--no-adapt", is_flag=True, help="Nothing tunes pipeinfer while it runs.")
+              help="Fix a limit, such as draft_max=2; the controller does not tune it.")
+@click.option("--no-adapt", is_flag=True, help="Do not tune pipeinfer while it runs.")
 @click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
-              help="Stretch emulated time (under mpirun). [default: 1]")
+              help="Stretch emulated time by this factor (under mpirun) [default: 1].")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_file: str,
@@ -151,13 +152,13 @@ def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_
     names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
     if ranks == 1:
         if scale != 1.0:
-            raise UsageError("--scale stretches wall-clock time, and one process runs in virtual "
-                             "time: start it with mpirun -np N")
+            raise UsageError("--scale stretches wall-clock time, but a single process runs in "
+                             "virtual time: start it with mpirun -np N")
         data = virtual(profiles, experiment, names, seeds)
         click.echo(json.dumps(data) if as_json else as_text(data))
         return
     if len(names) > 1 or seeds > 1:
-        raise UsageError("one run at the wall clock is one policy and one seed: leave out "
+        raise UsageError("under mpirun one policy and one seed are measured per run: leave out "
                          "--seeds, and give a single --policy")
     found = at_wall_clock(profiles, experiment, names[0], scale, ranks)
     if found is not None:
@@ -184,7 +185,7 @@ def read_experiment(given: Mapping[str, Any]) -> Experiment:
         except ValueError:
             slow = (-1, 0.0)
         if slow[0] < 0 or not 0 < slow[1] < float("inf"):
-            raise UsageError(f"--slow {given['slow']} is not NODE:FACTOR, like 4:2.5")
+            raise UsageError(f"--slow {given['slow']} is not NODE:FACTOR, such as 4:2.5")
         if given["nodes"] and slow[0] >= given["nodes"]:
             raise UsageError(f"--slow {given['slow']}: there are nodes 0 to {given['nodes'] - 1}")
     limits = tuple(read_limit(text) for text in given["settings"])
@@ -242,7 +243,7 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
 
 
 def as_text(data: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """The result of `measure` as a table of text."""
     experiment = data["experiment"]
     speed = {row["policy"]: row["tokens_per_second"] for row in data["policies"]}
     head = ["policy", "tokens/s", "x iterative", "x synchronous", "TTFT", "ITL", "memory/node",
@@ -293,8 +294,8 @@ def at_wall_clock(profiles: Profiles, experiment: Experiment, policy: str, scale
     n_stages = len(built.scenario.stages)
     if ranks != n_stages + 1:
         raise UsageError(
-            f"{chosen.policy} on {len(built.memory)} nodes has {n_stages} stages, and one rank is "
-            f"the head: start mpirun with -np {n_stages + 1}, not {ranks}")
+            f"{chosen.policy} on {len(built.memory)} nodes has {n_stages} stages and needs one "
+            f"more rank for the head: start mpirun with -np {n_stages + 1}, not {ranks}")
     wall = emulate(built.scenario, scale, scenarios.controller_of(built, chosen))
     if wall is None:
         return None
@@ -360,7 +361,7 @@ def wall_text(data: Mapping[str, Any]) -> str:
     wall, experiment = data["wall"], data["experiment"]
     processor = wall["processor_seconds"]
     extra = wall["link_extra"]
-    ways = "no way was measured" if extra is None else (
+    ways = "no link was measured" if extra is None else (
         f"links {1e6 * wall['link_seconds']:.0f} us wanted, {1e6 * extra:+.0f} us of real time")
     return "\n".join([
         f"cluster {experiment['cluster']}, {experiment['pair']}, {LABELS[data['policy']]}, "

@@ -56,7 +56,7 @@ class View:
 
     @property
     def n_layers(self) -> int:
-        """Layers."""
+        """How many layers the model has."""
         return len(self.load.costs)
 
     @property
@@ -107,7 +107,7 @@ def dry(model: str, profiles: Profiles, **given: Any) -> Report:
     notes = []
     if not link_name:
         link_name = "gigabit"
-        notes.append("no link is named (--link, or link in the nodes file): gigabit is assumed")
+        notes.append("no link was given (--link, or link in the nodes file): gigabit is assumed")
     link = profiles.link(link_name)
     return report_of(target, machines, [Link(link.latency, link.bandwidth)], link.title, profiles,
                    given, notes, whole=whole)
@@ -117,8 +117,8 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
               ) -> tuple[list[Machine], str, tuple[int, ...] | None]:
     """Machines, the link's name, and the nodes file's list of layers."""
     if bool(given["cluster"]) == bool(given["hostfile"]):
-        raise UsageError("give --dry-run either --hostfile FILE or --cluster NAME (there are "
-                         f"{', '.join(profiles.clusters)})")
+        raise UsageError("--dry-run needs either --hostfile FILE or --cluster NAME (known "
+                         f"clusters: {', '.join(profiles.clusters)})")
     if given["cluster"]:
         launch = profiles.cluster(given["cluster"])
         found = [_machine(rank, f"{name}-{rank}", profiles.node(name), NodeSettings(), 1)
@@ -129,7 +129,8 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
     beside = given["nodes_file"] or nodes.nodes_file_beside(path)
     if not beside:
         raise UsageError(f"{path} has no nodes file beside it: write {path}.toml with a profile "
-                         f"for each host, or give --nodes (profiles: {', '.join(profiles.nodes)})")
+                         "for each host, or give --nodes (known profiles: "
+                         f"{', '.join(profiles.nodes)})")
     settings = nodes.read_nodes(beside)
     machines: list[Machine] = []
     hosts = nodes.ranks_of(entries, sum(entry.slots for entry in entries), path)
@@ -138,7 +139,7 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
         of = settings.of(name)
         if not of.profile:
             raise UsageError(f"{beside} names no profile for {name}: add profile = \"...\" to its "
-                             f"table (there are {', '.join(profiles.nodes)})")
+                             f"table (known profiles: {', '.join(profiles.nodes)})")
         machines.append(_machine(rank, name, profiles.node(of.profile), of, hosts.count(name)))
     return machines, given["link"] or settings.link, settings.layers
 
@@ -253,7 +254,8 @@ def _drafts(
         if pair.target == target.profile}
     names = [asked] if asked else list(pairs)
     if not names:
-        notes.append("no draft is named (--draft) and no pair is known: only iterative")
+        notes.append("no draft was given (--draft) and no pair is known for this model: only "
+                     "iterative is predicted")
         return [(None, 0.0)]
     found: list[tuple[View | None, float]] = []
     for name in names:

@@ -493,7 +493,8 @@ def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.f
 @click.option("--n-ff", default=5632, show_default=True)
 @click.option("--type", "qtype", type=click.Choice(list(_QTYPES)), default="Q8_0")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--verify/--no-verify", "check", default=True, help="Compare with MODEL at the end.")
+@click.option("--verify/--no-verify", "check", default=True,
+              help="Compare the result with MODEL at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one machine-readable object.")
 def inflate_command(
     model: Path, out: Path, qtype: str, seed: int, check: bool, as_json: bool, **shape: int

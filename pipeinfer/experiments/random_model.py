@@ -20,7 +20,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
-#: llama.cpp's file types for what gguf-py can not quantise itself
+#: llama.cpp's file types for what gguf-py cannot quantise itself
 _LLAMA_FTYPES = {"Q4_K_M": 15, "Q4_K_S": 14, "Q5_K_M": 17, "Q6_K": 18, "Q4_0": 2, "BF16": 32}
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

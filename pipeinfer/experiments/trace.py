@@ -81,13 +81,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             and isinstance(e["args"]["run"], int) and abs(e["ts"]) < 1e18 and abs(e["dur"]) < 1e18
             for e in events)
     except OSError as error:
-        raise UsageError(f"can not read {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
     if not good:
-        raise UsageError(f"{path} is no trace written by --trace")
+        raise UsageError(f"{path} is not a trace written by --trace")
     if not events:
-        raise UsageError(f"{path} holds no runs")
+        raise UsageError(f"{path} contains no runs")
     return events
 
 

@@ -30,8 +30,8 @@ class BitaAdapter:
     def __post_init__(self) -> None:
         if self.masks.ndim != 2 or not len(self.masks) or self.keys.ndim != 4 \
                 or self.keys.shape != self.values.shape:
-            raise ModelError(f"a BiTA adapter can not have masks {self.masks.shape}, keys "
-                             f"{self.keys.shape} and values {self.values.shape}")
+            raise ModelError(f"the BiTA adapter's shapes do not match: masks {self.masks.shape}, "
+                             f"keys {self.keys.shape}, values {self.values.shape}")
 
     @property
     def n_masks(self) -> int:
@@ -52,11 +52,12 @@ class BitaAdapter:
         if self.keys.shape[0] != n_layers or self.masks.shape[1] != n_embd:
             raise ModelError(
                 f"the BiTA adapter is for {self.keys.shape[0]} layers of {self.masks.shape[1]} "
-                f"elements, the model has {n_layers} of {n_embd}: tune one for this model")
+                f"elements, the model has {n_layers} layers of {n_embd}: train an adapter for this "
+                "model")
 
 
 def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
-    """Read an adapter. Raises ModelError for a file that is none."""
+    """Read an adapter. Raises ModelError for a file that is not one."""
     from safetensors import SafetensorError, safe_open
 
     where = os.fspath(path)
@@ -66,17 +67,18 @@ def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
         with safe_open(where, "numpy") as file:
             missing = {"masks", "keys", "values"} - set(file.keys())
             if missing:
-                raise ModelError(f"{where} is no BiTA adapter: it has no {', '.join(missing)}")
+                raise ModelError(f"{where} is not a BiTA adapter: it lacks {', '.join(missing)}")
             masks, keys, values = (np.asarray(file.get_tensor(name), np.float32)
                                    for name in ("masks", "keys", "values"))
             about = json.loads((file.metadata() or {}).get("bita", "{}"))
     except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where}: can not be read as a BiTA adapter: {reason}") from error
+        raise ModelError(f"{where}: cannot be read as a BiTA adapter: {reason}") from error
     if not isinstance(about, dict):
-        raise ModelError(f"{where}: says nothing about what it is for; tune the adapter again")
+        raise ModelError(f"{where}: does not say which model it is for; train the adapter again")
     if not all(np.isfinite(part).all() for part in (masks, keys, values)):
-        raise ModelError(f"{where}: has values that are no numbers")
+        raise ModelError(f"{where}: contains values that are not finite numbers; train the adapter "
+                         "again")
     return BitaAdapter(masks, keys, values, about)
 
 

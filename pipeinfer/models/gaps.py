@@ -45,16 +45,16 @@ class GapModel(ModelFile):
         head = self._count("embedding_length") // self._count("attention.head_count")
         problem = ""
         if self._from not in ("llama", "qwen2"):
-            problem = f"layers of architecture {self._from!r} are not known to allow it"
+            problem = f"layers of architecture {self._from!r} are not known to work with gaps"
         elif "rope_freqs.weight" in model.tensors:
             problem = "it scales rotations by frequency"
         elif model.arch_get("rope.dimension_count", head) != head:
-            problem = "it rotates a part of each head only"
+            problem = "it rotates only a part of each head"
         elif self._from == "llama" and "blk.0.attn_q.bias" in model.tensors:
             problem = "it has biases in its attention"
         if problem:
             raise UnsupportedArchitecture(
-                f"{model.path.name}: llama.cpp can not leave gaps between positions here: "
+                f"{model.path.name}: llama.cpp cannot leave gaps between positions here: "
                 f"{problem}; use --backend torch")
 
     @functools.cached_property
@@ -109,8 +109,9 @@ class GapModel(ModelFile):
                 continue
             if len(tensor.shape) != 2 or tensor.shape[1] % (2 * self._heads[part[-2]]):
                 raise ModelError(f"{model.path}: tensor {tensor.name!r} of shape "
-                                 f"{list(tensor.shape)} has no {self._heads[part[-2]]} heads; the "
-                                 "file is damaged")
+                                 f"{list(tensor.shape)} does not divide into "
+                                 f"{self._heads[part[-2]]} heads; the file is damaged, fetch it "
+                                 "again")
             if self._from == "llama":
                 rows = tensor.shape[1]
                 yield dataclasses.replace(

@@ -161,20 +161,21 @@ class _Part:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size < 24:
                     raise ModelError(
-                        f"{path}: {self.size} bytes are no GGUF file; fetch the model again"
+                        f"{path}: is not a GGUF file (only {self.size} bytes); fetch the "
+                        "model again"
                     )
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     self._parse(_Cursor(data, path), number)
         except FileNotFoundError:
             raise ModelError(f"{path}: no such file; check the path after -m or -md") from None
         except IsADirectoryError:
-            raise ModelError(f"{path}: is a directory; name the .gguf file in it") from None
+            raise ModelError(f"{path}: is a directory; give the .gguf file in it") from None
         except OSError as error:
-            raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 
     def _parse(self, cursor: _Cursor, number: int) -> None:
         if cursor.data[:4] != MAGIC:
-            raise ModelError(f"{self.path}: is no GGUF file (it does not begin with 'GGUF')")
+            raise ModelError(f"{self.path}: is not a GGUF file (it does not begin with 'GGUF')")
         cursor.pos = 4
         version = cursor.scalar("I", "the header")
         if version not in VERSIONS:
@@ -196,16 +197,15 @@ class _Part:
             value = cursor.pos
             cursor.skip_value(kind, f"metadata {key!r}")
             if not _PLAIN.match(key):
-                raise cursor.fail(f"metadata key {key!r} is no name")
+                raise cursor.fail(f"metadata key {key!r} is not a valid name")
             if key in self.meta:
                 raise cursor.fail(f"metadata {key!r} appears twice")
             self.meta[key] = MetaSpan(start, value, cursor.pos, kind)
-        self.meta_end = cursor.pos
         table = [self._tensor_entry(cursor) for _ in range(n_tensors)]
         self.header = bytes(cursor.data[: cursor.pos])
         alignment = self.value("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-            raise cursor.fail(f"alignment {alignment!r}, which is no power of two of at least 8")
+            raise cursor.fail(f"alignment {alignment!r}, which is not a power of two of at least 8")
         data_start = -(-cursor.pos // alignment) * alignment
         self.tensors: list[TensorInfo] = []
         for name, kind, shape, nbytes, offset in table:
@@ -214,8 +214,8 @@ class _Part:
                                   f"{alignment}")
             if data_start + offset + nbytes > self.size:
                 raise ModelError(
-                    f"{self.path}: tensor {name!r} ends {data_start + offset + nbytes - self.size}"
-                    " bytes behind the end: the file is truncated, fetch it again"
+                    f"{self.path}: tensor {name!r} ends {data_start + offset + nbytes - self.size} "
+                    "bytes past the end: the file is truncated, fetch it again"
                 )
             self.tensors.append(TensorInfo(name, kind, shape, nbytes, number, data_start + offset))
         for one, other in itertools.pairwise(sorted(self.tensors, key=lambda t: t.offset)):
@@ -225,7 +225,7 @@ class _Part:
     def _tensor_entry(self, cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int, int]:
         name = cursor.string("a tensor name", limit=255)
         if not _PLAIN.match(name):
-            raise cursor.fail(f"{name!r} is no name of a tensor")
+            raise cursor.fail(f"{name!r} is not a valid tensor name")
         n_dims = cursor.scalar("I", f"tensor {name!r}")
         if not 1 <= n_dims <= 4:
             raise cursor.fail(f"tensor {name!r} has {n_dims} dimensions")
@@ -316,11 +316,11 @@ class ModelFile:
         if total != len(self.tensors):
             raise ModelError(
                 f"{first}: {len(self.tensors)} tensors in {len(self.paths)} parts, {total} "
-                "announced; a part is of another model, fetch them again"
+                "announced; a part belongs to another model, fetch them again"
             )
         architecture = self.get("general.architecture")
         if not isinstance(architecture, str) or not _NAME.match(architecture):
-            raise ModelError(f"{first}: names no general.architecture; it is no language model")
+            raise ModelError(f"{first}: has no general.architecture; it is not a language model")
         self.architecture: str = architecture
         self.n_layers: int = self._count("block_count", MOST_LAYERS)
         self.n_embd: int = self._count("embedding_length")
@@ -385,10 +385,6 @@ class ModelFile:
         span = self._parts[0].meta[key]
         return self._parts[0].header[span.start : span.end]
 
-    def layer_tensors(self, layer: int) -> list[TensorInfo]:
-        """The tensors of one layer in file order."""
-        return [t for t in self.tensors.values() if t.layer == layer]
-
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of the tensors of each layer."""
@@ -408,11 +404,12 @@ class ModelFile:
                 while left:
                     piece = file.read(min(chunk, left))
                     if not piece:
-                        raise ModelError(f"{path}: became shorter while it was read")
+                        raise ModelError(f"{path}: was truncated while it was being read; fetch it "
+                                         "again")
                     left -= len(piece)
                     yield piece
         except OSError as error:
-            raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -420,7 +417,7 @@ class ModelFile:
 
         Hashes each part's size, its whole header (all metadata, the vocabulary, the tensor table)
         and one kilobyte from the middle of every tensor. Two trainings differ in nearly every
-        block, so this tells models apart; it does not notice a few flipped bits, `full_hash` does.
+        block, so this tells models apart; it does not notice a few flipped bits.
         """
         digest = hashlib.sha256()
         for part in self._parts:
@@ -434,17 +431,8 @@ class ModelFile:
                         digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
             except OSError as error:
                 raise ModelError(
-                    f"{part.path}: can not be read: {error.strerror or error}"
+                    f"{part.path}: cannot be read: {error.strerror or error}"
                 ) from None
-        return digest.hexdigest()
-
-    def full_hash(self) -> str:
-        """SHA-256 over every byte of every part; reads the whole model."""
-        digest = hashlib.sha256()
-        for path in self.paths:
-            with path.open("rb") as file:
-                while piece := file.read(_CHUNK):
-                    digest.update(piece)
         return digest.hexdigest()
 
     def _count(self, key: str, most: int = 2**31 - 1) -> int:
@@ -452,8 +440,7 @@ class ModelFile:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
             raise ModelError(
                 f"{self.path}: {self.architecture}.{key} is {repr(value)[:80]}, not a number from "
-                f"1 to {most}; "
-                "the file is damaged or no language model"
+                f"1 to {most}; the file is damaged or not a language model"
             )
         return value
 
@@ -464,11 +451,11 @@ def _other_parts(first: Path, head: _Part, count: int) -> list[Path]:
     if match is None or int(match["count"]) != count:
         raise ModelError(
             f"{first}: is one of {count} parts, but is not named like "
-            f"'model-00001-of-{count:05d}.gguf'; give the parts their names back"
+            f"'model-00001-of-{count:05d}.gguf'; rename the parts"
         )
     if head.value("split.no", 0) != 0 or int(match["no"]) != 1:
         raise ModelError(
-            f"{first}: is a later part of a split model; name the first one, "
+            f"{first}: is a later part of a split model; give the first one, "
             f"{match['stem']}-00001-of-{count:05d}.gguf"
         )
     return [first.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf")

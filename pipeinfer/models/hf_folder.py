@@ -61,7 +61,7 @@ class StoredTensor:
 
 
 class ModelDir:
-    """One model folder. Immutable; holds no open file. Raises ModelError for what can not be one.
+    """One model folder. Immutable; holds no open file. Raises ModelError for what cannot be one.
 
     config: config.json. tensors: name -> StoredTensor over all files. architecture: the model
     type, such as "llama".
@@ -69,10 +69,10 @@ class ModelDir:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self.config = _read_json(self.path / "config.json", "is no Hugging Face model folder")
+        self.config = _read_json(self.path / "config.json", "is not a Hugging Face model folder")
         kind = self.config.get("model_type")
         if not isinstance(kind, str) or not kind:
-            raise ModelError(f"{self.path}: config.json names no model_type")
+            raise ModelError(f"{self.path}: config.json has no model_type; fetch the model again")
         self.architecture: str = kind
         self.n_layers = self._count("num_hidden_layers", MOST_LAYERS)
         self.n_embd = self._count("hidden_size")
@@ -91,12 +91,12 @@ class ModelDir:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder, without its parents."""
         return self.path.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors together, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @cached_property
@@ -134,14 +134,14 @@ class ModelDir:
                     digest.update(file.read(min(_SAMPLE_BYTES, tensor.nbytes)))
             except OSError as error:
                 raise ModelError(
-                    f"{tensor.file}: can not be read: {error.strerror or error}") from None
+                    f"{tensor.file}: cannot be read: {error.strerror or error}") from None
         return digest.hexdigest()
 
     def _count(self, key: str, most: int = 2**31 - 1) -> int:
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
             raise ModelError(f"{self.path}: {key} in config.json is {repr(value)[:80]}, not a "
-                             f"number from 1 to {most}; name a folder with a language model")
+                             f"number from 1 to {most}; give a folder with a language model")
         return value
 
 
@@ -172,7 +172,8 @@ def _files(folder: Path) -> tuple[Path, ...]:
         names = sorted(set(map(str, weights.values())))
         if any(Path(name).name != name or not name.isprintable() or len(name) > 200
                or not name.endswith(".safetensors") for name in names):
-            raise ModelError(f"{index}: names a file outside its folder, or none with weights")
+            raise ModelError(f"{index}: names a file outside its folder, or no weight file at all; "
+                             "fetch it again")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder}: has no {missing[0]}, which its index names; fetch the "
@@ -183,8 +184,8 @@ def _files(folder: Path) -> tuple[Path, ...]:
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
         return (others[0],)
-    raise ModelError(f"{folder}: has no {_SINGLE} and no {_INDEX}; other kinds of weights have to "
-                     "be converted to safetensors")
+    raise ModelError(f"{folder}: has no {_SINGLE} and no {_INDEX}; convert the weights to "
+                     "safetensors")
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
@@ -194,10 +195,11 @@ def _read_header(path: Path) -> list[StoredTensor]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             if size < 8 or not 2 <= length <= min(size - 8, _MOST_HEADER):
-                raise ModelError(f"{path}: is no safetensors file, or truncated; fetch it again")
+                raise ModelError(f"{path}: is not a safetensors file, or is truncated; fetch it "
+                                 "again")
             header = json.loads(file.read(length), object_pairs_hook=_once)
     except OSError as error:
-        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{path}: its header is damaged; fetch it again") from None
     if not isinstance(header, dict):
@@ -235,8 +237,8 @@ def _entry(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTen
         raise ModelError(f"{path}: tensor {name!r} of shape {list(shape)} has {stop - start} "
                          "bytes; the file is damaged, fetch it again")
     if data + stop > size:
-        raise ModelError(f"{path}: tensor {name!r} ends behind the end: the file is truncated, "
-                         "fetch it again")
+        raise ModelError(f"{path}: tensor {name!r} ends past the end: the file is truncated, fetch "
+                         "it again")
     return StoredTensor(name, path, dtype, tuple(shape), data + start, stop - start)
 
 
@@ -246,9 +248,9 @@ def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{path.parent}: {otherwise} (it has no {path.name})") from None
     except OSError as error:
-        raise ModelError(f"{path}: can not be read: {error.strerror or error}") from None
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        raise ModelError(f"{path}: is no JSON file; fetch it again") from None
+        raise ModelError(f"{path}: is not valid JSON; fetch it again") from None
     if not isinstance(data, dict):
-        raise ModelError(f"{path}: is no JSON object; fetch it again")
+        raise ModelError(f"{path}: is not a JSON object; fetch it again")
     return data

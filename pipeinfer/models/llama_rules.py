@@ -57,8 +57,8 @@ def check_numbers(model: ModelFile) -> None:
         raise _bad(model, f"{model.architecture}.block_count", model.n_layers)
     found = {tensor.layer for tensor in model.tensors.values()} - {None}
     if found and len(found) < model.n_layers:
-        raise ModelError(f"{model.path}: says that it has {model.n_layers} layers and has "
-                         f"{len(found)}; the file is damaged, fetch it again")
+        raise ModelError(f"{model.path}: its header says {model.n_layers} layers, but the file has "
+                         f"{len(found)}; it is damaged, fetch it again")
     _number(model, "attention.layer_norm_rms_epsilon", 0, 1)
     _number(model, "attention.layer_norm_epsilon", 0, 1)
     _number(model, "rope.freq_base", 1e-9, 1e30)
@@ -85,7 +85,7 @@ def check_types(model: ModelFile) -> None:
         if tensor.type not in (_FLOATS if vector else _MATRICES) or (
                 len(tensor.shape) == 1 and tensor.type != _F32):
             raise ModelError(f"{model.path}: tensor {tensor.name!r} has type {tensor.type_name}, "
-                             "in which llama.cpp can not compute; convert the model again")
+                             "which llama.cpp cannot compute with; convert the model again")
 
 
 def check_vocabulary(model: ModelFile) -> None:
@@ -100,7 +100,8 @@ def check_vocabulary(model: ModelFile) -> None:
         raise ModelError(f"{model.path}: has a tokenizer without tokens; convert the model again")
     tokens = model.texts("tokenizer.ggml.tokens")
     if len(tokens) < _LEAST_TOKENS:
-        raise ModelError(f"{model.path}: a vocabulary of {len(tokens)} tokens is too small")
+        raise ModelError(f"{model.path}: a vocabulary of {len(tokens)} tokens is too small; "
+                         "convert the model again")
     known = {_name(token, i) for i, token in enumerate(tokens)}
     if len(known) != len(tokens):
         raise ModelError(f"{model.path}: {len(tokens) - len(known)} tokens are in its vocabulary "
@@ -110,7 +111,7 @@ def check_vocabulary(model: ModelFile) -> None:
     merges = "tokenizer.ggml.merges"
     if model.array_type(merges) not in (None, STRING) or (
             merges in model.meta_keys() and not model.is_array(merges)):
-        raise _bad(model, merges, "no list of texts")
+        raise _bad(model, merges, "not a list of texts")
     if kind == "llama":
         _check_bytes(model, known)
 
@@ -154,7 +155,7 @@ def _check_heads(model: ModelFile) -> None:
     if not key[0] == value[0] == rotated[0] or key[0] % 2:
         raise ModelError(
             f"{model.path}: heads of {key[0]} and {value[0]} elements of which {rotated[0]} are "
-            f"rotated; in a {model.architecture} model these are one even number")
+            f"rotated; in a {model.architecture} model these must be equal and even")
     for name in ("feed_forward_length", "context_length"):
         _integers(model, name, 1, 2**31 - 1)
 
@@ -190,5 +191,5 @@ def _number(model: ModelFile, key: str, low: float, high: float) -> None:
 
 
 def _bad(model: ModelFile, key: str, value: object) -> ModelError:
-    return ModelError(f"{model.path}: {key} is {str(value)[:80]!r}, with which llama.cpp can not "
-                      "run a model; the file is damaged, fetch it again")
+    return ModelError(f"{model.path}: {key} is {str(value)[:80]!r}, a value that llama.cpp cannot "
+                      "use; the file is damaged, fetch it again")

@@ -58,7 +58,7 @@ _OUTPUT_BIAS = "output.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _OUTPUT, _OUTPUT_BIAS}
 _UINT32, _STRING, _F32 = 4, 8, 0
 _UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
-_STALE_SECONDS = 24 * 3600.0  #: after which one is where files can not be locked
+_STALE_SECONDS = 24 * 3600.0  #: after which one is where files cannot be locked
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -70,7 +70,7 @@ def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
     output head. Raises PlanError when there are more stages than layers.
     """
     if n_stages < 1:
-        raise PlanError(f"{n_stages} stages can not hold a model; use at least one")
+        raise PlanError(f"{n_stages} stages cannot hold a model; start at least one stage")
     if n_stages > n_layers:
         raise PlanError(
             f"{n_stages} stages, but the model has {n_layers} layers; use at most {n_layers} "
@@ -89,8 +89,8 @@ def check_splittable(model: ModelFile) -> None:
     way_out = "run it whole in one process (-np 1), which works for every architecture"
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
-            f"{model.path.name}: layers of architecture {architecture!r} can not be cut apart "
-            f"safely (proven: {', '.join(SPLITTABLE)}); {way_out}"
+            f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
+            f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}"
         )
     prefix = architecture + "."
     for key in model.meta_keys():
@@ -99,8 +99,8 @@ def check_splittable(model: ModelFile) -> None:
         short = key[len(prefix) :]
         if short.startswith(TRAPS) and model.get(key) not in (0, False):
             raise UnsupportedArchitecture(
-                f"{model.path.name}: {key} = {model.get(key)!r} makes a layer depend on its "
-                f"place in the model; {way_out}"
+                f"{model.path.name}: {key} = {model.get(key)!r} makes layers depend on their "
+                f"position in the model; {way_out}"
             )
         if model.is_array(key) and short not in _PLAIN_ARRAYS:
             raise UnsupportedArchitecture(
@@ -112,19 +112,20 @@ def check_splittable(model: ModelFile) -> None:
             layer is not None and layer >= model.n_layers
         ):
             raise UnsupportedArchitecture(
-                f"{model.path.name}: has a tensor {tensor.name!r} that no {architecture} model "
-                f"is known to have; {way_out}"
+                f"{model.path.name}: has the tensor {tensor.name!r}, which is unknown in "
+                f"{architecture} models; {way_out}"
             )
     for name in (_EMBEDDING, _NORM, *(f"blk.{i}.attn_norm.weight" for i in range(model.n_layers))):
         if name not in model.tensors:
-            raise ModelError(f"{model.path}: has no tensor {name!r}; the file is incomplete")
+            raise ModelError(f"{model.path}: has no tensor {name!r}; the file is incomplete, fetch "
+                             "it again")
     for name in (_EMBEDDING, _OUTPUT, _NORM):
         if name not in model.tensors:
             continue
         shape = model.tensors[name].shape
         if shape[0] != model.n_embd or (name != _NORM and len(shape) != 2):
-            raise ModelError(f"{model.path}: tensor {name!r} has shape {list(shape)} in a "
-                             f"model of {model.n_embd} elements; the file is damaged")
+            raise ModelError(f"{model.path}: tensor {name!r} has shape {list(shape)} in a model of "
+                             f"{model.n_embd} elements; the file is damaged, fetch it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class ShardSource:
         self.name = shard_name(model.fingerprint, start, stop)
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes in order. Raises ModelError when the model file can not be read."""
+        """The bytes in order. Raises ModelError when the model file cannot be read."""
         return _blocks(self._model, self.header, self._pieces)
 
 
@@ -278,7 +279,7 @@ def extract_shard(
     extract the same shard at once, a reader sees a whole file or none.
 
     progress: called with (bytes done, bytes in all). Raises UnsupportedArchitecture, or ModelError
-    when the disk is full or the model can not be read; no temporary file stays behind.
+    when the disk is full or the model cannot be read; no temporary file stays behind.
     """
     _check_range(model, start, stop)
     if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
@@ -317,8 +318,8 @@ def extract_shard(
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "the disk is full" if full else (error.strerror or str(error))
         raise ModelError(
-            f"{directory}: can not write a shard of {total / 1e6:.0f} MB ({why}); make room, or "
-            "set PIPEINFER_CACHE to another directory"
+            f"{directory}: cannot write a shard of {total / 1e6:.0f} MB ({why}); free some space, "
+            "or set PIPEINFER_CACHE to another directory"
         ) from None
     finally:
         if temporary:
@@ -342,7 +343,7 @@ def _blocks(model: ModelFile, header: bytes, pieces: list[_Piece]) -> Iterator[b
 def _check_range(model: ModelFile, start: int, stop: int) -> None:
     if not 0 <= start < stop <= model.n_layers:
         raise PlanError(
-            f"layers {start} to {stop} are no range of the {model.n_layers} layers of "
+            f"layers {start} to {stop} are not a range within the {model.n_layers} layers of "
             f"{model.path.name}"
         )
 

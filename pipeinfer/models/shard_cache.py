@@ -37,7 +37,7 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where shards are kept: the argument, `$PIPEINFER_CACHE`, `$XDG_CACHE_HOME/pipeinfer`, or
     `~/.cache/pipeinfer`. Made when missing, readable for its owner only.
 
-    Raises ModelError when it can not be made, belongs to another user or others may write there:
+    Raises ModelError when it cannot be made, belongs to another user or others may write there:
     they could put weights in the place of a shard.
     """
     if cache_dir is not None:
@@ -53,7 +53,7 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
         facts = (os.stat(path, follow_symlinks=False), os.stat(path))
     except OSError as error:
         raise ModelError(
-            f"{path}: can not be made ({error.strerror}); set PIPEINFER_CACHE to a directory "
+            f"{path}: cannot be created ({error.strerror}); set PIPEINFER_CACHE to a directory "
             "with room for the shards"
         ) from None
     _check_private(path, *facts)
@@ -64,10 +64,10 @@ def _check_private(path: Path, itself: os.stat_result, target: os.stat_result) -
     user = os.geteuid()
     for found in (itself, target):
         if found.st_uid != user:
-            raise ModelError(f"{path}: belongs to user {found.st_uid} and this process to {user}; "
-                             "set PIPEINFER_CACHE to a directory of your own")
+            raise ModelError(f"{path}: belongs to user {found.st_uid}, but this process runs as "
+                             f"{user}; set PIPEINFER_CACHE to a directory of your own")
     if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ModelError(f"{path}: others may write there, so its shards can not be trusted; "
+        raise ModelError(f"{path}: others may write there, so its shards cannot be trusted; "
                          f"chmod go-w {path}, or set PIPEINFER_CACHE to another directory")
 
 
@@ -93,13 +93,13 @@ def is_sound(path: Path) -> bool:
     try:
         found = digest_of(path)
     except OSError as error:
-        _log.warning("pipeinfer: note: %s can not be read (%s): it is made again", path,
+        _log.warning("pipeinfer: note: %s cannot be read (%s) and is written again", path,
                      error.strerror)
         return False
     if found.hex() != digest:
         with contextlib.suppress(OSError):
             _sum_of(path).unlink()
-        _log.warning("pipeinfer: note: %s is damaged (its checksum is another): it is made again",
+        _log.warning("pipeinfer: note: %s is damaged (its checksum differs) and is written again",
                      path)
         return False
     if _identity(path) == identity:

@@ -75,7 +75,7 @@ def from_json(data: Any) -> Figures:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
     if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
-        raise ValueError("no figures: rows missing, or values that can not be")
+        raise ValueError("no usable figures: rows are missing, or values are impossible")
     return found
 
 
@@ -102,12 +102,12 @@ class Hollow:
                    source.header, source.total)
 
     def to_json(self) -> dict[str, Any]:
-        """For the wire."""
+        """The header as plain data for JSON; its bytes in base64."""
         return {**dataclasses.asdict(self), "header": base64.b64encode(self.header).decode()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hollow:
-        """The inverse of `to_json`."""
+        """The header from what `to_json` made."""
         return cls(data["fingerprint"], data["n_layers"],
                    {int(k): v for k, v in data["layer_bytes"].items()},
                    base64.b64decode(data["header"]), data["total"])
@@ -124,7 +124,7 @@ def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool =
     """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
 
     config: with the host's own settings in it. again: measure even if remembered. Raises
-    ModelError or BackendError when the layer can not be cut out or loaded.
+    ModelError or BackendError when the layer cannot be cut out or loaded.
     """
     path = cache_directory() / _name(config, model, threads)
     if not again:
@@ -244,7 +244,7 @@ def try_figures(
     try:
         model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
         if model.fingerprint != fingerprint:
-            return Measured(error=f"{path} is another file than rank 0 has")
+            return Measured(error=f"{path} is not the same file as on rank 0")
         return Measured(figures_here(
             config.model, model, threads, again=config.cluster.remeasure).to_json())
     except (PipeinferError, OSError, ValueError) as error:

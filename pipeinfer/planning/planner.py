@@ -51,11 +51,14 @@ def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages in order: `ranks[i]` holds layers `ranges[i]`. split: over all candidates.
+    """Stages in order: `ranks[i]` holds layers `ranges[i]`. Seconds are relative unless `timed`.
 
-    equal: what equal shares for every rank that may hold a stage would have been. Seconds are
-    relative where nothing was measured (`timed` False). left_out: rank -> why. whole: how many
-    layers the model has, where every candidate holds them all.
+    candidates: ranks that may hold a stage
+    split: layers of each candidate, in their order
+    equal: the same with equal shares for every candidate
+    left_out: candidates without layers, and why
+    timed: whether ranks were measured, so that seconds are real
+    whole: how many layers the model has, where every candidate holds them all; else 0
     """
 
     candidates: tuple[int, ...]
@@ -67,7 +70,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that hold a stage."""
+        """The ranks that hold a stage, in the order of the pipeline."""
         if self.whole:
             return self.candidates
         return tuple(self.candidates[i] for i, _, _ in self.split.ranges())
@@ -149,15 +152,15 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
     if config.layers:
         words = [word.strip() for word in config.layers.split(",")]
         if not all(word.isascii() and word.isdigit() for word in words):
-            raise UsageError(f"--layers {config.layers}: give counts like 10,12,12,6")
+            raise UsageError(f"--layers {config.layers}: give counts such as 10,12,12,6")
         whole = [int(word) for word in words]
     if whole is None:
         return counts
     free = [i for i, count in enumerate(counts) if count != 0]
     slots = range(len(counts)) if len(whole) == len(counts) else free
     if len(whole) != len(slots):
-        raise PlanError(f"{origin} has {len(whole)} counts for {len(counts)} ranks that can hold "
-                        "a stage: give one each, 0 to leave a rank out")
+        raise PlanError(f"{origin} has {len(whole)} counts, but {len(counts)} ranks can hold a "
+                        "stage: give one count for each, 0 to leave a rank out")
     if sum(whole) != model.n_layers:
         raise PlanError(f"{origin} adds up to {sum(whole)}; the model has {model.n_layers} layers")
     result: list[int | None] = [0] * len(counts)
@@ -194,8 +197,7 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
         raise PlanError(f"{len(free)} ranks for {left} of {n_layers} layers: every rank needs at "
                         "least one; start fewer ranks")
     if sum(counts) != n_layers:
-        raise PlanError(f"the counts of layers that are set add up to {sum(counts)}; the model "
-                        f"has {n_layers}")
+        raise PlanError(f"the fixed layer counts add up to {sum(counts)}; the model has {n_layers}")
     return counts
 
 
@@ -265,7 +267,7 @@ def _within_hosts(
              if names[i] == name and chosen[0].counts[i]]
     raise PlanError(
         f"ranks {', '.join(ranks)} on {name} need {size_text(need)} together for weights, cache "
-        f"and scratch and {name} has {size_text(room)}: it lacks {size_text(need - room)}; use "
+        f"and scratch, but {name} has {size_text(room)}: it lacks {size_text(need - room)}; use "
         "more hosts, a smaller quantisation or a smaller context (-c)")
 
 

@@ -35,7 +35,7 @@ class DraftWorker:
         self._thread.start()
 
     def start(self, job: StartDraft) -> None:
-        """Queue a job."""
+        """Queue a job; its thread begins it after those queued before."""
         self._jobs.append(job)
         self._wanted.set()
 

@@ -202,7 +202,7 @@ class Stage:
                 return False
             case _:
                 raise ProtocolError(
-                    f"stage {self._port.node} can not handle {type(message).__name__}"
+                    f"stage {self._port.node} cannot handle {type(message).__name__}"
                 )
         return True
 

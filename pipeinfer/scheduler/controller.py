@@ -41,9 +41,11 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 class Timing:
     """What a pipeline takes, in seconds.
 
-    slowest, computed: of a run of one row, at the slowest stage and over all of them. curve: what
-    runs of more rows take, relative to one. transit: the rest of the way (links, messages).
-    draft: per drafted token.
+    slowest: of a run of one row at the slowest stage
+    computed: of a run of one row over all stages
+    curve: (rows, time of such a run relative to one row)
+    transit: the rest of a run's way (links, messages)
+    draft: per drafted token
     """
 
     slowest: float
@@ -187,12 +189,14 @@ class _Mean:
 
 @dataclass(slots=True)
 class Controller:
-    """Hears of runs and drafts, says which limits to use from now on.
+    """Hears of runs and drafts, and says which limits to use from now on.
 
-    limits: the starting point. pinned: names of `Limits` fields that must stay. curve: what the
-    stages measured when they loaded, used until runs of so many rows have come back.
-    max_rows: most rows in flight; the stages' caches have room for so many. trial: finds out
-    whether guesses pay, where the draft shares processors with stages.
+    limits: the starting point
+    pinned: names of `Limits` fields that must stay
+    curve: (rows, relative time) as stages measured it when they loaded; used until runs of so many
+        rows have come back
+    max_rows: maximum rows in flight, for which the stages' caches have room
+    trial: finds out whether guesses pay, where the draft shares processors with stages
     """
 
     limits: Limits

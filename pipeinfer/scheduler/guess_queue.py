@@ -42,7 +42,7 @@ class GuessQueue:
         self._push(self._leaves, node)
 
     def clear(self) -> None:
-        """Everything is decided."""
+        """Forget all guesses: every node of the tree is decided."""
         self._planned.clear()
         self._leaves.clear()
 

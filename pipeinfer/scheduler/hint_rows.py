@@ -96,7 +96,7 @@ class HintRows:
         asked.nodes = []
 
     def closed(self, lane: Lane) -> None:
-        """The lane has ended."""
+        """Forget a lane that has ended, here and in the proposer."""
         asked = self._lanes.pop(lane.lane, None)
         if asked is not None:
             self.proposer.closed(asked.key)

@@ -17,9 +17,16 @@ from pipeinfer.strategies.decomposers.base import Decomposer
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request on its way to a lane. order: of submission. output: what it has brought already
-    (it had a lane before and gave it up, or another cluster's was lost). decompose: makes the
-    decomposer of a response with threads; past: what its threads have brought already."""
+    """A request on its way to a lane.
+
+    order: of submission
+    request: what was asked for
+    output: tokens that it has brought already: it had a lane before and gave it up, or another
+        cluster's was lost
+    stats: its counters, over all lanes that it had
+    decompose: makes the decomposer of a response with threads; None for a plain one
+    past: choices by thread that its threads have brought already
+    """
 
     order: int
     request: Request
@@ -31,10 +38,20 @@ class QueuedRequest:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A run in flight. nodes: its output rows, in row order; owners: the lane of each (of a prompt
-    chunk without outputs: its lane). block: the chunk that becomes known when it is back.
-    hint: its rows' results are hints, wanted whatever becomes of the rows while the lane lasts.
-    useful: neither back nor cancelled. in_flight: not back."""
+    """A run in flight.
+
+    run_id: its number
+    owners: the lane of each output row (of a prompt chunk without outputs: its lane)
+    nodes: its output rows, in row order
+    n_rows: all rows
+    speculative: whether all rows are guesses
+    chunk: whether it is a piece of a prompt
+    block: the chunk that can be shared when the run is back
+    hint: whether its rows' results are hints, wanted whatever becomes of the rows while the lane
+        lasts
+    useful: neither back nor cancelled
+    in_flight: not back
+    """
 
     run_id: int
     owners: list[Lane]
@@ -66,25 +83,45 @@ class Run:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Its lanes, each once."""
+        """The lanes that have rows in the run, each once, in order of their rows."""
         return list(dict.fromkeys(self.owners))
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One causal thread of one request. `accepted` holds prompt and output.
+    """One causal thread of one request.
 
-    block: the last chunk of the prompt whose cells are shared with others. next_row: position of
-    the first row that is not issued and not copied. waiting_tip: an accepted token that waits for
-    guesses to travel with. unsent: the accepted token waits for room in the pipeline. job_node:
-    the node that the draft works below. warm_up: the job that brings the draft up to the prompt.
-    empty: nodes below which the draft named nothing, until a result. useful: its useful runs in
-    flight. step: passes through the pipeline, one after the other, that its tokens took.
+    The fields from `thread` to `path_id` matter for responses with threads.
 
-    Of a response with threads: thread: which one. own: what a forked thread works for. base: tokens
-    whose cells it shares with its parent. given: tokens that nobody chose reach up to here. jumps:
-    (index, by how much positions exceed indices from there on). joined: cells that it got from
-    other threads. closing: no further token is wanted. path_id: names its path to proposers.
+    lane: its number
+    ticket: the request, and what it has brought before
+    tree: tokens behind the accepted ones, issued or planned
+    accepted: tokens of the prompt and the output
+    block: the last chunk of the prompt whose cells are shared with others
+    next_row: position of the first row that is neither issued nor copied
+    reused: prompt tokens that were taken from the cache
+    last_chunk_run: the run of the last prompt chunk
+    root_issued: whether the newest accepted token was issued
+    reserve: guesses that wait for room
+    waiting_tip: an accepted token that waits for guesses to travel with
+    unsent: whether the accepted token waits for room in the pipeline
+    job: the drafting job that is under way
+    job_node: the node that the draft works below
+    warm_up: the job that brings the draft up to the prompt
+    empty: nodes below which the draft named nothing, until a result
+    runs_since_accept: runs issued since the last acceptance
+    empty_since_accept: empty drafts since the last acceptance
+    useful: its useful runs in flight
+    done: whether it has ended
+    thread: which thread of the response it is, 0 for the main one
+    own: the request of a forked thread; None: the response's
+    base: tokens whose cells it shares with its parent
+    given: tokens up to here were inserted, not chosen by the model
+    jumps: (index, by how much positions exceed indices from there on)
+    joined: cells that it got from other threads
+    closing: whether no further token is wanted
+    path_id: names its path to proposers
+    step: passes through the pipeline, one after the other, that its tokens took
     """
 
     lane: int
@@ -124,7 +161,7 @@ class Lane:
 
     @property
     def request(self) -> Request:
-        """What it works for."""
+        """The request that the lane works for: its own, or the whole response's."""
         return self.own or self.ticket.request
 
     @property
@@ -145,7 +182,7 @@ class Lane:
 
     @property
     def stats(self) -> LaneStats:
-        """Its counters."""
+        """Counters of the response; the lanes of one response share them."""
         return self.ticket.stats
 
     @property
@@ -155,7 +192,7 @@ class Lane:
 
     @property
     def n_output(self) -> int:
-        """Accepted output tokens."""
+        """How many output tokens have been accepted."""
         return len(self.accepted) - len(self.request.prompt)
 
     @property

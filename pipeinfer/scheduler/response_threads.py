@@ -37,12 +37,18 @@ from pipeinfer.strategies.decomposers.base import (
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One response. lanes: open ones by thread; pending: forks that have no lane yet, and
-    the step that they were wanted in; chosen: the
-    tokens of each thread that the model chose, with whether they had been guessed; past: those that
-    a response before this one has brought, which are chosen again; muted: pieces that were handed
-    out before. settling: threads whose last row was not issued yet. step: the latest `Lane.step` of
-    threads that are over."""
+    """One response and its threads.
+
+    ticket: its request
+    decomposer: decides on forks and joins
+    lanes: open lanes by thread
+    pending: forks that have no lane yet, each with the step that it was wanted in
+    chosen: by thread, the tokens that the model chose, with whether they had been guessed
+    past: by thread, choices that a response before this one has brought, which are chosen again
+    muted: pieces that were handed out before
+    settling: threads whose last row was not issued yet
+    step: the latest `Lane.step` of threads that are over
+    """
 
     ticket: QueuedRequest
     decomposer: Decomposer
@@ -126,7 +132,7 @@ class Threads:
                                     if not self._open(response, fork, step)]
 
     def hand_out(self, response: Response, pieces: Iterable[Piece]) -> None:
-        """Pieces become tokens for whoever asked, but for those that he has had."""
+        """Emit the pieces that the client has not received yet."""
         for piece in pieces:
             choice, guessed = response.chosen[piece.thread][piece.number]
             if response.muted:

@@ -12,27 +12,39 @@ from pipeinfer.core.policy import Ablation, Policy
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The knobs of the scheduler.
+    """The settings of the scheduler.
 
-    n_ctx: positions a lane may use. chunk: prompt rows per run, cut at its multiples.
-    exact_width: most rows of a run of generated tokens (R). credit: most runs in flight,
-    prompt chunks and speculation; an accepted token is always issued. partitions: live leaf ids
-    beside a lane's first. draft_max: guesses per micro-batch. tree_max: drafted tokens of
-    a synchronous tree, or of the single run of the `continuous` ablation. branches: paths of a
-    synchronous tree. alternatives: second, third, ... choices of the draft that may be issued
-    beside its first. p_min, p_split, p_recovery, p_decay: cutoff of a drafted token and of an
-    alternative, raised per run issued since the last acceptance and lowered per empty draft.
-    path_min: least estimated probability of acceptance for which a guess is issued. eager: issue
-    the best guess at hand rather than wait for a better one that is being drafted (pays where
-    the draft is slower than a stage).
-    parallel: requests decoded at a time. cells: tokens of all requests and remembered prompts
-    together (0: no bound but each one's context). kept: prompts remembered; 0 shares nothing.
-    alone: guess in every lane as if it were the only one. guess_rows: most guesses in flight, 0
-    no bound. share: into how large groups so many lanes are best put, a run for each group
-    (index: lanes - 1; empty: into as many as `credit` suggests).
-    threads: most threads of a response beside its main one.
+    n_ctx: positions that a lane may use
+    policy: which runs are issued
+    ablations: components that are switched off
+    chunk: prompt rows per run; prompts are cut at multiples of it
+    exact_width: maximum rows of a run of generated tokens (R)
+    credit: maximum runs in flight, prompt chunks and speculation; an accepted token is always
+        issued
+    partitions: live leaf ids beside a lane's first
+    draft_max: guesses per micro-batch
+    tree_max: drafted tokens of a synchronous tree, or of the single run of the `continuous`
+        ablation
+    branches: paths of a synchronous tree
+    alternatives: how many of the draft's second, third, ... choices may be issued beside its first
+    p_min: cutoff: least confidence of a drafted token
+    p_split: least confidence of an alternative
+    p_recovery: raises the cutoff, per run issued since the last acceptance
+    p_decay: lowers the cutoff, per empty draft since the last acceptance
+    path_min: least estimated probability of acceptance for which a guess is issued
+    eager: issue the best guess at hand rather than wait for a better one that is being drafted
+        (pays where the draft is slower than a stage)
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
-    (one pass over the weights instead of two; pays where the draft is fast and stages are few).
+        (one pass over the weights instead of two; pays where the draft is fast and stages are few)
+    parallel: requests decoded at a time
+    cells: tokens of all requests and kept prompts together; 0: each request's context is the only
+        bound
+    kept: maximum prompts kept; 0 shares nothing
+    alone: guess in every lane as if it were the only one
+    guess_rows: maximum guesses in flight; 0: no bound
+    share: best size of the groups that share a run, by number of lanes (index: lanes - 1); empty:
+        as many groups as `credit` suggests
+    threads: maximum threads of a response beside its main one
     """
 
     n_ctx: int
@@ -82,12 +94,12 @@ class Limits:
 
     @property
     def n_ids(self) -> int:
-        """Sequence ids in all."""
+        """How many sequence ids the cache needs in all."""
         return self.lanes + self.kept + self.partitions
 
     @property
     def lanes(self) -> int:
-        """Causal threads in all."""
+        """How many causal threads (lanes) may be open at the same time."""
         return self.parallel * (1 + self.threads)
 
     def group(self, lanes: int) -> int:

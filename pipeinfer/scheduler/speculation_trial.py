@@ -1,10 +1,10 @@
 """Whether speculation pays where guessing takes the processor from computing: by trying both.
 
 The controller's model takes the draft for a machine of its own. Where the draft shares cores with
-stages, drafting slows them down, and what plain decoding would reach can not be read off runs
-that were slowed. So spans of tokens with and without guesses alternate, the worse kind more and
-more seldom. Spans are compared at the same number of requests. This module knows no clock: it is
-told times, in seconds.
+stages, drafting slows the stages down, so the speed of plain decoding cannot be inferred from
+speculative runs. So spans of tokens with and without guesses alternate, and the slower kind is
+tried less and less often. Spans are compared at the same number of requests. This module knows no
+clock: it is told times, in seconds.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SpeculationTrial:
         return kind
 
     def _settle(self, total: int, lanes: int) -> None:
-        """Begin anew, with what is right at this number of requests."""
+        """Start over, with the setting that suits this number of requests."""
         if lanes:
             self.speculate = self._kinds.setdefault(_bucket(lanes), _Kind()).now
         self._from, self._last, self._skip_to = None, None, total + _SETTLE * lanes

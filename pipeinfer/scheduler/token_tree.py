@@ -27,17 +27,30 @@ PLANNED = -2  #: `run_id` of a node that has not been issued
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A token of the tree: issued, or planned (`run_id` is PLANNED, without ids, and its parent
-    does not list it yet).
+    """A token of the tree, issued or planned.
 
-    seq_ids: the ids its cell is stored under, the first is the one it looks through and the one
-    its first child continues. score: log of the estimated probability of the guesses that lead
-    to it. priority: the score by which it waits for room. ranked: a draft has named what may
-    follow it: `guesses`. choice: the target's choice after it, None while in flight. accepted:
-    the frontier has reached it. skip: positions that are left free behind it. hint: its result
-    is a hint for whoever proposed it, and it is never accepted. wanted: its choice is asked for.
-    sees: ids that it looks through besides. step: how many passes through the pipeline, one after
-    the other, led to its being issued.
+    A planned one has no ids, its `run_id` is PLANNED, and its parent does not list it yet.
+
+    token: vocabulary id
+    pos: position in the text
+    parent: the node before it; None for the root
+    seq_ids: ids that its cell is stored under; the first is the one that it looks through and that
+        its first child continues
+    run_id: the run that evaluates it, or PLANNED
+    speculative: whether it is a guess
+    score: log of the estimated probability of the guesses that lead to it
+    priority: the score by which it waits for room
+    ranked: whether a draft has named what may follow it (`guesses`)
+    guesses: what the draft named
+    children: issued nodes that follow it
+    choice: the target's choice after it; None while in flight
+    alive: whether it can still be accepted
+    accepted: whether the frontier has reached it
+    skip: positions that are left free behind it
+    hint: whether its result is a hint for its proposer; it is never accepted
+    wanted: whether its choice is asked for
+    sees: further ids that it looks through
+    step: how many passes through the pipeline, one after the other, led to its being issued
     """
 
     token: int

@@ -40,7 +40,7 @@ _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
-        (400, "The request can not be used; the error names the field."),
+        (400, "The request cannot be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
         (408, "The request's body did not arrive in time."),
         (413, "The request is too long."),
@@ -117,8 +117,8 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
-            raise ApiError(404, f"there is no model {name!r} here; this server has "
-                                f"{self.settings.name!r} (--alias gives it another name)",
+            raise ApiError(404, f"model {name!r} is not available; this server has "
+                                f"{self.settings.name!r} (rename it with --alias)",
                            param="model", code="model_not_found")
 
     def _compiler(self, tokenizer: Tokenizer) -> Grammars:
@@ -133,7 +133,7 @@ class Server:
     # --- text and tokens ----------------------------------------------------------------------
 
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
-        """A text's tokens."""
+        """The token ids of a text."""
         tokenizer = self.hub.check_ready()
         tokens = await prompts.encode(tokenizer, body.content, special=body.parse_special,
                                       add_bos=None if body.add_special else False)
@@ -148,7 +148,7 @@ class Server:
         return await asyncio.to_thread(pieces)
 
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
-        """The text of tokens."""
+        """The text that token ids stand for."""
         tokenizer = self.hub.check_ready()
         tokens = prompts.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
@@ -168,7 +168,7 @@ class Server:
         return Reply(replies.ModelList(object="list", data=[self._model()]))
 
     async def model(self, name: str) -> Response:
-        """A model by its name."""
+        """The served model, if `name` is its name; else 404."""
         self._check_model(name)
         return Reply(self._model())
 
@@ -194,7 +194,7 @@ class Server:
         return Reply(body, 503, {"Retry-After": "2"})
 
     async def metrics(self) -> Response:
-        """Figures for Prometheus."""
+        """The server's metrics in the text format of Prometheus."""
         return Response(self.hub.metrics.render(len(self.hub.open)),
                         headers={"Content-Type": CONTENT_TYPE})
 
@@ -287,7 +287,7 @@ class Server:
 
         async def http(_: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            text = {404: "there is nothing at this path", 405: "this path has other methods"}
+            text = {404: "there is nothing at this path", 405: "wrong method for this path"}
             headers = dict(error.headers or {})
             if error.status_code in (408, 413):
                 headers["Connection"] = "close"
@@ -302,8 +302,8 @@ class Server:
             return Response(status_code=_GONE)
 
         async def bug(_: Request, error: Exception) -> Response:
-            return reply(ApiError(500, f"an error in the server ({type(error).__name__}), see "
-                                       "its log", code="internal_error"))
+            return reply(ApiError(500, f"internal server error ({type(error).__name__}); see its "
+                                       "log", code="internal_error"))
 
         self.app.add_exception_handler(ApiError, api)
         self.app.add_exception_handler(HTTPException, http)
@@ -324,16 +324,16 @@ def explain(error: RequestValidationError) -> ApiError:
                 key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     path = [part for part in first["loc"] if part not in ("body", "path", "query")]
     if first["type"] == "json_invalid":
-        return bad(f"the request is no JSON: {first['ctx']['error']}")
+        return bad(f"the request is not valid JSON: {first['ctx']['error']}")
     if not path:
-        return bad("the request is no JSON object; is its Content-Type application/json?")
+        return bad("the request is not a JSON object; is its Content-Type application/json?")
     unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
     inner = path[:-1] if unknown else path
     names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
     names = names or [str(path[-1])]
     param = ".".join(names)
     if unknown:
-        reason = schema.REFUSED.get(names[-1], "it is not known here")
+        reason = schema.REFUSED.get(names[-1], "it is unknown here")
         return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
     return bad(f"{param}: {first['msg']}", param)
 

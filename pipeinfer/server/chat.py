@@ -24,18 +24,18 @@ from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
             offered: list[dict[str, Any]] | None) -> str:
     """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
-    method that it can not have; the server's own choice gives way instead."""
+    method that it cannot have; the server's own choice gives way instead."""
     asked_for = request.decomposer
     if asked_for == "none" or (asked_for is None and not settings.decomposer):
         return ""
     method = asked_for or settings.decomposer
     problem = ""
     if method not in settings.decomposers:
-        problem = "this server was not started for it: see --decomposer"
+        problem = "this server was not started with it: see --decomposer"
     elif params.grammar or offered:
-        problem = "it can not follow a grammar or call tools"
+        problem = "it cannot follow a grammar or call tools"
     elif not registry.decomposer(method).penalties and params.uses_history:
-        problem = "it knows no penalties for repetition"
+        problem = "it does not support repetition penalties"
     if problem and asked_for is not None:
         raise bad(f"decomposer {method}: {problem}", "decomposer")
     return "" if problem else method
@@ -78,7 +78,7 @@ def tool_list(request: schema.Conversation, template: str) -> list[dict[str, Any
     if not request.tools:
         return None
     if "tools" not in template:
-        raise bad("this model's chat template knows no tools", "tools")
+        raise bad("this model's chat template does not support tools", "tools")
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
@@ -88,7 +88,7 @@ def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer
     choice = request.tool_choice
     if not request.tools:
         if choice not in (None, "none", "auto"):
-            raise bad("tool_choice asks for a call and there are no tools", "tool_choice")
+            raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
         return None, ""
     offered = tool_list(request, template)
     if choice == "none" or offered is None:

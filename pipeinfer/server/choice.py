@@ -120,7 +120,7 @@ class Generation:
         self._news.set()
 
     def fail(self, failure: Failure) -> None:
-        """End without an answer."""
+        """End the choice with `failure`; without effect when it has ended."""
         if not self.ended:
             self.failure, self.reason = failure, "error"
             self._news.set()

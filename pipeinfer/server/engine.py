@@ -42,7 +42,7 @@ from pipeinfer.server.link import Link
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
 _PACE_SECONDS = 10.0  #: between two looks whether a stage has become slow
-WORTH = 1.25  #: times the speed that dealing the layers out anew has to promise by itself
+WORTH = 1.25  #: times the speed that redistributing the layers must promise to be done unasked
 DRIFT = 1.5  #: times a stage's best time that count as having become slow
 _RETRY = 0.02  #: seconds after which an unfinished send is tried again
 
@@ -77,9 +77,11 @@ class Engine:
             while (frame := self._link.take()) is not None:
                 self._handle(frame)
             if self._link.problem:
-                raise ProtocolError(f"the HTTP process is not understood: {self._link.problem}")
+                raise ProtocolError("a message of the HTTP process is malformed: "
+                                    f"{self._link.problem}")
             if self._link.closed:
-                raise ClusterError("the HTTP process has died: nobody can be served")
+                raise ClusterError("the HTTP process has died, so no client can be served: start "
+                                   "the server again")
             if self._asked_to_leave and self._drained():
                 break
             self._news(self._head.next_news(self._patience()))
@@ -102,7 +104,8 @@ class Engine:
             case Rebalance(number):
                 done = self._session.rebalance()
                 self._link.send(Rebalanced(
-                    number, bool(done), done or "the layers stay: no other plan is faster"))
+                    number, bool(done), done or "the layers stay as they are: no other plan is "
+                                                "faster"))
             case _:
                 assert_never(frame)
 
@@ -149,13 +152,13 @@ class Engine:
                 return Refused(request_id, kind, str(error))
 
     def _tell_change(self) -> None:
-        """Other stages have taken over, or the layers were dealt out anew."""
+        """Other stages have taken over, or the layers were redistributed."""
         message = str(self._session.assembly.changes[-1])
         click.echo(f"pipeinfer: {message}", err=True)
         self._link.send(Changed(self._facts(), message))
 
     def _mind_the_pace(self) -> None:
-        """Between requests: deal the layers out anew where a stage has become slow for good."""
+        """Between requests: redistribute the layers if a stage has become slow for good."""
         now = time.monotonic()
         auto = self._session.config.cluster.rebalance == "auto"
         if auto and now - self._paced >= _PACE_SECONDS and self._head.times.pace.settled:

@@ -56,10 +56,10 @@ _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
-    "poison": Failure("internal", "several stages failed one after the other while they worked on "
-                                  "it: it was given up so that others can go on"),
-    "shutdown": Failure("shutdown", "the server is shutting down and the time that running "
-                                    "requests get is over"),
+    "poison": Failure("internal", "stages failed repeatedly while working on this request, so it "
+                                  "was abandoned to protect the others"),
+    "shutdown": Failure("shutdown", "the server is shutting down, and the time for running "
+                                    "requests to finish is over"),
     "timeout": Failure("timeout", "the request took longer than the server allows "
                                   "(--request-timeout)"),
 }
@@ -73,7 +73,7 @@ class Watcher:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def push(self, frame: dict[str, Any]) -> None:
-        """Add a frame."""
+        """Queue a frame for the client and wake its stream."""
         self.frames.append(frame)
         self.news.set()
 
@@ -103,7 +103,7 @@ class Hub:
         if self.state == "ready" and self.tokenizer is not None:
             return self.tokenizer
         if self.state in ("loading", "ready"):
-            raise ApiError(503, "the model is still loading; try again soon", code="loading")
+            raise ApiError(503, "the model is still loading; try again shortly", code="loading")
         if self.state == "failed":
             raise ApiError(503, f"the cluster has failed: {self.reason}", code="cluster_failed")
         raise ApiError(503, "the server is shutting down", code="shutting_down")
@@ -112,11 +112,12 @@ class Hub:
         """Raises ApiError: 400 for more choices than ever fit, 429 for more than fit now."""
         most = self.settings.most_open
         if count > most:
-            raise ApiError(400, f"the request asks for {count} choices; this server takes {most} "
-                                "at a time", param="n", code="too_many_choices")
+            raise ApiError(400, f"the request asks for {count} choices; this server allows at most "
+                                f"{most}", param="n", code="too_many_choices")
         if len(self.open) + count > most:
-            raise ApiError(429, f"the queue is full: {self.settings.parallel} requests run and "
-                                f"{self.settings.queue} wait", code="queue_full")
+            raise ApiError(429, f"the queue is full: {self.settings.parallel} requests are running "
+                                f"and {self.settings.queue} are waiting; try "
+                                "again later", code="queue_full")
 
     def submit(
         self, asked: Asked, prompt: Sequence[int], index: int, news: asyncio.Event
@@ -139,10 +140,10 @@ class Hub:
             self._send(Abort(generation.request_id, reason))
 
     async def rebalance(self, timeout: float) -> Rebalanced:
-        """Have the engine deal the layers out anew; what came of it. Raises ApiError."""
+        """Ask the engine to redistribute the layers; returns the outcome. Raises ApiError."""
         self.check_ready()
         if self._rebalances:
-            raise ApiError(429, "the layers are being dealt out already", code="rebalancing")
+            raise ApiError(429, "the layers are already being redistributed", code="rebalancing")
         number = next(self._ids)
         answer = self._rebalances[number] = asyncio.get_running_loop().create_future()
         self._send(Rebalance(number))
@@ -158,7 +159,7 @@ class Hub:
     def check_watchers(self) -> None:
         """Raises ApiError (429) when enough clients look on."""
         if len(self._watchers) >= _MOST_WATCHERS:
-            raise ApiError(429, f"{_MOST_WATCHERS} clients watch the pipeline already",
+            raise ApiError(429, f"{_MOST_WATCHERS} clients are already watching the pipeline",
                            code="too_many_watchers")
 
     @contextlib.contextmanager
@@ -189,12 +190,12 @@ class Hub:
         except (asyncio.IncompleteReadError, OSError):
             self.fail("rank 0 has died")
         except Exception as error:  # whatever it is, clients must not wait for nothing
-            _log.exception("a frame of rank 0 can not be handled")
-            self.fail(f"rank 0 is not understood: {error}")
+            _log.exception("a frame of rank 0 cannot be handled")
+            self.fail(f"a message of rank 0 is malformed: {error}")
         self.left.set()
 
     def handle(self, frame: EngineFrame) -> None:
-        """One frame of the engine."""
+        """Apply one frame of the engine to choices, status and watchers."""
         match frame:
             case News(items):
                 for item in items:
@@ -255,9 +256,9 @@ class Hub:
             if generation.push(item.token, item.speculated, item.logprob, item.top, item.seen):
                 self._send(Abort(generation.request_id, "stop"))
         except Exception as error:  # one request's trouble is not the others'
-            _log.exception("token %r can not be handled", item.token)
+            _log.exception("token %r cannot be handled", item.token)
             self._send(Abort(generation.request_id, "error"))
-            generation.fail(Failure("internal", f"a token can not be handled: {error}"))
+            generation.fail(Failure("internal", f"a token cannot be handled: {error}"))
         self.metrics.token(generation, before)
 
     def fail(self, reason: str) -> None:

@@ -31,7 +31,7 @@ class ApiError(Exception):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER))
 
     def body(self) -> ErrorReply:
-        """The object that clients get; never text that UTF-8 can not carry."""
+        """The object that clients get; never text that UTF-8 cannot carry."""
         return {"error": {
             "message": _plain(self.message), "type": _TYPES.get(self.status, "server_error"),
             "param": None if self.param is None else _plain(self.param), "code": self.code,
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that can not be used."""
+    """A request that cannot be used."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -132,7 +132,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job can not go on."""
+    """The job cannot go on, and the server says why."""
 
     op: ClassVar[str] = "failed"
     message: str
@@ -180,7 +180,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """Deal the layers out anew."""
+    """A client asks to redistribute the layers."""
 
     op: ClassVar[str] = "rebalance"
     id: int
@@ -217,7 +217,8 @@ def decode(body: bytes, kinds: Kinds[T]) -> T:
         raise ProtocolError(f"a frame is not JSON: {error}") from error
     op = data.pop("op", None) if isinstance(data, dict) else None
     if not isinstance(op, str) or op not in kinds:
-        raise ProtocolError(f"a frame is none of {', '.join(kinds)}: op is {str(op)[:40]!r}")
+        raise ProtocolError(f"a frame has an unknown op (known: {', '.join(kinds)}): "
+                            f"{str(op)[:40]!r}")
     made: T = _read(kinds[op], data, op)
     return made
 
@@ -276,7 +277,7 @@ def _read(kind: type[Any], data: dict[str, Any], where: str) -> Any:
     """A dataclass from its fields. Raises ProtocolError."""
     hints = _hints(kind)
     if unknown := data.keys() - hints.keys():
-        raise ProtocolError(f"{where}: there is no field {min(unknown)[:40]!r}")
+        raise ProtocolError(f"{where}: unknown field {min(unknown)[:40]!r}")
     for f in dataclasses.fields(kind):
         if f.name not in data and f.default is f.default_factory is dataclasses.MISSING:
             raise ProtocolError(f"{where}.{f.name} is missing")
@@ -334,7 +335,7 @@ def _row(value: Any, where: str, index: int) -> NewsItem:
     name = value[0] if isinstance(value, list) and value else None
     kind = _ROWS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise _wrong(value, "a piece of news", where)
+        raise _wrong(value, "an event", where)
     hints = _hints(kind)
     if len(value) != len(hints) + 1:
         raise ProtocolError(f"{where} has {len(value)} parts, not {len(hints) + 1}")
@@ -346,7 +347,7 @@ def _bytes(text: str, where: str) -> bytes:
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
-        raise ProtocolError(f"{where} is no text of bytes") from None
+        raise ProtocolError(f"{where} is not a text of bytes") from None
 
 
 def _wrong(value: Any, wanted: str, where: str) -> ProtocolError:

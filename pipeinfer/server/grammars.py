@@ -22,7 +22,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
 
     async def compile(self, kind: str, text: Any, param: str) -> str:
-        """The compiled grammar. Raises ApiError naming `param` when it can not be used."""
+        """The compiled grammar. Raises ApiError naming `param` when it cannot be used."""
         try:
             return await asyncio.to_thread(self._compile, kind, text)
         except RequestError as error:
@@ -47,7 +47,8 @@ async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = 
         kind, param = wanted.type, "response_format"
         if kind == "json_schema":
             if wanted.json_schema is None:
-                raise bad("response_format json_schema needs json_schema", "response_format")
+                raise bad("response_format of type json_schema needs the "
+                          "field json_schema", "response_format")
             text = wanted.json_schema.json_schema
     if request.grammar:
         if kind:
@@ -55,10 +56,12 @@ async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = 
         kind, text, param = "gbnf", request.grammar, "grammar"
     if forced:
         if kind:
-            raise bad(f"tool_choice asks for a call and {param} for something else", "tool_choice")
+            raise bad(f"tool_choice asks for a tool call and {param} for another format: leave one "
+                      "out", "tool_choice")
         kind, text, param = "lark", forced, "tools"
     if not kind:
         return ""
     if request.ignore_eos:
-        raise bad(f"ignore_eos with {param}: a grammar says where the text ends", "ignore_eos")
+        raise bad(f"ignore_eos cannot be combined with {param}: a grammar decides where the text "
+                  "ends", "ignore_eos")
     return await grammars.compile(kind, text, param)

@@ -34,10 +34,10 @@ class Child:
     process: subprocess.Popen[bytes]
     link: Link
     url: str
-    told: bool = False  #: it knows why the job can not go on
+    told: bool = False  #: it knows why the job cannot go on
 
     def fail(self, message: str) -> None:
-        """Tell it (once) why the job can not go on; it ends its streams and exits by itself."""
+        """Tell it (once) why the job cannot go on; it ends its streams and exits by itself."""
         if self.told:
             return
         self.told = True
@@ -58,13 +58,14 @@ class Child:
 
 
 def listen(host: str, port: int, client_timeout: float) -> socket.socket:
-    """A listening TCP socket. Raises UsageError when the address can not be had."""
+    """A listening TCP socket. Raises UsageError when the address cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
-        raise UsageError(f"--host {host} is no address of this host: {error.strerror}") from error
+        raise UsageError(f"--host {host} is not an address of this "
+                         f"host: {error.strerror}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
@@ -78,7 +79,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"port {port} of {host} is in use by another program: choose another "
                              "with --port") from error
-        raise UsageError(f"can not listen on port {port} of {host}: {error.strerror}") from error
+        raise UsageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
     return sock
 
 

@@ -57,8 +57,8 @@ class Link:
         self._unsent += len(data)
         self.pump()
         if self._unsent > MAX_BACKLOG:
-            raise ClusterError(f"the HTTP process has left {self._unsent >> 20} MiB unread: it "
-                               "hangs")
+            raise ClusterError(f"the HTTP process hangs: it has left {self._unsent >> 20} MiB "
+                               "unread")
 
     def pump(self) -> bool:
         """Send on; whether something still waits."""

@@ -25,21 +25,22 @@ _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _OUTCOMES = ("stop", "length", "disconnected", "timeout", "shutdown", "error", "refused")
 _GAUGES = {
-    "waiting": "Requests that wait for a lane.",
-    "lanes": "Requests that are being decoded.",
+    "waiting": "Requests waiting for a lane.",
+    "lanes": "Requests being decoded.",
     "runs": "Runs in flight.",
     "cells_used": "Tokens in the cache.",
-    "cells": "Tokens that the cache holds.",
-    "free_ids": "Sequence ids that nobody uses.",
-    "kept_prefixes": "Prompts of ended requests kept in the cache.",
-    "credit": "Most useful runs in flight.",
-    "draft_max": "Guesses per micro-batch.",
+    "cells": "Tokens that the cache can hold.",
+    "free_ids": "Unused sequence ids.",
+    "kept_prefixes": "Prompts of finished requests kept in the cache.",
+    "credit": "Maximum number of useful runs in flight.",
+    "draft_max": "Maximum guesses per micro-batch.",
     "acceptance": "Estimated share of guesses that are right.",
 }
 
 _STAGES = {
-    "stage_seconds": "Time of a run of one row in a stage, lately, without its slowest runs.",
-    "stage_slowdown": "That time relative to the stage's best: above 1 it has become slow.",
+    "stage_seconds": "Recent seconds of a stage for a run of one row, without its slowest runs.",
+    "stage_slowdown": "stage_seconds relative to the stage's best time: above 1 the stage has "
+                      "slowed down.",
 }
 
 
@@ -58,20 +59,21 @@ class Metrics:
         self._reused = Counter("prompt_tokens_reused", "Prompt tokens taken from the cache.",
                                **make)
         self._output = Counter("generated_tokens", "Generated tokens.", **make)
-        self._drafted = Counter("drafted_tokens", "Tokens that the draft named.", **make)
+        self._drafted = Counter("drafted_tokens", "Tokens that the draft guessed.", **make)
         self._accepted = Counter("accepted_tokens", "Drafted tokens that were right.", **make)
-        self._first = Histogram("time_to_first_token_seconds", "From request to first token.",
+        self._first = Histogram("time_to_first_token_seconds", "Seconds from request to first "
+                                                               "token.",
                                 buckets=_FIRST, **make)
-        self._between = Histogram("inter_token_seconds", "From token to token of one answer.",
+        self._between = Histogram("inter_token_seconds", "Seconds between tokens of one answer.",
                                   buckets=_BETWEEN, **make)
         self._gauges = {name: Gauge(name, text, **make) for name, text in _GAUGES.items()}
         self._stages = {name: Gauge(name, text, ["stage", "rank", "host"], **make)
                         for name, text in _STAGES.items()}
-        self._recoveries = Gauge("recoveries", "How often the job went on without ranks that it had"
-                                 " lost.", **make)
+        self._recoveries = Gauge("recoveries", "How often the job recovered from "
+                                               "lost ranks.", **make)
         self._lost = Gauge("ranks_lost", "Ranks that the job has lost.", **make)
         self._arranged: list[Any] = []
-        self._open = Gauge("open_choices", "Choices that clients wait for.", **make)
+        self._open = Gauge("open_choices", "Choices that clients are waiting for.", **make)
 
     def render(self, open_choices: int) -> bytes:
         """The text that Prometheus reads."""
@@ -79,7 +81,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def answered(self, status: int) -> None:
-        """An HTTP answer went out."""
+        """Count an HTTP answer by its status."""
         self._answers.labels(str(status)).inc()
 
     def refused(self) -> None:

@@ -111,7 +111,7 @@ class Guard:
         digest = self._digest(given)
         known = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(known):
-            raise ApiError(401, "a valid API key is needed: send the header Authorization: "
+            raise ApiError(401, "a valid API key is required: send the header Authorization: "
                                 "Bearer KEY", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})
 
@@ -124,7 +124,7 @@ class Guard:
             raise ApiError(413, self._too_long())
 
     def _too_long(self) -> str:
-        return f"the request is longer than the {self._max_body} bytes that this server takes"
+        return f"the request is longer than the {self._max_body} bytes that this server accepts"
 
     def _bounded(self, receive: Receive) -> Receive:
         size, complete = 0, False

@@ -1,6 +1,6 @@
 """From a request to what the engine gets: sampling fields, stop strings, prompts as tokens.
 
-Checks what shapes alone can not say (the vocabulary, the context, fields that exclude each
+Checks what shapes alone cannot say (the vocabulary, the context, fields that exclude each
 other), with the help of `prompts`, `chat` and `grammars`. Knows the vocabulary and the defaults, no
 HTTP and no engine.
 """
@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def count(self) -> int:
-        """Choices in all."""
+        """How many choices the request asks for: prompts times n."""
         return len(self.prompts) * self.n
 
     def params_of(self, index: int, n_prompt: int) -> SamplingParams:
@@ -131,7 +131,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad("best_of other than n is not supported", "best_of")
     if request.stream_options is not None and not request.stream:
-        raise bad("stream_options needs stream: true", "stream_options")
+        raise bad("stream_options is allowed only with stream: true", "stream_options")
     stop = request.stop
     seed = request.seed
     if seed is None:
@@ -164,9 +164,9 @@ def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokeni
         text = str(token)
         is_id = text.isascii() and text.isdigit() and len(text) < 10
         if not is_id or int(text) >= tokenizer.n_vocab:
-            raise bad(f"logit_bias names {text[:40]!r}, which is no token id of this vocabulary of "
-                      f"{tokenizer.n_vocab}", "logit_bias")
+            raise bad(f"logit_bias names {text[:40]!r}, which is not a token id of this vocabulary "
+                      f"of {tokenizer.n_vocab}", "logit_bias")
         if not -100 <= bias <= 100:
-            raise bad("a bias is outside -100 to 100", "logit_bias")
+            raise bad("a bias must be from -100 to 100", "logit_bias")
         biases[int(text)] = float(bias)
     return tuple(biases.items())

@@ -67,7 +67,7 @@ class Writer:
         self.answer_id = f"{kind}-{secrets.token_hex(14)}"
 
     def start(self, generations: Sequence[Generation]) -> None:
-        """The choices, in order."""
+        """Begin to write the choices, which come in the order of their indices."""
         for generation in generations:
             parser = None if self.hermes is None else CallParser(self.hermes)
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""

@@ -48,7 +48,7 @@ class CachedTokens(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts."""
+    """Token counts of a whole answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -114,7 +114,7 @@ class ChatLogprob(Alternative):
 
 
 class ChatLogprobs(TypedDict):
-    """Of /v1/chat/completions."""
+    """Log probabilities as /v1/chat/completions gives them."""
 
     content: list[ChatLogprob]
     refusal: None
@@ -143,7 +143,7 @@ class ReplyCall(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One continuation."""
+    """One continuation of a prompt (/v1/completions)."""
 
     index: int
     text: str
@@ -170,7 +170,7 @@ class ReplyMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer."""
+    """One answer to a conversation (/v1/chat/completions)."""
 
     index: int
     message: ReplyMessage
@@ -263,19 +263,19 @@ class Piece(TypedDict):
 
 
 class Tokens(TypedDict):
-    """A text's tokens."""
+    """The token ids of a text."""
 
     tokens: list[int] | list[Piece]
 
 
 class Content(TypedDict):
-    """A text."""
+    """The text that token ids stand for."""
 
     content: str
 
 
 class Prompt(TypedDict):
-    """What the model would get."""
+    """The prompt that the model would get for a conversation."""
 
     prompt: str
 
@@ -292,7 +292,7 @@ class Health(TypedDict):
 
 
 class Rebalanced(TypedDict):
-    """What came of dealing the layers out anew, and the stages from now on."""
+    """Whether the layers were redistributed, and the stages from now on."""
 
     changed: bool
     message: str

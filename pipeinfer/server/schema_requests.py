@@ -23,26 +23,26 @@ from pipeinfer.strategies import registry
 
 #: accepted without effect, with the reason that docs/api.md gives
 IGNORED = {
-    "user": "there are no accounts",
+    "user": "this server has no accounts",
     "metadata": "nothing is stored",
     "store": "nothing is stored",
-    "service_tier": "there is one tier",
-    "safety_identifier": "there are no accounts",
-    "prompt_cache_key": "prompts that start alike share their beginning anyway",
-    "prompt_cache_retention": "the least recently used prompt goes first",
-    "cache_prompt": "prompts that start alike share their beginning anyway",
+    "service_tier": "there is only one service tier",
+    "safety_identifier": "this server has no accounts",
+    "prompt_cache_key": "prompts with the same beginning share it automatically",
+    "prompt_cache_retention": "the least recently used prompt is dropped first",
+    "cache_prompt": "prompts with the same beginning share it automatically",
     "parallel_tool_calls": "the model decides how many functions it calls",
 }
 
 #: refused with this reason; null counts as not given
 REFUSED = {
-    "audio": "this server makes text only",
-    "prediction": "guessing ahead is done by the draft model",
+    "audio": "this server generates only text",
+    "prediction": "the draft model guesses ahead",
     "web_search_options": "this server does not search the web",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "verbosity": "the model has no such setting",
-    "suffix": "text is only continued, not filled in",
+    "suffix": "text can only be continued, not filled in",
     "repetition_penalty": "use repeat_penalty",
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
@@ -50,17 +50,17 @@ REFUSED = {
     "guided_grammar": "use grammar",
     "guided_regex": "use grammar",
     "guided_choice": "use grammar",
-    "typical_p": "this sampler is not there",
-    "top_a": "this sampler is not there",
-    "mirostat": "this sampler is not there",
-    "dry_multiplier": "this sampler is not there",
-    "xtc_probability": "this sampler is not there",
-    "dynatemp_range": "this sampler is not there",
+    "typical_p": "this sampler is not supported",
+    "top_a": "this sampler is not supported",
+    "mirostat": "this sampler is not supported",
+    "dry_multiplier": "this sampler is not supported",
+    "xtc_probability": "this sampler is not supported",
+    "dynatemp_range": "this sampler is not supported",
     "samplers": "the order is fixed: bias, penalties, top_k, top_p, min_p, temperature",
-    "use_beam_search": "there is no beam search",
-    "lora": "there are no adapters",
-    "slot_id": "requests find a slot by themselves",
-    "id_slot": "requests find a slot by themselves",
+    "use_beam_search": "beam search is not supported",
+    "lora": "adapters are not supported",
+    "slot_id": "slots are assigned automatically",
+    "id_slot": "slots are assigned automatically",
 }
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
@@ -111,7 +111,7 @@ class Extras(Strict):
 
 
 class JsonSchema(Strict):
-    """A named JSON schema."""
+    """A named JSON schema that the answer must follow."""
 
     name: str | None = Field(None, max_length=256)
     description: str | None = None
@@ -182,7 +182,7 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    """A part of a message."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -234,7 +234,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    """The name of a function."""
+    """The name of the function that must be called."""
 
     name: str
 
@@ -256,7 +256,7 @@ class Conversation(Strict):
 
 
 class ChatRequest(Sampling, Conversation):
-    """Answer a conversation."""
+    """A conversation to answer (/v1/chat/completions)."""
 
     max_tokens: int | None = Field(None, ge=1, le=_INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
@@ -277,7 +277,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens to text."""
+    """Token ids to turn into text."""
 
     tokens: list[Token]
 

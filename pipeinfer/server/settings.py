@@ -12,11 +12,20 @@ from pipeinfer.core.types import SamplingParams
 class Settings:
     """The first frame to the HTTP process.
 
-    model: path of the model (its vocabulary is read). name: what clients call it. parallel, queue:
-    requests that run and that may wait. max_body: bytes. request_timeout, client_timeout: seconds.
-    seed: for requests without one, -1 draws. defaults: for sampling fields that a request leaves
-    out. decomposer: method of chat requests that name none, empty for none; decomposers: those
-    that a request may name.
+    model: path of the model, whose vocabulary is read
+    name: what clients call the model
+    api_keys: keys that open the server; none: it is open
+    parallel: maximum requests that run
+    queue: maximum requests that wait
+    max_body: bytes of a request
+    request_timeout: seconds that a request may take
+    client_timeout: seconds that a client may leave its answer unread
+    cors_origins: web page origins that may use the server
+    log_requests: whether every request is logged
+    seed: for requests without one; -1 draws one
+    defaults: for sampling fields that a request leaves out
+    decomposer: method of chat requests that name none; "" for none
+    decomposers: methods that a request may name
     """
 
     op: ClassVar[str] = "settings"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Left(Exception):
-    """The client has gone."""
+    """The client disconnected before its answer was complete."""
 
 
 class Job:
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def failure(self) -> Failure | None:
-        """Why the request can not be answered."""
+        """Why the request cannot be answered."""
         return next((g.failure for g in self.generations if g.failure is not None), None)
 
     @property
@@ -140,13 +140,13 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
         yield event(error.body())
     except Exception:
         _log.exception("a request's stream failed")
-        yield event(ApiError(500, "an error in the server, see its log").body())
+        yield event(ApiError(500, "internal server error; see its log").body())
     finally:
         job.abort("disconnected")
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """`data` as one server-sent event, with its empty line."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 

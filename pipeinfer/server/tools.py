@@ -27,7 +27,7 @@ class Call:
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def to_json(self) -> ReplyCall:
-        """As the OpenAI API has it."""
+        """The call in the form of the OpenAI API."""
         return {"id": self.call_id, "type": "function",
                 "function": {"name": self.name, "arguments": self.arguments}}
 

@@ -49,19 +49,20 @@ def specs() -> Mapping[str, Spec]:
 
 def _add(found: dict[str, Spec], spec: Any, where: str) -> None:
     if not isinstance(spec, Spec):
-        raise UsageError(f"{where} is not the description of a strategy")
+        raise UsageError(f"{where} is not a strategy: it must be a ProposerSpec or "
+                         "a DecomposerSpec")
     if spec.name in found:
         raise UsageError(f"{where} describes a second strategy named {spec.name}")
     found[spec.name] = spec
 
 
 def proposers() -> Mapping[str, ProposerSpec]:
-    """The proposers by name."""
+    """All known proposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, ProposerSpec)}
 
 
 def decomposers() -> Mapping[str, DecomposerSpec]:
-    """The decomposers by name."""
+    """All known decomposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, DecomposerSpec)}
 
 

@@ -36,10 +36,13 @@ class Need(enum.Enum):
 class ProposerSetup:
     """What a proposer is made of.
 
-    options: values of its own options. n_vocab: the target's vocabulary; learned tokens have ids
-    from there on. drafts: loaded draft models, the one to ask first first; paths: how many paths
-    each keeps in its cache. vocabulary: where grammars may come. adapter, prompt_id: what was
-    learned, and the sequence id of learned prompts.
+    options: values of its own options
+    n_vocab: the target's vocabulary; learned tokens have ids from there on
+    drafts: loaded draft models, in the order in which they are asked
+    paths: how many paths each of them keeps in its cache
+    vocabulary: for grammars; None where there are none
+    adapter: what was learned for it
+    prompt_id: sequence id of learned prompts
     """
 
     options: Mapping[str, Any]
@@ -53,14 +56,19 @@ class ProposerSetup:
 
 @dataclass(frozen=True, slots=True)
 class ProposerSpec:
-    """A way to guess.
+    """A way to guess. It has either `worker` or `inline`.
 
-    worker: makes what the draft's thread asks (several are asked in turn, a draft model each).
-    inline: makes what the scheduler asks, and gives rows of its own; a proposer has one of the two.
-    help: what follows "Where guesses come from:" in a list. needs, adapter: see `Need`. backends:
-    kinds of stages that it works on, all if empty; why: what a user is told where it does not.
-    synchronous: it has nothing to name before the last token is accepted. replicable: its rows can
-    be dealt out to ranks that each hold the whole model.
+    name: value of --proposer
+    help: what follows its name in the list of proposers
+    worker: makes what the draft's thread asks (several are asked in turn, a draft model each)
+    inline: makes what the scheduler asks, and gives rows of its own
+    options: its own options, by name
+    needs: see `Need`
+    adapter: the option that names its adapter's file, where it needs one
+    backends: kinds of stages that it works on; empty for all
+    why: what a user is told where it does not work
+    synchronous: it has nothing to name before the last token is accepted
+    replicable: its rows can be shared out to ranks that each hold the whole model
     """
 
     name: str
@@ -77,7 +85,7 @@ class ProposerSpec:
 
     def __post_init__(self) -> None:
         if (self.worker is None) == (self.inline is None):
-            raise ValueError(f"proposer {self.name} is made by `worker` or by `inline`")
+            raise ValueError(f"proposer {self.name} needs either `worker` or `inline`")
         if (Need.ADAPTER in self.needs) != (self.adapter in self.options):
             raise ValueError(f"proposer {self.name} has no option that names its adapter")
 
@@ -86,9 +94,14 @@ class ProposerSpec:
 class DecomposerSetup:
     """What the decomposer of one response is made of.
 
-    n_prompt: tokens of its prompt; room: of the context; most: threads beside the main one;
-    overlap: whether every stage takes positions in any order; wanted: what the prompt was made
-    with; encode: text to tokens, with the vocabulary's special ones.
+    vocabulary: of the model
+    n_prompt: tokens of the prompt
+    room: tokens of the context
+    most: maximum threads beside the main one
+    overlap: whether every stage accepts positions in any order
+    options: values of its own options
+    wanted: what the prompt was made with
+    encode: text to tokens, with the vocabulary's special ones
     """
 
     vocabulary: Vocabulary
@@ -108,7 +121,7 @@ class Writer(Protocol):
 
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
                ) -> tuple[int, ...]:
-        """`render`, as tokens."""
+        """The token ids of what `render` gives."""
 
     def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "") -> str:
         """A conversation with what asks for the method `name`: the model's own system message, or
@@ -119,12 +132,16 @@ class Writer(Protocol):
 class DecomposerSpec:
     """A way to split a response into threads.
 
-    make: the decomposer of one response. help: what a list of them says. text: put behind the
-    question where the model's file says nothing of the method. open: writes the prompt and what
-    goes with it, where that takes more than `text`. check: raises ModelError for a vocabulary
-    without the method's tokens; validate: raises UsageError for values of its own options. gaps:
-    positions may leave gaps, so stages of llama.cpp have to be loaded for it. penalties: penalties
-    for repetition can be honoured.
+    name: value of --decomposer
+    help: what follows its name in the list of decomposers
+    make: the decomposer of one response
+    text: put behind the question where the model's file says nothing of the method
+    open: writes the prompt and what goes with it, where that takes more than `text`
+    check: raises ModelError for a vocabulary without the method's tokens
+    validate: raises UsageError for values of its own options
+    options: its own options, by name
+    gaps: positions may leave gaps, so stages of llama.cpp have to be loaded for it
+    penalties: whether penalties for repetition can be honoured
     """
 
     name: str

@@ -24,7 +24,7 @@ from pipeinfer.core.messages import Message, Tag
 
 
 class Regrouped(Exception):
-    """The head has arranged the nodes anew: what is under way on this port is void."""
+    """The head has rearranged the nodes: messages under way on this port are void."""
 
 
 class Dismissed(Exception):
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A received message and the node that sent it (-1 where the transport can not tell)."""
+    """A received message and the node that sent it (-1 where the transport cannot tell)."""
 
     source: int
     message: Message
@@ -66,7 +66,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes sent over all tags."""
+        """How many bytes were sent in all, over all tags."""
         return sum(self.n_bytes.values())
 
 
@@ -137,7 +137,7 @@ class Wakeup:
             self._rings.put(None)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all rings that have not been waited for."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._rings.get_nowait()

@@ -46,7 +46,7 @@ class Doorbell:
         return some
 
     def close(self) -> None:
-        """Unbind."""
+        """Close the socket; rings to it are lost from now on."""
         self._socket.close()
 
     def _send(self, what: bytes, address: bytes) -> bool:

@@ -42,11 +42,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text."""
+        """The body as text; bytes that are not UTF-8 become U+FFFD."""
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body as JSON. Raises ValueError for what is none."""
+        """The body as JSON. Raises ValueError for a body that is not JSON."""
         return json.loads(self.body)
 
 
@@ -83,7 +83,7 @@ def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
 
 async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
                     headers: Mapping[str, str] | None = None) -> Answer:
-    """`ask`, in an event loop."""
+    """Like `ask`, for use in an event loop."""
     async with stream_async(method, url, body, timeout=timeout, headers=headers) as response:
         return _whole(response, await response.aread())
 
@@ -139,7 +139,7 @@ def _event(data: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise HttpFailure("an event of the stream is no JSON object")
+        raise HttpFailure("an event of the stream is not a JSON object")
     return found
 
 

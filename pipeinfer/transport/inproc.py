@@ -62,10 +62,10 @@ class LocalPort:
         return set()
 
     def order(self, rank: int, order: Order) -> None:
-        """There is no other rank."""
+        """See `Port`; does nothing, as there is no other rank."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """There is no other rank."""
+        """See `Port`; does nothing, as there is no other rank."""
 
     def take_order(self) -> Order | None:
         """There is no rank without a node."""

@@ -217,7 +217,7 @@ class MpiPort:
         assert self._neighbours is not None
         bell = self._neighbours.bell
         some = bell.drain()
-        bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message can not
+        bell.rung = max(bell.rung, self._received)  # a ring can be lost, a message cannot
         if some:
             self._rung_at = time.monotonic()
         return some
@@ -319,8 +319,8 @@ class MpiPort:
         """An order; only rank 0 gives any."""
         order = unpack(frame)
         if rank != 0 or not isinstance(order, Order):
-            raise ProtocolError(f"rank {self.rank} got {type(order).__name__} from rank {rank}, "
-                                "which is no order")
+            raise ProtocolError(f"rank {self.rank} got the unexpected order {type(order).__name__} "
+                                f"from rank {rank}")
         match order:
             case Leave():
                 self._dismissed = True
@@ -385,7 +385,7 @@ class MpiPort:
         so these are kept."""
         self.gone |= set(ranks)
         if 0 in self.gone and self.rank != 0:
-            raise ClusterError("rank 0 is dead, and with it the job")
+            raise ClusterError("rank 0 is dead, so the job cannot go on: start it again")
         if not self.gone:
             return
         for pending in [one for one in self._pending if one.rank in self.gone]:

@@ -47,7 +47,8 @@ def sign_off() -> None:
     every rank, some of which may hang.
 
     Without it the launcher tells all others of a death, and where one of them has left meanwhile
-    it writes an error of its own into the job's output. Whoever has to be missed must not call it.
+    it writes an error of its own into the job's output. Do not call this in
+    a rank whose death must be detected.
     """
     with contextlib.suppress(OSError, AttributeError):  # another launcher
         pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)

@@ -97,7 +97,8 @@ def hear(comm: MPI.Comm, source: int, timeout: float) -> StartMessage:
     ProtocolError, and Dismissed for the order to leave."""
     message = unpack(receive_json(comm, source, timeout).encode())
     if not isinstance(message, StartMessage):
-        raise ProtocolError(f"rank {source} said {type(message).__name__} before there was a port")
+        raise ProtocolError(f"rank {source} sent {type(message).__name__} before the job had "
+                            "started")
     return message
 
 
@@ -159,7 +160,7 @@ def _until(
         except MPI.Exception as error:
             if error.Get_error_class() not in DEATH:
                 raise
-            raise RankLost(peer, "died while the job started") from None
+            raise RankLost(peer, "died while the job was starting") from None
         if (now := time.monotonic()) > deadline:
             raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag=what, run_id=None,
                                    seconds=timeout)

@@ -412,7 +412,7 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
                              n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1)
 
 
-def test_layers_on_a_gpu_that_this_build_can_not_use_change_nothing(monkeypatch):
+def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
     monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
     options = LlamaOptions(n_gpu_layers=9).resolved(64)

@@ -222,7 +222,7 @@ def test_what_torch_raises_becomes_a_backend_error_and_leaves_no_cell(models, mo
     assert backend.used_cells() == 3
 
 
-# --- files that can not be used --------------------------------------------------------------
+# --- files that cannot be used --------------------------------------------------------------
 
 
 def changed(path, folder, **values):
@@ -239,16 +239,16 @@ def changed(path, folder, **values):
 
 @pytest.mark.parametrize(("values", "error", "says"), [
     ({"model_type": "mamba"}, UnsupportedArchitecture, "'mamba' are not supported"),
-    ({"model_type": None}, ModelError, "names no model_type"),
+    ({"model_type": None}, ModelError, "has no model_type"),
     ({"hidden_size": -1}, ModelError, "hidden_size in config.json is -1"),
-    ({"intermediate_size": 100}, ModelError, r"gate_proj\.weight has the shape \[96, 64\]"),
+    ({"intermediate_size": 100}, ModelError, r"gate_proj\.weight has shape \[96, 64\]"),
     ({"num_hidden_layers": 5}, ModelError, "says 5 layers and the files have 4"),
-    ({"hidden_act": 7}, ModelError, "config.json can not be used"),
+    ({"hidden_act": 7}, ModelError, "config.json cannot be used"),
     ({"quantization_config": {"bits": 4}}, UnsupportedArchitecture, "is quantised"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-     UnsupportedArchitecture, "'dynamic' depend on how long"),
+     UnsupportedArchitecture, "'dynamic' depend on the length of the text so far"),
 ])
-def test_folders_that_can_not_be_used_are_refused_by_name(models, tmp_path, values, error, says):
+def test_folders_that_cannot_be_used_are_refused_by_name(models, tmp_path, values, error, says):
     folder = changed(models("llama")[1], tmp_path / "changed", **values)
     with pytest.raises(error, match=says) as caught:
         load(folder)
@@ -257,7 +257,7 @@ def test_folders_that_can_not_be_used_are_refused_by_name(models, tmp_path, valu
 
 def test_damaged_and_missing_files_are_refused(models, tmp_path):
     path = models("llama")[1]
-    with pytest.raises(ModelError, match="is no Hugging Face model folder"):
+    with pytest.raises(ModelError, match="is not a Hugging Face model folder"):
         load(tmp_path)
     folder = changed(path, tmp_path / "damaged")
     whole = (path / "model.safetensors").read_bytes()
@@ -266,7 +266,7 @@ def test_damaged_and_missing_files_are_refused(models, tmp_path):
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         load(folder)
     for content, says in ((b"", "truncated"), (whole[:100], "truncated"),
-                          (whole[:-1], "truncated"), (b"\xff" * 64, "no safetensors file"),
+                          (whole[:-1], "truncated"), (b"\xff" * 64, "not a safetensors file"),
                           (whole[:8] + b"x" * (len(whole) - 8), "header is damaged")):
         weights.write_bytes(content)
         with pytest.raises(ModelError, match=says):
@@ -279,11 +279,11 @@ def test_damaged_and_missing_files_are_refused(models, tmp_path):
 def test_impossible_layers_and_sizes(models):
     path = models("llama")[1]
     for layers in ((0, 5), (2, 2), (-1, 2)):
-        with pytest.raises(PlanError, match="are no range of the 4 layers"):
+        with pytest.raises(PlanError, match="are not a range within the 4 layers"):
             load(path, layers)
     with pytest.raises(BackendError, match="at least 1"):
         load(path, n_ctx=0)
-    with pytest.raises(BackendError, match="can not load"):
+    with pytest.raises(BackendError, match="cannot load"):
         load(path, n_ctx=2**50)
 
 
@@ -304,7 +304,7 @@ def test_options_become_what_the_machine_has():
     assert TorchOptions().resolved(True) == TorchOptions("cuda", "bfloat16", 16)
     assert TorchOptions("cuda:1", "float32", tile=0).resolved(True).tile == 0
     assert TorchOptions("cpu").resolved(True) == TorchOptions("cpu", "float32", 3)
-    with pytest.raises(UsageError, match="torch sees no CUDA device here"):
+    with pytest.raises(UsageError, match="torch finds no CUDA device here"):
         TorchOptions("cuda:9").resolved(False)
     with pytest.raises(UsageError, match="choose from auto, cpu, cuda"):
         TorchOptions("gpu").resolved(True)

@@ -172,12 +172,12 @@ def test_the_command_writes_an_adapter_and_goes_on_where_it_was(tmp_path):
     adapter.check(12, 256)
 
 
-def test_models_that_can_not_be_tuned_say_so(tmp_path):
+def test_models_that_cannot_be_tuned_say_so(tmp_path):
     save(reference("gemma2"), tmp_path)
     with pytest.raises(ValueError, match="soft caps"):
         load_frozen(tmp_path, 1)
     with pytest.raises(ValueError, match="more tokens"):
         Plan(tokens=66)
     model = load_frozen(save(reference("llama"), tmp_path / "llama"), 1)
-    with pytest.raises(ValueError, match="prompts are"):
+    with pytest.raises(ValueError, match="prompts must be one of"):
         Adapter("wide", model, PLAN)

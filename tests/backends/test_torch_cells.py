@@ -279,7 +279,7 @@ def test_cells_run_out_and_come_back(llama):
     ((1, 3, (0,), (5,), True), "row 1 sees no cell"),
     ((1, -3, (0,), (0,), True), "negative position"),
 ])
-def test_rows_that_can_not_be_are_refused_and_leave_nothing(llama, entry, says):
+def test_rows_that_cannot_be_are_refused_and_leave_nothing(llama, entry, says):
     backend = load(llama[1])
     backend.decode(chain([1, 2]))
     for filler in (1, 20):  # as part of a narrow and of a wide decode
@@ -324,5 +324,5 @@ def test_joins_are_sequence_operations_that_other_backends_refuse(llama):
     apply(backend, SeqJoin(3, 0))
     assert backend.cells() == [(0, frozenset([0, 3])), (1, frozenset([0, 3]))]
     assert backend.decode(chain([5], 0)).shape == (1, VOCAB)
-    with pytest.raises(BackendError, match="ToyBackend can not join"):
+    with pytest.raises(BackendError, match="ToyBackend cannot join"):
         apply(ToyBackend.load(), SeqJoin(3, 0))

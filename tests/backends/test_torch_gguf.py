@@ -171,8 +171,8 @@ def test_gguf_files_that_would_be_computed_wrongly_are_refused(tmp_path, spec, s
 
 @pytest.mark.parametrize(("key", "add", "says"), [
     ("yarn", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaling of type 'yarn"),
-    ("window", lambda w: w.add_sliding_window(512), "with sliding windows"),
-    ("part", lambda w: w.add_rope_dimension_count(4), "rotates only part"),
+    ("window", lambda w: w.add_sliding_window(512), "sliding windows in a GGUF file"),
+    ("part", lambda w: w.add_rope_dimension_count(4), "only part of each head is rotated"),
     ("falcon", None, "architecture 'falcon' are not supported"),
 ])
 def test_gguf_metadata_that_is_refused(tmp_path, key, add, says):

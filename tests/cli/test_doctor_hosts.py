@@ -70,15 +70,15 @@ def test_hosts_that_answer(tmp_path, fake_ssh):
      "switched on"),
     ([255, "", "ssh: connect to host a port 22: No route to host"], "not reachable",
      "switched on"),
-    ([255, "", "kex_exchange_identification: read: Connection reset"], "can not be used: kex",
+    ([255, "", "kex_exchange_identification: read: Connection reset"], "cannot be used: kex",
      "try `ssh a"),
     ([127, "", "bash: line 1: python: No such file or directory"], "has no ", "same path"),
     ([1, "", "importlib.metadata.PackageNotFoundError: pipeinfer"], "without pipeinfer",
      "launch/demo"),
-    ([1, "", ""], "can not be used: no message", "doctor"),
+    ([1, "", ""], "cannot be used: no message", "doctor"),
     (facts(host="a", pipeinfer="0.0.9"), "has pipeinfer 0.0.9, this host has", "same version"),
     (facts(host="a", llama="0.1"), "has llama-cpp-python 0.1", "same version"),
-    (facts(host=OWN["host"]), f"calls itself {OWN['host']}, as head does", "slots=N"),
+    (facts(host=OWN["host"]), f"has the host name {OWN['host']}, as head does", "slots=N"),
 ])
 def test_hosts_that_do_not(tmp_path, fake_ssh, answer, says, cure):
     fake_ssh({"a": answer})
@@ -106,7 +106,7 @@ def test_too_few_slots_and_other_names(tmp_path, fake_ssh):
     write(tmp_path, "[node.a]\nthreads = 3\n", "hosts.toml")
     finding = check_hosts(path, 3)[-1]
     assert finding.level == "warn"
-    assert "calls itself alpha" in finding.detail
+    assert "has the host name alpha" in finding.detail
     assert '[node."alpha"]' in finding.remedy
 
 
@@ -114,7 +114,7 @@ def test_a_head_elsewhere(tmp_path, fake_ssh):
     fake_ssh({"a": facts(host="a")})
     finding = check_hosts(write(tmp_path, "a\nhead\n"), 2)[1]
     assert finding.level == "warn"
-    assert "rank 0 will run on a, not here" in finding.detail
+    assert "rank 0 will run on a, not on this host" in finding.detail
 
 
 def test_a_bad_hostfile(tmp_path):

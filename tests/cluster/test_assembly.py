@@ -188,7 +188,7 @@ def test_a_spare_that_does_not_answer_is_given_up():
     port.send = silent
     found.start()
     assert found.lost == {4}
-    assert "rank 4 has not received its layers in time" in str(found.changes[0])
+    assert "rank 4 did not receive its layers in time" in str(found.changes[0])
     assert ranges(found) == [(1, 0, 2), (2, 2, 4), (3, 4, 6)]
     assert port.epochs[-1] == 4  # the other spare alone, and the stages again
 
@@ -266,7 +266,7 @@ def test_too_few_say_what_is_missing():
 
 
 @pytest.mark.parametrize(("survives", "rank"), [(False, 2), (True, 0)])
-def test_what_can_not_be_survived_is_raised(survives, rank):
+def test_what_cannot_be_survived_is_raised(survives, rank):
     found = assembly(Port(), survives=survives)
     found.start()
     with pytest.raises(RankLost):

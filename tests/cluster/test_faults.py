@@ -81,11 +81,11 @@ def test_several_and_what_is_left_out():
 
 @pytest.mark.parametrize(("text", "says"), [
     ("burn@2", "kinds are kill, stop"), ("kill", "KIND@RANK"), ("kill@x", "KIND@RANK"),
-    ("kill@-1", "KIND@RANK"), ("kill@2:layer=3", "kill takes load, prefill"),
-    ("kill@2:load=lunch", "extracting, receiving"), ("kill@2:decode=0", "from 1 on"),
-    ("kill@2:decode=soon", "from 1 on"), ("kill@2:decode=1:prefill=1", "exclude each other"),
+    ("kill@-1", "KIND@RANK"), ("kill@2:layer=3", "kill accepts load, prefill"),
+    ("kill@2:load=lunch", "extracting, receiving"), ("kill@2:decode=0", "of at least 1"),
+    ("kill@2:decode=soon", "of at least 1"), ("kill@2:decode=1:prefill=1", "exclude each other"),
     ("slow-link@2:ms=-3", "milliseconds"), ("slow-link@2:ms=inf", "milliseconds"),
-    ("error@1:type=fatal", "runtime, backend, memory"), ("disk-full@1:decode=3", "takes load"),
+    ("error@1:type=fatal", "runtime, backend, memory"), ("disk-full@1:decode=3", "accepts load"),
 ])
 def test_nonsense_is_told_what_is_allowed(text, says):
     with pytest.raises(UsageError, match=says) as caught:

@@ -123,11 +123,11 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "code", "says"), [
-    (["generate"], 2, "there is no prompt"),
+    (["generate"], 2, "no prompt was given"),
     (["generate", "-p", "x", "-f", "y"], 2, "not both"),
-    (["generate", "-f", "/nowhere"], 2, "can not read /nowhere"),
-    (["generate", "-p", "x", "--config", "/nowhere.toml"], 2, "can not read config file"),
-    (["trace", "/nowhere", "-o", "x.png"], 2, "can not read /nowhere"),
+    (["generate", "-f", "/nowhere"], 2, "cannot read /nowhere"),
+    (["generate", "-p", "x", "--config", "/nowhere.toml"], 2, "cannot read config file"),
+    (["trace", "/nowhere", "-o", "x.png"], 2, "cannot read /nowhere"),
     (["shard", "/nowhere.gguf", "--stages", "2"], 3, "/nowhere.gguf"),
 ])
 def test_bad_input_of_the_command_line(args, code, says):

@@ -108,7 +108,7 @@ def test_several_stages_at_once_and_once_only(tmp_path):
 def test_a_silent_stage_gets_no_more_than_the_window():
     ports = local_ports(2)
     sender = Sender(ports[0], lambda start, stop: Bytes(pattern(3 * WINDOW)))
-    with pytest.raises(ProtocolError, match="not for it"):
+    with pytest.raises(ProtocolError, match="belongs to another node"):
         sender.hear(ShardHave(1, 0, shard_transfer.new_hash().digest()))
     sender.offer(1, 0, 1)
     sender.hear(ShardHave(1, 0, shard_transfer.new_hash().digest()))
@@ -149,7 +149,7 @@ def test_a_stage_that_asks_for_other_layers_gets_no_more_of_the_first():
 def test_an_answer_that_names_no_shard_is_refused(answer):
     ports = local_ports(2)
     ports[0].send(1, Tag.TRANSACTION, answer)
-    with pytest.raises(ProtocolError, match="in answer to a wish for layers"):
+    with pytest.raises(ProtocolError, match="a request for layers was answered with"):
         shard_transfer._ask(ports[1], 0, 1, 5.0)
 
 
@@ -177,7 +177,7 @@ def test_damage_on_the_way_is_found(tmp_path, kind):
     wrong.update(content if kind == "bytes" else b"other")
     ports[0].send(1, Tag.TRANSACTION, ShardChunk(0, content if kind == "end" else b"\0" * 1000))
     ports[0].send(1, Tag.TRANSACTION, ShardEnd(wrong.digest()))
-    with pytest.raises(ModelError, match="arrived damaged"):
+    with pytest.raises(ModelError, match="damaged on the way"):
         receive(ports[1], tmp_path, "s", 1000, 5.0, lambda *_: None)
     assert not (tmp_path / "s").exists()
     assert (tmp_path / "s.part").stat().st_size == 0
@@ -195,11 +195,11 @@ def test_another_job_and_a_full_disk(tmp_path, monkeypatch):
     ports = local_ports(2)
     with (tmp_path / "s.part").open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ModelError, match=r"another job on .* receives this shard"):
+        with pytest.raises(ModelError, match=r"another job on .* is receiving this shard"):
             receive(ports[1], tmp_path, "s", 1000, 1.0, lambda *_: None)
-    with pytest.raises(ModelError, match="make room, or set PIPEINFER_CACHE"):
+    with pytest.raises(ModelError, match="free some space, or set PIPEINFER_CACHE"):
         receive(ports[1], tmp_path, "s", 1 << 60, 1.0, lambda *_: None)
-    with pytest.raises(ModelError, match="can not store a shard"):
+    with pytest.raises(ModelError, match="cannot store a shard"):
         receive(ports[1], tmp_path / "none", "s", 1000, 1.0, lambda *_: None)
 
 

@@ -63,8 +63,8 @@ def test_speculation():
         choose_policy(JobConfig.of(speculation="off", policy="pipeinfer"), DRAFT)
 
 
-def test_what_can_not_be():
-    with pytest.raises(UsageError, match="less than one request's context"):
+def test_what_cannot_be():
+    with pytest.raises(UsageError, match="smaller than the context of one request"):
         cells_for(SpeculationConfig(cache_tokens=999), 1000)
     with pytest.raises(UsageError, match="sequence ids"):
         ids_for(SpeculationConfig(parallel=128, partitions=200), 4)

@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_killed_and_named(rank):
     code, errors = stopped.end()
     assert code == -signal.SIGKILL
     assert "rank 7 on" in errors
-    assert "has not moved for" in errors
+    assert "has not responded for" in errors
     assert stopped.dog_is_gone()
 
 
@@ -185,7 +185,7 @@ def test_a_patient_rank_that_does_not_come_back_is_killed_after_all(rank):
     patient.stop()
     code, errors = patient.end()
     assert code == -signal.SIGKILL
-    assert "has not moved" in errors
+    assert "has not responded" in errors
 
 
 def test_a_main_thread_that_does_not_come_around_ends_its_rank(rank):

@@ -113,9 +113,9 @@ def test_a_slow_node_and_a_delay_show():
     (("--slow", "4:2"), "there are nodes 0 to 3"),
     (("--scale", "4"), "--scale stretches wall-clock time"),
     (("--acceptance", "1.5"), "not in the range"),
-    (("--profiles", "nowhere.toml"), "can not read profiles nowhere.toml"),
+    (("--profiles", "nowhere.toml"), "cannot read profiles nowhere.toml"),
 ])
-def test_what_can_not_be_is_said(args, says):
+def test_what_cannot_be_is_said(args, says):
     done = invoke(*args)
     assert done.exit_code == 2
     assert says in done.output

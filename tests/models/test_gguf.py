@@ -74,21 +74,16 @@ def test_agrees_with_the_gguf_package(whole):
         assert (ours.offset, ours.nbytes) == (theirs.data_offset, theirs.n_bytes)
         assert ours.shape == tuple(theirs.shape.tolist())
         assert b"".join(model.read_tensor(ours, chunk=100)) == theirs.data.tobytes()
-    assert sum(model.layer_bytes) == sum(t.nbytes for i in range(2)
-                                         for t in model.layer_tensors(i))
+    assert sum(model.layer_bytes) == sum(t.nbytes for t in model.tensors.values()
+                                         if t.layer is not None)
 
 
 def test_fingerprint_follows_the_content(whole, tmp_path):
     same = tmp_path / "copy.gguf"
     same.write_bytes(whole.read_bytes())
     assert ModelFile(same).fingerprint == ModelFile(whole).fingerprint
-    assert ModelFile(same).full_hash() == ModelFile(whole).full_hash()
     other = write_random_model(tmp_path / "o.gguf", RandomSpec(n_layer=2, qtype="Q8_0", seed=1))
     assert ModelFile(other).fingerprint != ModelFile(whole).fingerprint
-    changed = bytearray(whole.read_bytes())
-    changed[-1] ^= 1
-    same.write_bytes(changed)
-    assert ModelFile(same).full_hash() != ModelFile(whole).full_hash()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.2, 0.5, 0.9, 0.999])
@@ -129,8 +124,8 @@ def test_a_changed_byte_is_read_or_refused(raw, tmp_path_factory, position, valu
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"GGML" + bytes(60), "no GGUF file"),
-        (b"<html>not found</html>      ", "no GGUF file"),
+        (b"GGML" + bytes(60), "not a GGUF file"),
+        (b"<html>not found</html>      ", "not a GGUF file"),
         (build(BASIC, version=1), "version 1"),
         (build(BASIC, version=0x03000000), "big-endian"),
         (build(BASIC, counts=(2**62, 3)), "more than it can hold"),

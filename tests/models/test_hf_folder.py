@@ -81,7 +81,7 @@ def test_which_backend_takes_what(folder):
     assert [backend_for(asked, gguf) for asked in ("auto", "llamacpp", "torch")] == [
         "llamacpp", "llamacpp", "torch"]
     assert [backend_for(asked, folder) for asked in ("auto", "torch")] == ["torch", "torch"]
-    with pytest.raises(UsageError, match=r"is a folder, which llama\.cpp can not load"):
+    with pytest.raises(UsageError, match=r"is a folder, which llama\.cpp cannot load"):
         backend_for("llamacpp", folder)
 
 

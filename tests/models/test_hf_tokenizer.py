@@ -106,11 +106,12 @@ def rewritten(folder, target, **files):
 
 @pytest.mark.parametrize(("files", "says"), [
     ({"tokenizer_json": None}, r"has no tokenizer\.json"),
-    ({"tokenizer_json": "{"}, r"tokenizer\.json: can not be read"),
-    ({"tokenizer_json": '{"version": "1.0"}'}, "can not be read"),
-    ({"tokenizer_json": {"decoder": None}}, "neither byte-level nor like SentencePiece"),
-    ({"tokenizer_config_json": "[1]"}, "is no JSON object"),
-    ({"config_json": {"vocab_size": 100}}, "its tokenizer has token 4095 and the model 100"),
+    ({"tokenizer_json": "{"}, r"tokenizer\.json: cannot be read"),
+    ({"tokenizer_json": '{"version": "1.0"}'}, "cannot be read"),
+    ({"tokenizer_json": {"decoder": None}}, "neither byte-level nor SentencePiece-like"),
+    ({"tokenizer_config_json": "[1]"}, "is not a JSON object"),
+    ({"config_json": {"vocab_size": 100}},
+     "its tokenizer has token 4095, but the model has only 100 tokens"),
 ])
 def test_folders_without_a_usable_tokenizer_are_refused(folder, tmp_path, files, says):
     with pytest.raises(ModelError, match=says) as caught:

@@ -210,7 +210,7 @@ def test_a_full_disk_loses_a_note_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("note", [None, [], [4], ["4", 1, 1, 1, 1], [99, 1, 1, 1, 1],
                                   [True, 1, 1, 1, float("nan")], [4, 1, 1, 1, -1], {"a": 1},
                                   [4, 1, 1, 1, 1e300]])
-def test_widths_that_can_not_be_are_measured_again(note):
+def test_widths_that_cannot_be_are_measured_again(note):
     assert exact_width._widths_from(note, 16) is None
     widths = exact_width._widths_from([4, 1, 1.5, 2, 3], 16)
     assert widths == exact_width.Widths(4, (1.0, 1.5, 2.0, 3.0))

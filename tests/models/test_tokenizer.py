@@ -103,11 +103,9 @@ def test_a_template_that_refuses_is_the_requests_fault(tokenizer, monkeypatch):
 
 def test_the_vocabulary_of_a_draft(tokenizer, tmp_path):
     same = open_tokenizer(write_random_model(tmp_path / "s.gguf", RandomSpec(n_layer=1, seed=5)))
-    assert same.vocab_fingerprint() == tokenizer.vocab_fingerprint()
     check_draft_vocab(tokenizer, same)
     smaller = open_tokenizer(
         write_random_model(tmp_path / "x.gguf", RandomSpec(n_layer=1, n_vocab=500)))
-    assert smaller.vocab_fingerprint() != tokenizer.vocab_fingerprint()
     with pytest.raises(ModelError, match="500 tokens, the target has 320"):
         check_draft_vocab(tokenizer, smaller)
 

@@ -57,7 +57,8 @@ def test_figures_and_the_last_sentence():
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (["--fault", "flood"], "flood"), (["--ranks", "3", "--spares", "2"], "leave no stage"),
+    (["--fault", "flood"], "flood"),
+    (["--ranks", "3", "--spares", "2"], "leave no rank for a stage"),
     (["--moment", "lunch"], "lunch")])
 def test_wrong_use(args, says):
     done = launch.run(1, [*CHAOS, *args], timeout=60)
@@ -81,7 +82,7 @@ def test_a_storm_of_bad_clients_costs_nobody_a_token():
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_what_can_not_be_survived_is_called_lost(tmp_path):
+def test_what_cannot_be_survived_is_called_lost(tmp_path):
     """The only stage dies, and nobody else is there."""
     code, found = chaos("--fault", "kill", "--moment", "decode", "--keep-logs", str(tmp_path),
                         ranks=2)

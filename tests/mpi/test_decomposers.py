@@ -91,7 +91,7 @@ def test_generate_streams_a_decomposed_answer(tmp_path):
     (("--decomposer", "pdos", "-m", "EMBEDDED"), "single tokens"),
     (("--decomposer", "pasta", "--pasta-positions", "guess"), "pred-10x"),
 ])
-def test_what_can_not_be_is_said(options, message):
+def test_what_cannot_be_is_said(options, message):
     embedded = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
     options = [str(embedded) if option == "EMBEDDED" else option for option in options]
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "4",
@@ -101,7 +101,7 @@ def test_what_can_not_be_is_said(options, message):
     assert "Traceback" not in done.stderr
 
 
-def test_the_server_decomposes_what_it_can_and_says_what_it_can_not():
+def test_the_server_decomposes_what_it_can_and_says_what_it_cannot():
     question = [{"role": "user", "content": (
         "Students and their grades\nAnna studies biology, 3.21\nBen studies history, 2.85\n"
         "What are the grades of Anna and Ben?")}]

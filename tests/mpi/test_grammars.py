@@ -87,12 +87,12 @@ def test_the_command_line_gives_json_of_the_schema():
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [
-    (["--grammar", "root ::= (foo"], 5, "the grammar can not be used: Expected ')'"),
-    (["--json-schema", '{"type": "objct"}'], 5, "the JSON schema can not be used: Invalid type"),
+    (["--grammar", "root ::= (foo"], 5, "the grammar cannot be used: Expected ')'"),
+    (["--json-schema", '{"type": "objct"}'], 5, "the JSON schema cannot be used: Invalid type"),
     (["--json-schema", "{}", "--grammar", "x"], 2, "give one of --grammar and --json-schema"),
-    (["--grammar-file", "/nowhere"], 2, "can not read /nowhere"),
+    (["--grammar-file", "/nowhere"], 2, "cannot read /nowhere"),
 ])
-def test_a_grammar_that_can_not_be_used_is_refused_before_anything_loads(args, code, says):
+def test_a_grammar_that_cannot_be_used_is_refused_before_anything_loads(args, code, says):
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", *args])
     assert done.returncode == code, done.stderr
     assert says in done.stderr

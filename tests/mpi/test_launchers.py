@@ -85,8 +85,8 @@ def test_an_interrupt_through_a_launcher_ends_cleanly(name, monkeypatch):
 @pytest.mark.parametrize(("args", "says"), [
     (["ssh"], "usage: launch/ssh HOSTFILE NP COMMAND"),
     (["hydra", LOCALHOST], "usage: launch/hydra"),
-    (["ssh", LOCALHOST, "9", "doctor"], "9 ranks, but the 1 hosts"),
-    (["ssh", "/no/hosts", "2", "doctor"], "can not read hostfile /no/hosts"),
+    (["ssh", LOCALHOST, "9", "doctor"], "9 ranks were asked for, but the 1 hosts"),
+    (["ssh", "/no/hosts", "2", "doctor"], "cannot read hostfile /no/hosts"),
     (["hydra", LOCALHOST, "2", "doctor"], "use launch/ssh"),
     (["slurm.sbatch", "doctor"], "not inside a Slurm job"),
 ])

@@ -124,7 +124,7 @@ def test_the_embedded_adapter_foresees_tokens(tmp_path):
     assert steps < 60 / 1.25
 
 
-def test_what_bita_can_not_do_is_said(tmp_path):
+def test_what_bita_cannot_do_is_said(tmp_path):
     pytest.importorskip("safetensors")
     adapter = adapter_at(tmp_path / "a.safetensors", 4)
     ask = [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2", "--bita"]

@@ -67,7 +67,7 @@ def test_a_response_in_threads_is_replayed():
     assert found["stats"]["recovered"] >= 1
 
 
-def test_layers_are_dealt_out_anew_while_a_request_runs():
+def test_layers_are_redistributed_while_a_request_runs():
     body = {"prompt": "def f(", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     with serve(4, "-c", "1024", "-t", "1", "--layers", "1,1,10") as server:
         server.wait_until_ready()

@@ -74,5 +74,5 @@ def test_the_command_line_with_a_replica_on_rank_0_and_torch():
 def test_what_replicas_do_not_go_with(args):
     done = launch.run(1, [*GENERATE, "-n", "2", "--layout", "replicate", *args])
     assert done.returncode == 2
-    assert f"it does not go with {args[0]}" in done.stderr
+    assert f"it cannot be combined with {args[0]}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -310,7 +310,7 @@ def test_a_second_signal_leaves_at_once():
             server.process.send_signal(signal.SIGINT)
             server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
             server.process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.APIError, match="was ended"):
+            with pytest.raises(openai.APIError, match="was terminated"):
                 list(stream)
         assert server.end() == 130
 
@@ -372,7 +372,7 @@ def test_a_stage_that_fails_is_named_in_the_error():
     (["--trace", "/tmp/t.json"], 2, "--trace"),
     (["-l", "x"], 2, "--logit-bias"),
 ])
-def test_what_can_not_be_served_is_said_at_once(args, code, says):
+def test_what_cannot_be_served_is_said_at_once(args, code, says):
     with serve(1, *args) as server:
         assert server.end() == code
         assert says in "".join(server.log)

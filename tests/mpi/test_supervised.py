@@ -117,7 +117,7 @@ fi
 kill -0 "$(cat "$FAKE/pid")" 2>/dev/null && exit 9
 exit 0""", 1))
     assert code == 0, err
-    assert "killed 1 processes of the job before" in err
+    assert "killed 1 processes that the previous job left" in err
     (job,) = {line.split()[0] for line in (fake / "starts").read_text().splitlines()}
     assert cleanup.processes_of(job) == []
 

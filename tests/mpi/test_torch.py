@@ -97,7 +97,7 @@ def test_every_policy_gives_a_plain_torch_loops_tokens(tmp_path, wanted, folder,
 
 
 def test_ranks_on_different_backends(tmp_path, folder):
-    """A nodes file can not tell ranks of one host apart, so each rank is asked for its own."""
+    """A nodes file cannot tell ranks of one host apart, so each rank is asked for its own."""
     ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 2) export PIPEINFER_BACKEND=torch;; '
              '*) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
     job = ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n", "12", "--temp",
@@ -161,13 +161,13 @@ def test_a_folder_is_served(folder):
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [
-    (["-m", "{folder}", "--backend", "llamacpp"], 2, "is a folder, which llama.cpp can not load"),
-    (["--backend", "torch", "--distribute"], 2, "--distribute sends llama.cpp's shards"),
+    (["-m", "{folder}", "--backend", "llamacpp"], 2, "is a folder, which llama.cpp cannot load"),
+    (["--backend", "torch", "--distribute"], 2, "--distribute works with llama.cpp only"),
     (["--backend", "torch", "--device", "tpu"], 2, "choose from auto, cpu, cuda"),
     (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
     (["-m", "{folder}/nowhere"], 3, "no such file"),
 ])
-def test_what_can_not_be_done_is_said(folder, args, code, says):
+def test_what_cannot_be_done_is_said(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
     done = launch.run(1, [*PIPEINFER, "generate", "-p", "x", "-n", "1", *args])
     assert done.returncode == code, done.stderr

@@ -1,5 +1,5 @@
 """A host whose cable is pulled in the middle of a text: no reset comes, no process ends. Those that
-live take over, or say why they can not."""
+live take over, or say why they cannot."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ while True:  # until it was well and nobody is there any more
 """
 
 
-def test_those_that_can_not_hold_the_model_say_what_is_missing_and_end(tmp_path):
+def test_those_that_cannot_hold_the_model_say_what_is_missing_and_end(tmp_path):
     """Each of two stages has room for little more than half of the layers."""
     settings = tmp_path / "nodes.toml"
     settings.write_text('[node."node[23]"]\nmemory = "50 MiB"\n')
@@ -117,7 +117,7 @@ def test_those_that_can_not_hold_the_model_say_what_is_missing_and_end(tmp_path)
                 one.kill()
                 one.communicate(timeout=10)
     assert process.returncode == 6, err
-    why = (r"rank 2 is dead; the ranks that are left \(rank 1 on node2\) can not hold the model: "
+    why = (r"rank 2 is dead; the ranks that are left \(rank 1 on node2\) cannot hold the model: "
            r"it needs \d+ MiB and they have 50 MiB together; \d+ MiB are missing")
     assert re.search(why, err), err
     failed = json.loads(states.split("\n503 ")[-1].splitlines()[0])

@@ -62,7 +62,7 @@ def test_settings_of_single_hosts(tmp_path):
         (cluster.state / "hosts.toml").write_text('[node.node2]\nrole = "head"\n')
         done = cluster.pipeinfer(GENERATE, timeout=60)
         assert done.returncode == 2
-        assert "makes node2 the head, and rank 0 runs on node1" in done.stderr
+        assert "makes node2 the head, but rank 0 runs on node1" in done.stderr
 
 
 def test_what_is_wrong_with_a_host_is_said_before_the_job_starts():
@@ -77,14 +77,14 @@ def test_what_is_wrong_with_a_host_is_said_before_the_job_starts():
         said = says("node1 slots=1\nnode2 slots=1\nnode1 slots=2\n")
         assert "hosts:3: node1 is listed twice (first on line 1)" in said
         said = says("node1 slots=1\nnode2 slots=1\n", ranks=5)
-        assert "5 ranks, but the 2 hosts" in said
+        assert "5 ranks were asked for, but the 2 hosts" in said
         assert "have 2 slots" in said
         said = says("node1 slots=1\nnode7 slots=1\n")
         assert "host node7: has no address" in said
         with (cluster.state / "etc-hosts").open("a") as names:
             names.write(f"{cluster.address(2)} twin\n")
         said = says("node1 slots=1\nnode2 slots=1\ntwin slots=1\n", ranks=3)
-        assert "host twin: calls itself node2, as node2 does" in said
+        assert "host twin: has the host name node2, as node2 does" in said
         cluster.unplug(2)
         said = says("node1 slots=1\nnode2 slots=1\n")
         assert "host node2: " in said

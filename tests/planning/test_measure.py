@@ -76,7 +76,7 @@ def test_a_quota_and_a_gpu_have_figures_of_their_own(model, monkeypatch):
 def test_what_goes_wrong_is_an_answer(model, tmp_path):
     path = model.paths[0]
     answer = measure.try_figures(JobConfig(), path, "other", 1)
-    assert "another file" in answer.error
+    assert "not the same file" in answer.error
     answer = measure.try_figures(JobConfig(), tmp_path / "absent.gguf", "x", 1)
     assert "absent.gguf" in answer.error
     answer = measure.try_figures(JobConfig(), path, model.fingerprint, 1)
@@ -94,7 +94,7 @@ def test_a_host_without_the_model_measures_a_hollow_layer(tmp_path, cache, n_lay
     # remembered under the same name as the real model's, and no file of zeros stays
     assert [path.name for path in cache.iterdir()] == [measure._name(ModelConfig(), model, 1)]
     answer = measure.try_figures(JobConfig(), model.paths[0], "other", 1, hollow)
-    assert "another file" in answer.error
+    assert "not the same file" in answer.error
 
 
 @pytest.mark.parametrize("start", [0, 1])

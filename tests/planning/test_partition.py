@@ -118,7 +118,7 @@ def test_memory_that_suffices_in_sum_only_is_said_so():
     ((1, 1), "add up to 2; the model has 4"),
     ((4, None), "every rank needs at least one"),
 ])
-def test_set_counts_that_can_not_be(layers, says):
+def test_set_counts_that_cannot_be(layers, says):
     members = [Member(str(i), 1.0, layers=count) for i, count in enumerate(layers)]
     with pytest.raises(PlanError, match=says):
         partition(Load((1.0,) * 4, (1.0,) * 4), members)

@@ -188,10 +188,10 @@ def test_what_sets_the_layers():
     where[3] = replace(where[3], settings=NodeSettings(layers=5))
     assert ask() == [None, 0, 5]
     assert ask(layers="6,6") == [6, 0, 6]
-    for layers, error, says in (("6,x,6", UsageError, "give counts like"),
+    for layers, error, says in (("6,x,6", UsageError, "give counts such as"),
                                 ("", None, ""), ("6,5", PlanError, "adds up to 11"),
-                                ("3,3,3,3", PlanError, "4 counts for 3 ranks"),
-                                ("12", PlanError, "1 counts for 3 ranks")):
+                                ("3,3,3,3", PlanError, "4 counts, but 3 ranks"),
+                                ("12", PlanError, "1 counts, but 3 ranks")):
         if error is not None:
             with pytest.raises(error, match=says):
                 ask(layers=layers)
@@ -260,7 +260,7 @@ def test_dry_run_on_unequal_nodes(plan):
     text = plan("dolphin-70b", *HETERO)
     assert "optiplex5  i7-4790" in text
     assert "tokens/s" in text
-    assert "equal shares would make the slowest stage" in text
+    assert "with equal shares the slowest stage would take" in text
 
 
 def test_planned_beats_equal_on_unequal_nodes(plan):
@@ -295,15 +295,15 @@ def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
     (("dolphin-7b", "--dry-run", "--cluster", "a"), 2, "did you mean dolphin-70b?"),
     (("dolphin-70b", "--dry-run"), 2, "either --hostfile FILE or --cluster NAME"),
     (("dolphin-70b", *HETERO, "--cluster", "a"), 2, "either --hostfile FILE or --cluster NAME"),
-    (("dolphin-70b",), 2, "one process has nothing to plan"),
+    (("dolphin-70b",), 2, "a single process has nothing to plan"),
     (("dolphin-70b", "--dry-run", "--cluster", "q"), 2, "there are a, b, c, gpu"),
     (("dolphin-70b", "--dry-run", "--cluster", "a", "--link", "wan"), 2, "no link profile 'wan'"),
     (("dolphin-70b", "--dry-run", "--hostfile", "hostfiles/localhost"), 2, "names no profile"),
-    (("dolphin-70b", *HETERO, "--layers", "80"), 4, "1 counts for 12 ranks"),
+    (("dolphin-70b", *HETERO, "--layers", "80"), 4, "1 counts, but 12 ranks"),
     (("falcon-180b", "--dry-run", "--cluster", "gpu", "--draft", "falcon-7b"), 4, "it lacks"),
     (("dolphin-70b", *HETERO, "--draft", "tinylama"), 2, "did you mean tinyllama?"),
     (("absent.gguf", "--dry-run", "--cluster", "a"), 3, "no such file"),
-    (("dolphin-70b", *HETERO, "--profiles", "absent.toml"), 2, "can not read profiles"),
+    (("dolphin-70b", *HETERO, "--profiles", "absent.toml"), 2, "cannot read profiles"),
 ])
 def test_mistakes_are_one_line(plan, args, code, says):
     assert says in plan(*args, code=code)
@@ -321,7 +321,7 @@ def test_a_nodes_file_with_an_unknown_profile(plan, tmp_path):
     assert "gigabit is assumed" in text
     assert "left out: rank 2 on bee, set to hold no layers" in text
     hostfile.unlink()
-    assert "can not read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
+    assert "cannot read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
                                            code=2)
     hostfile.write_text("ant\n")
     nodes.unlink()

@@ -41,7 +41,7 @@ def test_a_gap_at_an_end_goes_to_the_only_neighbour():
     assert ranges(found) == [(2, 0, 8), (3, 8, 12)]
 
 
-def test_what_a_neighbour_can_not_hold_is_passed_on():
+def test_what_a_neighbour_cannot_hold_is_passed_on():
     found = replan(load(12), members(0, 6, 9), [Holding(2, 4, 8), Holding(3, 8, 12)], [])
     assert ranges(found) == [(2, 0, 6), (3, 6, 12)]
 

@@ -176,7 +176,7 @@ def test_a_spare_that_is_too_small_is_not_taken():
     assert held.get(4, 0) <= 1
 
 
-def test_what_the_others_can_not_hold_stays_where_it_is_slow():
+def test_what_the_others_cannot_hold_stays_where_it_is_slow():
     found, gain = dealt(EVEN, [0.4, 4.0, 0.4], who=members(5.0, 5.0, 5.0))
     assert found == [(1, 0, 5), (2, 5, 7), (3, 7, 12)]
     assert gain == pytest.approx(2.0)

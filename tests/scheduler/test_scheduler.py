@@ -280,7 +280,7 @@ def test_reconfigure_only_when_idle():
 
 
 def test_decay_does_not_ask_for_ever():
-    """Empty drafts lower the cutoff until it can not matter any more, then wait for a result."""
+    """Empty drafts lower the cutoff until it cannot matter any more, then wait for a result."""
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1), validate=True)
     scheduler.handle(Submit(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))

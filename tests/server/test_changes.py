@@ -28,7 +28,7 @@ def stage(node, rank, start, stop, host="a"):
 STAGES = [stage(1, 1, 0, 4), stage(2, 2, 4, 8, "b"), stage(3, 3, 8, 12)]
 FEWER = [stage(1, 1, 0, 6), stage(2, 3, 6, 12)]
 LOSS = {"lost": [2], "message": "rank 2 is lost"}
-DEALT = {"lost": [], "message": "dealt out anew"}
+DEALT = {"lost": [], "message": "redistributed"}
 STATUS = {"waiting": 0, "lanes": [], "runs": 0}
 
 
@@ -153,9 +153,9 @@ def says(server, changed, message, stages=None):
 
 
 def test_rebalance_answers_with_the_stages_from_now_on(server):
-    answer = asks(server, says(server, True, "dealt out anew", FEWER))
+    answer = asks(server, says(server, True, "redistributed", FEWER))
     assert answer.status_code == 200
-    assert answer.json() == {"changed": True, "message": "dealt out anew", "stages": FEWER}
+    assert answer.json() == {"changed": True, "message": "redistributed", "stages": FEWER}
     assert server.get("/health").json()["recoveries"] == 0  # nobody was lost
 
 
@@ -267,7 +267,7 @@ def test_the_command_fails_in_one_line_where_nobody_listens():
         done = run("--url", url, "--json")
     assert done.returncode != 0
     assert done.stdout == ""
-    assert done.stderr.startswith(f"pipeinfer: error: nothing answers at {url}")
+    assert done.stderr.startswith(f"pipeinfer: error: no server answers at {url}")
     assert done.stderr.count("\n") == 1
 
 

@@ -260,21 +260,21 @@ def test_a_model_that_is_a_folder_is_served_too(tmp_path):
 
 
 @pytest.mark.parametrize(("body", "param", "says"), [
-    ({"prompt": "x", "suffix": "y"}, "suffix", "only continued"),
-    ({"prompt": "x", "no_such": 1}, "no_such", "not known"),
-    ({"prompt": "x", "no[such": 1}, "no[such", "not known"),
-    ({"prompt": "x", "Such": 1}, "Such", "not known"),
-    ({"prompt": "x", "str": 1}, "str", "not known"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "only be continued"),
+    ({"prompt": "x", "no_such": 1}, "no_such", "unknown here"),
+    ({"prompt": "x", "no[such": 1}, "no[such", "unknown here"),
+    ({"prompt": "x", "Such": 1}, "Such", "unknown here"),
+    ({"prompt": "x", "str": 1}, "str", "unknown here"),
     ({"prompt": "x", "best_of": 3}, "best_of", "best_of"),
     ({"prompt": "x", "n": 129}, "n", "128"),
-    ({"prompt": "x", "n": 4}, "n", "takes 3"),
+    ({"prompt": "x", "n": 4}, "n", "at most 3"),
     ({"prompt": "x", "temperature": "1"}, "temperature", "number"),
     ({"prompt": "x", "temperature": -1}, "temperature", "greater"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "16"),
     ({"prompt": "x", "stop": ""}, "stop", "at least 1"),
     ({"prompt": []}, "prompt", "at least 1"),
     ({"prompt": [10**6]}, "prompt", "vocabulary"),
-    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"prompt": "x", "logit_bias": [[1, 101]]}, "logit_bias", "-100 to 100"),
     ({"prompt": "x", "logprobs": 6}, "logprobs", "5"),
     ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "echo"),
@@ -296,12 +296,12 @@ def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, say
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
      "messages.0.content.0.type", "text"),
     ({**CHAT, "modalities": ["audio"]}, "modalities.0", "text"),
-    ({**CHAT, "audio": {}}, "audio", "text only"),
+    ({**CHAT, "audio": {}}, "audio", "generates only text"),
     ({**CHAT, "functions": []}, "functions", "use tools"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
     ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
-    ({**CHAT, "tool_choice": "required"}, "tool_choice", "no tools"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice", "tools is empty"),
     ({**CHAT, "prediction": {"type": "content"}}, "prediction", "draft"),
 ])
 def test_a_bad_chat_is_a_400_that_names_the_field(server, body, param, says):
@@ -356,7 +356,7 @@ def test_an_engine_that_refuses_a_request_is_that_requests_error(server):
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
-def test_a_token_that_can_not_be_shown_is_that_requests_error(server):
+def test_a_token_that_cannot_be_shown_is_that_requests_error(server):
     server.peer.answer = lambda f: server.peer.say(f.id, "", None, each=[10**8])
     assert error(server.post("/v1/completions", {"prompt": "x"}), 500)
     assert server.peer.wait_for(Abort).reason == "error"
@@ -542,7 +542,7 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
         else:
             server.child.link.close()
         reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
-                  "nonsense": "rank 0 is not understood: news.items is 5, not a list"}[how]
+                  "nonsense": "a message of rank 0 is malformed: news.items is 5, not a list"}[how]
         chunks, last = events(stream)
         assert reason in chunks[-1]["error"]["message"]
         assert last != [b"data: [DONE]"]

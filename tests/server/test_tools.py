@@ -118,5 +118,5 @@ def test_none_hides_the_tools_and_finds_no_calls(server):
     ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
 ])
-def test_choices_that_can_not_be_are_refused(server, more, param):
+def test_choices_that_cannot_be_are_refused(server, more, param):
     assert error(ask(server, **more), 400)["param"].startswith(param)

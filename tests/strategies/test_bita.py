@@ -281,15 +281,15 @@ def test_files_that_are_no_adapter(tmp_path):
     save_bita(tmp_path / "good", good)
     read = load_bita(tmp_path / "good")
     assert (read.n_masks, read.n_prompts, read.about) == (3, 4, {"seed": 1})
-    with pytest.raises(ModelError, match="2 layers of 8 elements, the model has 2 of 9"):
+    with pytest.raises(ModelError, match="2 layers of 8 elements, the model has 2 layers of 9"):
         read.check(2, 9)
     save_file({"masks": np.ones((3, 8), np.float16)}, tmp_path / "part")
     (tmp_path / "noise").write_bytes(b"hello")
     nan = dataclasses.replace(good, masks=np.full((3, 8), np.nan, np.float32))
     save_bita(tmp_path / "nan", nan)
-    for name, says in (("none", "no such file"), ("part", "it has no"), ("noise", "can not be"),
-                       ("nan", "no numbers")):
+    for name, says in (("none", "no such file"), ("part", "it lacks"), ("noise", "cannot be"),
+                       ("nan", "not finite numbers")):
         with pytest.raises(ModelError, match=says):
             load_bita(tmp_path / name)
-    with pytest.raises(ModelError, match="can not have"):
+    with pytest.raises(ModelError, match="shapes do not match"):
         BitaAdapter(np.ones((0, 8), np.float32), good.keys, good.values)

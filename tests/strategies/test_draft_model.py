@@ -69,7 +69,7 @@ def test_paths_of_no_more_use_give_way_to_new_ones(lanes):
         assert draft.propose(wanted, never) == fresh(wanted)
 
 
-def test_a_path_that_can_not_fit_is_an_error():
+def test_a_path_that_cannot_fit_is_an_error():
     draft = DraftModel(ToyBackend.load(SPEC, n_ctx=48), paths=4)
     with pytest.raises(BackendError, match="no free cells"):
         draft.propose(job([1] * 60), never)

@@ -336,6 +336,6 @@ def test_rows_that_verify_are_never_wider_than_r_and_windows_come_one_at_a_time(
 
 
 @pytest.mark.parametrize("settings", [(-1, 3, 2), (5, 1, 2), (5, 3, -1)])
-def test_settings_that_can_not_be(settings):
-    with pytest.raises(ValueError, match="can not be"):
+def test_settings_that_cannot_be(settings):
+    with pytest.raises(ValueError, match="impossible sizes"):
         Lookahead(*settings)

@@ -72,7 +72,7 @@ def test_lanes_do_not_mix_and_the_index_grows():
     assert chain(ask(lookup, [1, 2, 3, 1], lane=0))[0] == 2
     assert chain(ask(lookup, [1, 5, 3, 1], lane=1))[0] == 5
     assert chain(ask(lookup, [1, 2, 3, 1, 6, 0, 1], lane=0))[0] == 6
-    with pytest.raises(ValueError, match="can not be compared"):
+    with pytest.raises(ValueError, match="cannot compare runs"):
         PromptLookup(2, 3)
 
 

@@ -60,7 +60,7 @@ class Words:
         while raw:
             fits = [t for t, piece in enumerate(self.texts) if piece and raw.startswith(piece)]
             token = max(fits, key=lambda t: len(self.texts[t]), default=None)
-            tokens.append(1 if token is None else token)  # what it can not write
+            tokens.append(1 if token is None else token)  # what it cannot write
             raw = raw[1 if token is None else len(self.texts[token]):]
         return tokens
 

@@ -99,8 +99,8 @@ def test_events_come_however_they_are_cut(ask):
 @pytest.mark.parametrize(("parts", "says"), [
     ((HEAD, chunk(b'data: {"n":1}\n\n'), chunk(b"")), "ended early"),
     ((HEAD, chunk(b'data: {"n":1}\n\n'), b"5\r\nda"), "ended early"),
-    ((HEAD, chunk(b'data: {"n":1}\n\ndata: [1]\n\n')), "no JSON object"),
-    ((HEAD, chunk(b'data: {"n":1}\n\ndata: {\n\n')), "no JSON object"),
+    ((HEAD, chunk(b'data: {"n":1}\n\ndata: [1]\n\n')), "not a JSON object"),
+    ((HEAD, chunk(b'data: {"n":1}\n\ndata: {\n\n')), "not a JSON object"),
     ((), "ended early"),
 ])
 def test_what_is_not_whole_fails_after_what_came(ask, parts, says):
@@ -123,7 +123,7 @@ def test_every_wait_has_a_deadline(ask, parts):
     ("http://host.invalid:80/", "no such host"), ("http://127.0.0.1:1/", "Connection refused"),
     ("nothing", "protocol"), ("http://[", "no such host"),
 ])
-def test_who_can_not_be_reached_is_said_in_a_few_words(ask, url, says):
+def test_who_cannot_be_reached_is_said_in_a_few_words(ask, url, says):
     with pytest.raises(HttpFailure, match=says):
         ask(url)
 

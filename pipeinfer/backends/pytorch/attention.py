@@ -40,7 +40,7 @@ class CellStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all cells."""
+        """Memory of all keys and values, in bytes."""
         return sum(t.numel() * t.element_size()
                    for table in (self.keys, self.values) for t in table.values())
 

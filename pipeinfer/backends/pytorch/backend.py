@@ -93,13 +93,13 @@ class TorchBackend:
 
         Only the bytes of these layers are read, and of the embedding or head where they belong.
         n_threads sets torch's threads for the whole process (0 leaves them). Raises ModelError
-        for files that can not be used, UnsupportedArchitecture, PlanError for an impossible range,
+        for files that cannot be used, UnsupportedArchitecture, PlanError for an impossible range,
         and BackendError when memory does not suffice.
         """
         options = (options or TorchOptions()).resolved(torch.cuda.is_available())
         if min(n_ctx, n_seq_max, n_batch) < 1:
-            raise BackendError(f"{n_ctx} cells, {n_seq_max} sequences, {n_batch} rows: each must "
-                               "be at least 1")
+            raise BackendError(f"{n_ctx} cells, {n_seq_max} sequences and {n_batch} rows: each "
+                               "number must be at least 1")
         if n_threads:
             torch.set_num_threads(n_threads)
         dtype = getattr(torch, options.dtype)
@@ -108,7 +108,7 @@ class TorchBackend:
             store = CellStore(range(*shard.layers), n_ctx, shard.heads, dtype,
                               torch.device(options.device))
         except RuntimeError as error:
-            raise _backend_error(f"can not load {os.fspath(path)}", error) from error
+            raise _backend_error(f"cannot load {os.fspath(path)}", error) from error
         start, stop = shard.layers
         info = ShardInfo(
             architecture=shard.architecture, layers=shard.layers, n_layers_total=shard.n_layers,
@@ -128,7 +128,7 @@ class TorchBackend:
         if shard is None:
             raise BackendError("decode on a closed backend")
         if not 0 < n <= info.n_batch:
-            raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+            raise BackendError(f"a decode of {n} rows: this backend takes 1 to {info.n_batch}")
         if hidden is None and not info.first:
             raise BackendError("this shard needs the previous shard's hidden rows")
         if hidden is not None and hidden.shape != (n, info.n_embd):
@@ -136,7 +136,7 @@ class TorchBackend:
         if hidden is None:
             self._check_tokens(rows)
         if (rows.positions < 0).any():
-            raise BackendError("a row at a negative position")
+            raise BackendError("a row has a negative position")
         if self.options.validate:
             self._validate(rows)
         cells = self._table.claim(rows)
@@ -241,7 +241,7 @@ class TorchBackend:
         return self._table.bounds(seq_id)
 
     def used_cells(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the cache are taken."""
         return self._table.used()
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:
@@ -322,7 +322,7 @@ class TorchBackend:
     def _check_tokens(self, rows: Rows) -> None:
         top = self.info.n_vocab + self._n_extra
         if ((rows.tokens < 0) | (rows.tokens >= top)).any():
-            raise BackendError("a token outside the vocabulary")
+            raise BackendError("a token id is outside the vocabulary")
 
     def _validate(self, rows: Rows) -> None:
         if rows.views is not None:

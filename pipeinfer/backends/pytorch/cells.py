@@ -86,14 +86,14 @@ class CellTable:
         self.free(np.flatnonzero(self._pinned))
 
     def free(self, cells: Indices) -> None:
-        """Free these cells."""
+        """Free `cells`: they have no position, sequence ids or pins any more."""
         self._pos[cells], self._sets[cells] = -1, 0
         self._joined[cells], self._pinned[cells] = 0, False
 
     def _take(self, count: int, problem: str) -> Indices:
         free = np.flatnonzero(self._pos < 0)[:count]
         if len(free) < count:
-            raise BackendError(f"{problem} in a cache of {self.n_cells}; raise -c")
+            raise BackendError(f"{problem} in a cache of {self.n_cells} cells; raise -c")
         self._born[free] = np.arange(self._clock, self._clock + count)
         self._clock += count
         return free
@@ -164,7 +164,7 @@ class CellTable:
         return (int(found.min()), int(found.max())) if len(found) else None
 
     def used(self) -> int:
-        """How many cells are taken."""
+        """How many cells of the table are taken."""
         return int(np.count_nonzero(self._pos >= 0))
 
     def listing(self) -> list[tuple[int, frozenset[int]]]:
@@ -275,9 +275,10 @@ def check_rows(rows: Rows, tips: Iterable[tuple[int, tuple[int, int] | None]]) -
         for seq_id in ids:
             end = ends[seq_id]
             if end is not None and pos != end + 1:
-                raise BackendError(f"row {i} at position {pos} does not continue id {seq_id}, "
-                                   f"which ends at {end}")
+                raise BackendError(f"row {i} at position {pos} does not continue sequence "
+                                   f"{seq_id}, which ends at {end}")
             ends[seq_id] = pos
         if any(own & other and not own <= other for other in earlier):
-            raise BackendError(f"row {i}: ids {ids} were apart in an earlier row")
+            raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an earlier "
+                               "row")
         earlier.append(own)

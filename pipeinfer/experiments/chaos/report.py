@@ -11,15 +11,25 @@ from typing import Any
 
 @dataclass(slots=True)
 class Outcome:
-    """One run. Times in seconds.
+    """What came of one run. Times in seconds.
 
-    what: the fault in words. hit: ranks, in the order in which they were hit. at: seconds from
-    the start of the requests (of the job for moment load) to the fault. happened: whether there
-    was one. lost: requests without a whole answer, and why. different: requests with other tokens
-    than undisturbed. next_any: from the (last) signal until the first stream flowed again;
-    next_all: the same per live stream. ready: from the start of the job. recoveries: as the
-    server counts them, -1 where it does not say. left: processes and files that stayed. trouble:
-    why the run could not be completed.
+    number: of the run, from 0
+    fault: as the user named it
+    moment: when it was to happen
+    what: the fault in words
+    hit: ranks, in the order in which they were hit
+    at: from the start of the requests (of the job for moment load) to the fault
+    happened: whether the fault took place
+    lost: requests without a complete answer, and why
+    different: requests with other tokens than undisturbed
+    next_any: from the (last) signal until the first stream flowed again
+    next_all: the same per live stream
+    ready: from the start of the job until it was ready
+    recoveries: as the server counts them; -1 where it does not say
+    exit_code: of the server; None while it runs
+    left: processes and files that stayed behind
+    trouble: why the run could not be completed
+    seconds: of the whole run
     """
 
     number: int
@@ -51,7 +61,7 @@ class Outcome:
         return self.kept and self.happened and not self.left
 
     def line(self) -> str:
-        """For people."""
+        """The outcome in one line for people, with a further line per damaged request."""
         parts = [f"run {self.number + 1}: {self.what or f'{self.fault} in {self.moment}'}:"]
         parts.append(f"{'ok' if self.clean else 'kept' if self.kept else 'FAILED'},")
         if not self.happened:
@@ -73,7 +83,7 @@ class Outcome:
         return text + (f"\n  {self.trouble}" if self.trouble else "")
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The outcome as plain data, with `kept` and `clean`."""
         return {**asdict(self), "kept": self.kept, "clean": self.clean}
 
 

@@ -200,12 +200,12 @@ class _Trial:
         if out.exit_code is None:
             out.left.append(f"the job did not end {DRAIN_SECONDS:g} s after it was asked to")
         out.left += await asyncio.to_thread(job.left_over, GONE_SECONDS)
-        # Who is killed while it writes can not delete what it wrote; a later start does.
+        # Who is killed while it writes cannot delete what it wrote; a later start does.
         if out.moment not in ("load", "recovery"):
             out.left += [f"file {path.name}" for suffix in ("tmp", "part")
                          for path in self._cache.glob(f"*.{suffix}")]
         if self._damaged is not None and self._damaged[0].read_bytes() == self._damaged[1]:
-            out.left.append("the damaged shard: nobody has noticed it")
+            out.left.append("the damaged shard, which was not detected")
 
     async def _ask(self) -> None:
         """All requests at once, the fault among them."""

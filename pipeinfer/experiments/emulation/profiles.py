@@ -170,7 +170,7 @@ class ClusterProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """Everything by name."""
+    """All profiles of nodes, models, links, pairs and clusters, by name."""
 
     nodes: Mapping[str, NodeProfile]
     models: Mapping[str, ModelProfile]
@@ -228,7 +228,7 @@ def load_profiles(path: Path | None = None) -> Profiles:
     for name, entry in tables["pairs"].items():
         _need(origin, "pairs", name, entry)
         if entry["acceptance"] > 1:
-            raise UsageError(f"{origin}[pairs.{name}] acceptance is a share, from 0 to 1")
+            raise UsageError(f"{origin}[pairs.{name}] acceptance must be a share from 0 to 1")
         for key in ("target", "draft"):
             lookup(models, entry[key], "model profile", f"{origin}pair {name}: ")
         pairs[name] = PairProfile(name=name, **entry)
@@ -287,14 +287,15 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             raise UsageError(f"{path}: [{section}] needs tables: write [{section}.NAME]")
         for name, entry in entries.items():
             if not isinstance(entry, dict) or not name.isprintable():
-                raise UsageError(f"{path}: {section}.{name!r} is no table: write [{section}.NAME]")
+                raise UsageError(f"{path}: {section}.{name!r} is not a table: write "
+                                 f"[{section}.NAME]")
             for key, value in entry.items():
                 kind = lookup(known.keys, key, "key", f"{path}: [{section}.{name}] ")
                 if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                    raise UsageError(f"{path}: [{section}.{name}] {key} can not be {value!r}")
+                    raise UsageError(f"{path}: [{section}.{name}] {key} cannot be {value!r}")
                 if isinstance(value, int | float) and not 0 <= value <= _MOST:
-                    raise UsageError(f"{path}: [{section}.{name}] {key} is below zero, or no "
-                                     "number that can be")
+                    raise UsageError(f"{path}: [{section}.{name}] {key} must be a finite number of "
+                                     "at least 0")
                 if isinstance(value, dict):
                     _check_rates(f"{path}: [{section}.{name}] {key}", value)
     return {section: data.get(section, {}) for section in _SECTIONS}
@@ -304,13 +305,13 @@ def _check_rates(where: str, rates: Mapping[str, Any]) -> None:
     for mix, rate in rates.items():
         lookup(BASE, mix, "quantisation", f"{where}: ")
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= _MOST:
-            raise UsageError(f"{where}.{mix} can not be {repr(rate)[:80]}")
+            raise UsageError(f"{where}.{mix} cannot be {repr(rate)[:80]}")
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:
     missing = [key for key in _SECTIONS[section].needed if key not in entry]
     if missing:
-        raise UsageError(f"{origin}[{section}.{name}] lacks {', '.join(missing)}")
+        raise UsageError(f"{origin}[{section}.{name}] lacks {', '.join(missing)}: add it")
 
 
 def _node(
@@ -360,7 +361,7 @@ def _model(origin: str, name: str, entry: Mapping[str, Any]) -> ModelProfile:
     sizes_given = (shape.n_layers, shape.n_embd, shape.n_head, shape.n_head_kv)
     if min(sizes_given) < 1 or max(sizes_given) > _MOST_SIZE or (
             shape.n_expert and not 0 < shape.n_expert_used <= shape.n_expert):
-        raise UsageError(f"{where}has sizes that no model has")
+        raise UsageError(f"{where}has impossible sizes: check its layers, widths and parameters")
     sizes = quantised(shape, mix)
     return ModelProfile(
         name, entry.get("title", name), shape.n_layers, shape.n_embd, shape.n_vocab, mix,

@@ -43,9 +43,23 @@ _SCRATCH = 256 * 2**20
 class Experiment:
     """One run to emulate; names refer to profiles.
 
-    nodes: how many of the cluster's, 0 for all. slow: (node, factor) makes a node slower.
-    delay: seconds added to every link. limits: fields of `Limits` that are set (pinned for the
-    controller). adapt: whether the controller tunes the rest. prompt_seed: another text.
+    cluster: profile of the machines
+    pair: profile of target and draft
+    policy: name of the policy
+    nodes: how many of the cluster's nodes; 0 for all
+    acceptance: share of first guesses that are right; None: the pair's
+    claimed: mean confidence that the draft claims; None: its true one
+    link: link profile; "" for the cluster's
+    delay: seconds added to every link
+    slow: (node, factor) that makes a node slower
+    split: planned or equal
+    ablate: components that are switched off
+    limits: fields of `Limits` that are set, and pinned for the controller
+    adapt: whether the controller tunes the rest
+    prompt_seed: another seed, another text
+    prompt: tokens of the prompt
+    tokens: tokens to generate
+    direct_cancel: whether cancellations go to every stage at once
     """
 
     cluster: str
@@ -220,7 +234,7 @@ def _limits(policy: Policy, n_stages: int, row_cost: float, experiment: Experime
     )
     unknown = [name for name in chosen if not hasattr(base, name)]
     if unknown:
-        raise UsageError(f"limits have no {', '.join(unknown)}")
+        raise UsageError(f"there is no limit named {', '.join(unknown)}")
     if not all(math.isfinite(value) for value in chosen.values()):
         raise UsageError("limits must be finite numbers")
     return replace(base, **chosen), frozenset(chosen)

@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """Elements of one head."""
+        """Size of one attention head, in elements."""
         return self.head_size or self.n_embd // self.n_head
 
     @property

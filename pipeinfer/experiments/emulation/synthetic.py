@@ -26,14 +26,15 @@ _FLOOR = 1e-6  #: probability of every token that is not a guess
 
 @dataclass(frozen=True)
 class SyntheticPair:
-    """What the two models are like.
+    """How the two models behave.
 
-    acceptance: share of positions at which the draft's first guess is the target's token.
+    acceptance: share of positions at which the draft's first guess is the target's token
+    seed: another seed, another text
     spread: concentration of the Beta distribution of confidences (small: nearly always sure or
-    unsure; large: always the same). second: share of the remaining probability that the next
-    guess holds, None: 0.55 of the acceptance. claimed: mean of the confidences the draft claims,
-    None: they are true.
-    seed: another seed, another text.
+        unsure; large: always the same)
+    second: share of the remaining probability that the next guess holds; None: 0.55 of the
+        acceptance
+    claimed: mean of the confidences that the draft claims; None: they are true
     """
 
     acceptance: float

@@ -52,7 +52,8 @@ def run(np: int, command: list[str], *, timeout: float = 120.0, mpi_args: tuple[
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"no end after {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
+        raise AssertionError("the job did not end within "
+                             f"{timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 

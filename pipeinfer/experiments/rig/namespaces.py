@@ -174,10 +174,10 @@ class Cluster:
                 self.set_quota(node, cores)
         except OSError as error:
             if cores:
-                raise Refused(f"no processor quota by cgroup: {error}") from error
+                raise Refused(f"processor quotas by cgroup are not available: {error}") from error
 
     def set_quota(self, node: int, cores: float) -> None:
-        """Give a node so many cores from now on. Raises OSError where groups can not do that."""
+        """Give a node so many cores from now on. Raises OSError where groups cannot do that."""
         period = max(_PERIOD_US, int(_LEAST_US / cores))
         quota = max(_LEAST_US, int(cores * period))
         group = _cgroup_base() / f"{self.id}n{node}"
@@ -262,7 +262,7 @@ class Cluster:
             self.kill_jobs()
             out, err = process.communicate(timeout=10)
             raise AssertionError(
-                f"no end after {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
+                f"the job did not end within {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
     def pipeinfer(self, arguments: Sequence[str], *, timeout: float, ranks: int = 0, **env: str
@@ -285,11 +285,11 @@ class Cluster:
                         os.kill(pid, signal.SIGKILL)
 
     def pids(self, node: int) -> list[int]:
-        """Processes of a node."""
+        """Process ids of everything that runs on a node."""
         return _pids(f"{self.id}n{node}")
 
     def unplug(self, node: int) -> None:
-        """Pull a node's cable."""
+        """Cut a node off: its port of the switch goes down."""
         _run("ip", "-n", f"{self.id}sw", "link", "set", f"port{node}", "down")
 
     def sent_bytes(self, node: int) -> int:
@@ -405,18 +405,18 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--rate", default="1gbit", help="of every link; none for no limit")
+    parser.add_argument("--rate", default="1gbit", help="rate of every link; none: no limit")
     parser.add_argument("--cpu", type=float, default=0.0, help="cores per node; 0: no limit")
     parser.add_argument("--slow", type=_slow, action="append", default=[], metavar="NODE:SHARE",
                         help="give a node this share of --cpu (default: of its part of the cores)")
     parser.add_argument("--private", action="append", default=[], metavar="DIRECTORY",
-                        help="each node's own, empty but on node1")
+                        help="directory that each node has of its own, empty except on node1")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     cpu = args.cpu or (len(os.sched_getaffinity(0)) / args.nodes if args.slow else 0.0)
     reason = why_not()
     if reason:
-        sys.exit(f"no cluster here: {reason}")
+        sys.exit(f"no cluster can be built here: {reason}")
     command = args.command
     with _leaving_cleanly(), Cluster(
         args.nodes, rate="" if args.rate == "none" else args.rate, cpu=cpu, private=args.private,

@@ -45,7 +45,7 @@ class PlainLoop:
         llama_cpp.llama_model_free(self.model)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Empty the cache, so that the next text begins at position 0."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:

@@ -77,7 +77,7 @@ class Served:
             return 0, None
 
     def until(self, true: Callable[[], Any], what: str, timeout: float = 20.0) -> None:
-        """Wait for a condition."""
+        """Wait until `true()` holds. Raises AssertionError with the log after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not true():
             assert time.monotonic() < deadline, f"{what} did not come\n{''.join(self.log)}"

@@ -134,7 +134,7 @@ class Front:
         return self
 
     def get(self, path: str, **options: Any) -> requests.Response:
-        """The answer to a GET."""
+        """The HTTP answer to a GET of `path`."""
         return requests.get(self.url + path, timeout=SECONDS, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
@@ -142,7 +142,7 @@ class Front:
         return requests.post(self.url + path, json=body, timeout=SECONDS, **options)
 
     def until(self, true: Callable[[], Any], seconds: float = SECONDS) -> None:
-        """Wait for a condition."""
+        """Wait until `true()` holds. Raises AssertionError after `seconds`."""
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline

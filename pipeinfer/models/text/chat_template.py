@@ -1,6 +1,6 @@
 """Chat templates: Jinja in a sandbox, in a process of its own with bounds on time and memory.
 
-A template comes with a model file, so it is not trusted: it can not reach Python's objects, and
+A template comes with a model file, so it is not trusted: it cannot reach Python's objects, and
 what takes longer than SECONDS, or more memory than the process gets, is refused. Run as a module
 this is that process. Knows no model and no tokens.
 """
@@ -35,14 +35,15 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     Raises RequestError when it refuses them, is no template or goes over a bound. Thread-safe.
     """
     if len(template) > _MAX_SOURCE:
-        raise RequestError(f"the model's chat template has {len(template)} characters")
+        raise RequestError(f"the model's chat template is too long: it has {len(template)} "
+                           "characters")
     try:
         answer = _helper.ask({"template": template, "variables": dict(variables)}, SECONDS)
         return str(answer["text"])
     except HelperLate:
         reason = f"it takes longer than {SECONDS:g} s"
     except HelperDied:
-        reason = "it takes more memory than it gets, or is nested too deeply"
+        reason = "it needs more memory than it is allowed, or is nested too deeply"
     except RequestError as error:
         reason = str(error)
     raise RequestError(f"the model's chat template refuses these messages: {reason}")
@@ -73,7 +74,7 @@ def _render_here(question: dict[str, Any]) -> dict[str, Any]:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise RequestError(reason) from None
     if len(text) > MAX_TEXT:
-        raise RequestError(f"it makes a text of more than {MAX_TEXT} characters")
+        raise RequestError(f"its text exceeds {MAX_TEXT} characters")
     return {"text": text}
 
 

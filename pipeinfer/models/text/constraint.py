@@ -60,7 +60,7 @@ class Constraint:
             if before is None or not before.any():
                 return before
             return self._ends if before[path[ends[0]]] else None
-        for fresh in (False, True):  # what an old matcher can not do a new one may
+        for fresh in (False, True):  # what an old matcher cannot do a new one may
             if fresh or self._matcher is None:
                 self._matcher = self._vocabulary.matcher(self._compiled)
                 self._path = path[:0]
@@ -116,7 +116,7 @@ class Constraints:
     def of(self, lane: Hashable, compiled: str) -> Constraint:
         """The constraint of a lane. Raises UsageError without a vocabulary."""
         if self._vocabulary is None:
-            raise UsageError("a grammar came to a node that was not given the vocabulary")
+            raise UsageError("a grammar arrived at a rank that has not received the vocabulary")
         key = (lane, compiled)
         found = self._made.get(key)
         if found is None:
@@ -127,6 +127,6 @@ class Constraints:
         return found
 
     def forget(self, lane: Hashable) -> None:
-        """A lane has ended."""
+        """Drop everything that was kept for a lane, which has ended."""
         for key in [key for key in self._made if key[0] == lane]:
             del self._made[key]

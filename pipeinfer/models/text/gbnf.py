@@ -27,7 +27,7 @@ def to_lark(text: str) -> str:
     except RecursionError as error:
         raise RequestError("it is nested too deeply") from error
     except Exception as error:  # the converter raises plain exceptions for what users get wrong
-        raise RequestError(" ".join(str(error).split()) or "it is no grammar") from error
+        raise RequestError(" ".join(str(error).split()) or "it is not a grammar") from error
 
 
 def _convert(text: str) -> str:
@@ -117,7 +117,7 @@ def _by_code(kind: str, digits: str) -> str:
     whole = len(digits) == _HEX_DIGITS[kind] and re.fullmatch("[0-9a-fA-F]+", digits)
     code = int(digits, 16) if whole else -1
     if not 0 <= code < 0x110000 or 0xD800 <= code < 0xE000:
-        raise RequestError(f"\\{kind}{digits} is no character")
+        raise RequestError(f"\\{kind}{digits} is not a character")
     return chr(code)
 
 

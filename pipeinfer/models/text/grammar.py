@@ -3,7 +3,7 @@
 A grammar is compiled once, where a request comes in, to a text that travels with the lane's
 sampling parameters; whoever chooses or drafts tokens makes a `Constraint` of it. The mask after a
 path is a function of (vocabulary, grammar, path) and of nothing else, so guesses, branches and
-cancellations can not change what a grammar allows. This module knows no model, rank, lane policy
+cancellations cannot change what a grammar allows. This module knows no model, rank, lane policy
 or sampling; the parser is llguidance, loaded when the first grammar is.
 """
 
@@ -66,7 +66,7 @@ class Vocabulary:
         self.tokens = tuple(tokens)
         self.end_ids = tuple(sorted(end_ids))
         if not self.end_ids or not all(0 <= i < len(self.tokens) for i in self.end_ids):
-            raise UsageError("grammars need a model whose vocabulary has an end-of-text token")
+            raise UsageError("grammars need a model with an end-of-text token in its vocabulary")
         self._lock = threading.Lock()
         self.compiler = Helper("pipeinfer.models.text.grammar", self.to_json)
 
@@ -110,7 +110,7 @@ class Vocabulary:
             tokens = [raw[a:b] for a, b in zip(ends.tolist(), ends[1:].tolist(), strict=False)]
             return cls(tokens, [int(i) for i in data["end_ids"]])
         except (KeyError, TypeError, ValueError, zlib.error) as error:
-            raise ProtocolError(f"a vocabulary that can not be read: {error}") from error
+            raise ProtocolError(f"the vocabulary cannot be read: {error}") from error
 
     def matcher(self, compiled: str) -> Any:
         """A fresh llguidance matcher; it may be in its error state."""
@@ -164,7 +164,7 @@ class _Plain:
 
 
 def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary: Vocabulary) -> str:
-    """A grammar as one text for `Constraint`; raises RequestError when it can not be used.
+    """A grammar as one text for `Constraint`; raises RequestError when it cannot be used.
 
     kind: json_object (any JSON object; `text` is not read), json_schema (`text` is the schema,
     written out or as an object), gbnf (llama.cpp's, from rule `root`), regex (the whole output
@@ -179,7 +179,7 @@ def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary:
         case "gbnf" | "regex" | "lark" if isinstance(text, str):
             written = text
         case _:
-            raise RequestError(f"a grammar is one of {', '.join(KINDS)}, and a text")
+            raise RequestError(f"a grammar must be a text of kind {', '.join(KINDS)}")
     _check_size(written)
     return _compile_once(kind, written, vocabulary)
 
@@ -190,7 +190,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
     try:
         compiled: str = vocabulary.compiler.ask({"kind": kind, "text": text})["compiled"]
     except RequestError as error:
-        raise RequestError(f"the {_name(kind)} can not be used: {error}") from error
+        raise RequestError(f"the {_name(kind)} cannot be used: {error}") from error
     return compiled
 
 
@@ -213,7 +213,7 @@ def from_text(kind: str, text: str) -> str:
     if kind == "regex":
         return f"start: /{_llguidance().regex_to_lark(text, 'd')}/"
     if "%llguidance" in text:
-        raise RequestError("leave out %llguidance, its options are fixed")
+        raise RequestError("%llguidance is not allowed: its options are fixed")
     return text
 
 
@@ -223,14 +223,14 @@ def _written(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"the JSON schema can not be written as JSON: {error}") from error
+        raise RequestError(f"the JSON schema cannot be written as JSON: {error}") from error
 
 
 def _schema(text: str) -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"it is no JSON: {error}") from error
+        raise RequestError(f"it is not valid JSON: {error}") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -243,9 +243,10 @@ def _check_size(text: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(f"a grammar is no text: {error}") from error
+        raise RequestError(f"a grammar must be valid Unicode text: {error}") from error
     if size > MAX_BYTES:
-        raise RequestError(f"a grammar of {size} bytes is too big: at most {MAX_BYTES} are taken")
+        raise RequestError(f"a grammar of {size} bytes is too big: at most {MAX_BYTES} bytes are "
+                           "allowed")
 
 
 def _name(kind: str) -> str:

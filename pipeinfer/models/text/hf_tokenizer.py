@@ -44,23 +44,25 @@ class FolderTokenizer(Tokenizer):
         data = _optional(folder / "tokenizer.json")
         self._byte_level = _mentions(data.get("decoder"), "ByteLevel")
         if not self._byte_level and not _mentions(data.get("decoder"), "ByteFallback", "Metaspace"):
-            raise ModelError(f"{self.path}: a tokenizer that is neither byte-level nor like "
-                             "SentencePiece; convert the model to GGUF instead")
+            raise ModelError(f"{self.path}: its tokenizer is neither byte-level nor "
+                             "SentencePiece-like, so it is not supported; convert the model "
+                             "to GGUF")
         self._added: dict[int, dict[str, Any]] = {
             entry["id"]: entry for entry in data.get("added_tokens") or ()
             if isinstance(entry, dict) and type(entry.get("id")) is int}
         self._texts: dict[int, str] = {
             i: text for text, i in self._special.get_vocab(True).items()}
         if max(self._texts, default=-1) >= self.n_vocab:
-            raise ModelError(f"{self.path}: its tokenizer has token {max(self._texts)} and the "
-                             f"model {self.n_vocab} in all; a file is of another model")
+            raise ModelError(f"{self.path}: its tokenizer has token {max(self._texts)}, but the "
+                             f"model has only {self.n_vocab} tokens; a file belongs to another "
+                             "model")
         template = folder / "chat_template.jinja"
         self._template = (_text(template) if template.is_file()
                           else _template(self._settings.get("chat_template")))
         self._bytes = {text: i for i, text in enumerate(byte_tokens())}
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
     @cached_property
     def _bos(self) -> int | None:
@@ -121,11 +123,11 @@ class FolderTokenizer(Tokenizer):
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())[:300]
-            raise RequestError(f"a text of {len(text)} characters can not be tokenised: {reason}"
+            raise RequestError(f"a text of {len(text)} characters cannot be tokenised: {reason}"
                                ) from None
         if max(ids, default=0) >= self.n_vocab:
-            raise RequestError(f"the tokenizer gives token {max(ids)} and the model has "
-                               f"{self.n_vocab}")
+            raise RequestError(f"the tokenizer gives token {max(ids)}, but the model has only "
+                               f"{self.n_vocab} tokens")
         return ids
 
     def piece(self, token: int, special: bool = False) -> bytes:
@@ -185,7 +187,7 @@ def _load(folder: Path, special: bool) -> Any:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{file}: can not be read: {reason}") from None
+        raise ModelError(f"{file}: cannot be read: {reason}") from None
     reader.no_truncation()
     reader.no_padding()
     reader.encode_special_tokens = not special
@@ -199,9 +201,9 @@ def _optional(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: can not be read: {error}") from None
+        raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
-        raise ModelError(f"{path}: is no JSON object; fetch it again")
+        raise ModelError(f"{path}: is not a JSON object; fetch it again")
     return data
 
 
@@ -209,7 +211,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: can not be read: {error}") from None
+        raise ModelError(f"{path}: cannot be read: {error}") from None
 
 
 def _mentions(part: Any, *kinds: str) -> bool:

@@ -107,7 +107,7 @@ class Helper:
         assert reader is not None
         line = _read_line(reader, seconds)
         if line is None:
-            raise HelperLate(f"it was not ready after {seconds:g} s: make it smaller")
+            raise HelperLate(f"it took more than {seconds:g} s: make it smaller")
         if not line.endswith(b"\n"):
             raise HelperDied("it is nested too deeply or too large")
         answer: dict[str, Any] = json.loads(line)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class TextStream:
     """The text of one response. Positions count its characters from 0.
 
-    Text is certain once it can not be the beginning of a stop string; `take` hands it out once.
+    Text is certain once it cannot be the beginning of a stop string; `take` hands it out once.
     stopped: a stop string was met, and the text ends where it begins.
     """
 
@@ -27,7 +27,7 @@ class TextStream:
 
     @property
     def taken(self) -> int:
-        """Characters handed out."""
+        """How many characters have been handed out."""
         return self.certain - len(self._ready)
 
     def push(self, token: int, seen: bytes | None = None) -> str:

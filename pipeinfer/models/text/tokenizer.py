@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import ctypes
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -43,14 +42,14 @@ class Tokenizer:
         params.vocab_only = True
         self._model: Any = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
-            raise ModelError(f"{os.fspath(path)}: llama.cpp can not load its vocabulary: "
+            raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load its vocabulary: "
                              f"{last_log()}")
         self._vocab: Any = llama_cpp.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         if llama_cpp.llama_vocab_type(self._vocab) == 0:
             self.close()
-            raise ModelError(f"{self.path}: has no tokenizer; name the model it was cut from")
+            raise ModelError(f"{self.path}: has no tokenizer; give the model that it was cut from")
 
     def close(self) -> None:
         """Release the vocabulary. May be called twice."""
@@ -122,7 +121,7 @@ class Tokenizer:
                 self._vocab, raw, len(raw), buffer, size, False, special
             )
         if count < 0:
-            raise RequestError(f"a text of {len(raw)} bytes can not be tokenised: {last_log()}")
+            raise RequestError(f"a text of {len(raw)} bytes cannot be tokenised: {last_log()}")
         return list(buffer[:count])
 
     def piece(self, token: int, special: bool = False) -> bytes:
@@ -141,7 +140,7 @@ class Tokenizer:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
-        """A new streaming decoder."""
+        """A new streaming decoder; special: it writes special tokens, too."""
         return Detokenizer(self, special)
 
     @property
@@ -181,16 +180,6 @@ class Tokenizer:
         """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
         text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
         return text
-
-    def vocab_fingerprint(self) -> str:
-        """64 hex digits over every token's text and kind, and the end-of-generation tokens."""
-        digest = hashlib.sha256()
-        for token in range(self.n_vocab):
-            text = self.token_text(token)
-            digest.update(b"%d %d %d " % (token, len(text), self._kind(token)))
-            digest.update(text)
-        digest.update(repr(sorted(self.eog_ids)).encode())
-        return digest.hexdigest()
 
     def _kind(self, token: int) -> int:
         return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))

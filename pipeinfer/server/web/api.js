@@ -53,7 +53,7 @@ export async function* events(response) {
         part = await reader.read();
       } catch (error) {
         if (error.name === "AbortError") throw error;
-        throw new Failure("the connection broke off", { code: "broken" });
+        throw new Failure("the connection was lost", { code: "broken" });
       }
       if (part.done) return;
       const blocks = (rest + part.value).split("\n\n");
@@ -86,30 +86,30 @@ export function explain(error) {
         advice: "It may have been stopped, or the network is down. Try again when it is back.",
         actions: ["retry"] };
     case "broken":
-      return { title: "The connection broke off", said: "",
-        advice: "What had arrived is kept. Try again to get the whole answer.",
+      return { title: "The connection was lost", said: "",
+        advice: "The text so far is kept. Try again to get the whole answer.",
         actions: ["retry"] };
     case "invalid_api_key":
       return { title: "The server wants an API key", said: "",
-        advice: "Enter the key in the settings. Whoever runs the server can give you one.",
+        advice: "Enter the key in the settings. Ask the person who runs the server for one.",
         actions: ["settings", "retry"] };
     case "queue_full":
       return { title: "The server is busy", said,
         advice: `Its queue is full. Try again${wait}.`, actions: ["retry"] };
     case "loading":
       return { title: "The model is still loading", said: "",
-        advice: `The server takes messages when it is ready. Try again${wait}.`,
+        advice: `The server accepts messages when it is ready. Try again${wait}.`,
         actions: ["retry"] };
     case "shutting_down":
       return { title: "The server is shutting down", said: "",
-        advice: "It finishes what it has begun and takes nothing new. Try again when it is back.",
+        advice: "It finishes running requests and accepts no new ones. Try again when it is back.",
         actions: ["retry"] };
     case "cluster_failed":
       return { title: "The cluster has failed", said,
-        advice: "The server has to be started again; its log says more.", actions: ["retry"] };
+        advice: "The server must be restarted; see its log for the cause.", actions: ["retry"] };
     case "context_length_exceeded":
       return { title: "The conversation is too long for the model", said,
-        advice: "Begin a new chat, or ask for fewer tokens in the settings.",
+        advice: "Start a new chat, or ask for fewer tokens in the settings.",
         actions: ["new", "settings"] };
     case "timeout":
       return { title: "The answer took too long", said,
@@ -119,11 +119,11 @@ export function explain(error) {
   }
   if (error.status === 413) {
     return { title: "The conversation is too long to send", said,
-      advice: "Begin a new chat.", actions: ["new"] };
+      advice: "Start a new chat.", actions: ["new"] };
   }
   if (error.status === 400) {
-    return { title: "The server can not use this request", said,
-      advice: "Look at the settings, or write the message another way.",
+    return { title: "The server cannot use this request", said,
+      advice: "Look at the settings, or rephrase the message.",
       actions: ["settings", "retry"] };
   }
   return { title: "Something went wrong", said, advice: `Try again${wait}.`, actions: ["retry"] };

@@ -87,7 +87,7 @@ async function copy(button) {
     await navigator.clipboard.writeText(button.dataset.copy);
     button.textContent = "Copied";
   } catch {
-    button.textContent = "Can not copy";
+    button.textContent = "Cannot copy";
   }
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
@@ -135,7 +135,7 @@ function showFacts(facts) {
   const layers = stages.map((stage) => stage.layers[1] - stage.layers[0]);
   $("facts").textContent = [
     `${facts.model} over ${count} (${layers.join(", ")} layers)`,
-    facts.draft ? `guesses by ${facts.draft}` : "no draft model: nothing is guessed",
+    facts.draft ? `guesses by ${facts.draft}` : "no draft model, so nothing is guessed",
     `context ${facts.n_ctx.toLocaleString("en")} tokens`,
   ].join(", ");
   $("notes").textContent = (facts.notes ?? []).join(" · ");

@@ -69,7 +69,7 @@ export class Runs {
     if (run) run.style = style;
   }
 
-  // Stages have clocks of their own: a run can not be at a stage before it was at the one before,
+  // Stages have clocks of their own: a run cannot be at a stage before it was at the one before,
   // nor after it was back. What contradicts that says by how much a clock is off.
   bound(run) {
     let earliest = run.issued;

@@ -154,7 +154,7 @@ class Pasta(Reader):
                 actions = self._sync()
         else:
             promised = self._skip(int(found.group("n")))
-            if promised is None:  # can not be kept: it stays text
+            if promised is None:  # cannot be kept: it stays text
                 main.held = 0
                 return []
             skip = promised
@@ -179,7 +179,7 @@ class Pasta(Reader):
     # --- the main thread ----------------------------------------------------------------------
 
     def _skip(self, attribute: int) -> int | None:
-        """Positions to leave free for the next block; None: the promise can not be kept."""
+        """Positions to leave free for the next block; None: the promise cannot be kept."""
         outstanding = sum(not block.joined for block in self._blocks.values())
         if outstanding >= self._most:
             return None
@@ -297,6 +297,6 @@ SPEC = DecomposerSpec(
     validate=lambda options: spacing_of(options["pasta_positions"]),
     options={"pasta_positions": OwnOption("pred-10x", Option(
         ("--pasta-positions",), "str",
-        "How far the main thread moves on behind a promise: pred-10x (ten times its attribute), "
-        "pred-1x, fixed or fixed:N."))},
+        "How many positions the main thread leaves free for a promise: pred-10x (ten times its "
+        "tokens attribute), pred-1x, fixed or fixed:N."))},
     gaps=True, penalties=False)

@@ -36,20 +36,21 @@ class Opening:
 
 
 def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
-    """Raise UsageError for options that a decomposed response can not honour."""
+    """Raise UsageError for options that a decomposed response cannot honour."""
     if not config.decomposer:
         return
     if sampling.grammar or sampling.grammar_file or sampling.json_schema:
-        raise UsageError("--decomposer and a grammar exclude each other: the grammar would have to "
-                         "describe the threads")
+        raise UsageError("--decomposer cannot be combined with a grammar: the grammar would have "
+                         "to describe the threads")
     spec = registry.decomposer(config.decomposer)
     spec.validate(registry.values_of(spec, config))
     if not spec.penalties and SamplingParams(
         repeat_penalty=sampling.repeat_penalty, presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty, repeat_last_n=sampling.repeat_last_n,
     ).uses_history:
-        raise UsageError(f"--decomposer {spec.name} and penalties for repetition exclude each "
-                         "other: what a token repeats depends on threads that may be ahead of it")
+        raise UsageError(f"--decomposer {spec.name} cannot be combined with repetition penalties: "
+                         "threads run ahead of each other, so it is not defined what a token "
+                         "repeats")
 
 
 @functools.lru_cache(8)

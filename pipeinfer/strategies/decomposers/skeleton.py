@@ -48,7 +48,7 @@ class Skeleton(Reader):
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """Nothing is banned."""
+        """See `Decomposer.bans`: nothing is banned."""
         return ()
 
     @property

@@ -1,7 +1,7 @@
 """The seam for proposers: where the candidate next tokens of a lane come from.
 
 A proposer looks at a path and names tokens that may follow it, with the probability that each
-is the target's choice. It can not change the output, only how soon it comes. It knows no runs,
+is the target's choice. It cannot change the output, only how soon it comes. It knows no runs,
 ranks, sequence ids of the target or cutoffs beyond those in its job.
 """
 
@@ -35,7 +35,7 @@ class Proposer(Protocol):
         """
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release memory, models and threads; nothing may be called afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ class Bita:
     def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
                  shape: Shape = Shape.EFFICIENT) -> None:
         if masks < 1 or top < 1:
-            raise ValueError(f"{masks} masks and the {top} likeliest tokens of each can not be")
+            raise ValueError(f"masks ({masks}) and likeliest tokens of each ({top}) must be at "
+                             "least 1")
         self._first_id, self._masks, self._top, self._shape = first_id, masks, top, shape
         self._sees = () if prompt_id is None else (prompt_id,)
         self.candidates = nodes = tree_size(masks, top, shape)
@@ -156,11 +157,11 @@ SPEC = ProposerSpec(
         "bita": OwnOption("", Option(
             ("--bita",), "str",
             "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; torch "
-            "backend only, see docs/bita.md. With --proposer name bita there, too.")),
+            "backend only, see docs/bita.md. With --proposer, add --proposer bita, too.")),
         "bita_top": OwnOption(3, Option(
             ("--bita-top",), "int",
-            "Likeliest tokens of the first mask that are verified with --bita, of each further "
-            "one a token less.", 1, 8)),
+            "With --bita: how many of the likeliest tokens of the first mask are verified; one "
+            "less for each further mask.", 1, 8)),
     },
     needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
     why="it needs tokens beyond the vocabulary and rows that look through other sequences, which "

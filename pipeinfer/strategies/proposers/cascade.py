@@ -18,13 +18,13 @@ class Cascade:
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = ENOUGH) -> None:
         if not proposers:
-            raise ValueError("several proposers are at least one")
+            raise ValueError("a cascade needs at least one proposer")
         self._proposers, self._enough = tuple(proposers), enough
         self.free = all(proposer.free for proposer in proposers)
 
     @property
     def rows_evaluated(self) -> int:
-        """Of all of them."""
+        """How many rows all proposers together have evaluated."""
         return sum(proposer.rows_evaluated for proposer in self._proposers)
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]

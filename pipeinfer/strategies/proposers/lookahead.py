@@ -144,8 +144,8 @@ class Lookahead:
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,
                  prompt_pool: bool = True) -> None:
         if window < 0 or ngram < 2 or candidates < 0:
-            raise ValueError(f"a window of {window}, n-grams of {ngram} tokens and {candidates} "
-                             "candidates can not be")
+            raise ValueError(f"impossible sizes: a window of {window}, n-grams of {ngram} tokens, "
+                             f"{candidates} candidates")
         self.window, self.ngram, self.most = window, ngram, candidates
         self.candidates = candidates * (ngram - 1)
         self.rows = window_rows(window, ngram)
@@ -188,7 +188,7 @@ class Lookahead:
         return found
 
     def window_of(self, lane: int) -> Window:
-        """The window of a lane."""
+        """The window of a lane that is open."""
         return self._lanes[lane].window
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
@@ -262,12 +262,13 @@ SPEC = ProposerSpec(
     options={
         "lookahead_window": OwnOption(2, Option(
             ("--lookahead-window",), "int",
-            "Columns of --proposer lookahead (W): n-grams per step.", 0, 128)),
+            "With --proposer lookahead: columns of the window (W), each an n-gram "
+            "per step.", 0, 128)),
         "lookahead_ngram": OwnOption(5, Option(
             ("--lookahead-ngram",), "int",
-            "Tokens of an n-gram of --proposer lookahead (N).", 2, 16)),
+            "With --proposer lookahead: tokens of an n-gram (N).", 2, 16)),
         "lookahead_candidates": OwnOption(2, Option(
             ("--lookahead-candidates",), "int",
-            "Most n-grams that --proposer lookahead verifies in a step (G).", 0, 128)),
+            "With --proposer lookahead: maximum n-grams verified in a step (G).", 0, 128)),
     },
     replicable=True)

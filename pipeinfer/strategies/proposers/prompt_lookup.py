@@ -48,7 +48,7 @@ class PromptLookup:
 
     def __init__(self, longest: int = 4, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
-            raise ValueError(f"runs of {shortest} to {longest} tokens can not be compared")
+            raise ValueError(f"cannot compare runs of {shortest} to {longest} tokens")
         self.rows_evaluated = 0
         self._longest, self._shortest = longest, shortest
         self._lanes: dict[int, _Index] = {}

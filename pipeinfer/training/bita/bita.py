@@ -122,7 +122,7 @@ class Adapter(nn.Module):
         elif kind == "shallow":
             self.vectors = normal(plan.prompts, shard.n_embd)
         elif kind != "none":
-            raise ValueError(f"prompts are {', '.join(KINDS)}, not {kind}")
+            raise ValueError(f"prompts must be one of {', '.join(KINDS)}, not {kind}")
 
     def prefix(self, model: Frozen) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values [kv heads, P, d] per layer; prompts see each other alone, unrotated."""
@@ -285,7 +285,7 @@ def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[
     window = getattr(model.shard.config, "sliding_window", None)
     if window is not None and window < plan.tokens:
         raise ValueError(f"texts of {plan.tokens} tokens do not fit into the model's window of "
-                         f"{window}: give fewer with --tokens")
+                         f"{window}: lower --tokens")
     texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
     samples = make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
                            work / "samples.npy", report)

@@ -23,12 +23,16 @@ from pipeinfer.errors import UsageError
               help="Files whose pieces the model continues (repeatable) [default: the sources of "
                    "Python's standard library].")
 @click.option("--steps", default=1000, show_default=True)
-@click.option("--samples", default=1024, show_default=True, help="Texts to make and learn from.")
-@click.option("--tokens", default=192, show_default=True, help="Of a sample, 64 of them given.")
-@click.option("--masks", default=3, show_default=True, help="Tokens ahead, beyond the next one.")
-@click.option("--prompts", default=16, show_default=True, help="Prompt tokens.")
+@click.option("--samples", default=1024, show_default=True,
+              help="How many texts to generate and learn from.")
+@click.option("--tokens", default=192, show_default=True,
+              help="Tokens of a sample, 64 of them given.")
+@click.option("--masks", default=3, show_default=True,
+              help="How many tokens to guess beyond the next one.")
+@click.option("--prompts", default=16, show_default=True, help="Number of learned prompt tokens.")
 @click.option("--prompting", type=click.Choice(["deep", "shallow", "none"]), default="deep",
-              show_default=True, help="Prompts before every layer, before the first, or none.")
+              show_default=True, help="Learned prompts before every layer, before the first layer, "
+                                      "or none.")
 @click.option("--rate", default=1e-2, show_default=True, help="Highest learning rate.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--threads", default=1, show_default=True)

@@ -36,12 +36,12 @@ class Frozen:
 
     def __init__(self, shard: Shard) -> None:
         if shard.soft_cap is not None or getattr(shard.config, "attn_logit_softcapping", None):
-            raise ValueError("models with soft caps can not be tuned yet")
+            raise ValueError("models with soft caps are not supported yet")
         shard.config._attn_implementation = _HOOKED
         self.shard, self.layers = shard, len(shard.decoder)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[b, n] -> [b, n, n_embd]."""
+        """The embedding of tokens: [b, n] -> [b, n, n_embd]."""
         return self.shard.embedding(tokens)
 
     def run(self, stream: Tensor, positions: Tensor, hook: Hook) -> Tensor:

@@ -39,8 +39,8 @@ def load_state(path: Path) -> Any:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         return _put_together(skeleton, tensors)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path}: is no checkpoint of this version ({error}): remove it, or train "
-                         "into another directory") from error
+        raise ModelError(f"{path}: is not a checkpoint of this version ({error}): remove it, or "
+                         "train into another directory") from error
 
 
 def _take_apart(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -58,7 +58,7 @@ def _take_apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 def _scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a {type(value).__name__} can not be part of a checkpoint")
+    raise TypeError(f"a {type(value).__name__} cannot be part of a checkpoint")
 
 
 def _put_together(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

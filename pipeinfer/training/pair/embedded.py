@@ -34,7 +34,7 @@ SHARES = {"draft": 0.10, "target": 0.53, "distil": 0.185, "polish": 0.185}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run of the command."""
+    """Settings of one run of the `embedded` command."""
 
     out: Path
     work: Path

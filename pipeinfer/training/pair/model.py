@@ -61,7 +61,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """One decoder layer: attention and feed-forward, each with its norm and residual."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def restore(path: Path) -> tuple[Llama, Codec]:
     """Model and codec; ModelError where the file is no small llama with its own tokenizer."""
     if not path.exists():
-        raise ModelError(f"there is no {path}")
+        raise ModelError(f"{path} does not exist")
     if path.suffix == ".gguf":
         return _from_gguf(path)
     words = path.with_name("tokenizer.json")
@@ -40,9 +40,9 @@ def _from_gguf(path: Path) -> tuple[Llama, Codec]:
     reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
-        raise ModelError(f"{path} holds no llama; only the embedded kind can be trained here")
+        raise ModelError(f"{path} is not a llama model; only the embedded kind can be trained here")
     if fields.get("tokenizer.ggml.model") != "gpt2":
-        raise ModelError(f"{path} has another tokenizer than byte-level BPE")
+        raise ModelError(f"{path} needs a byte-level BPE tokenizer, but has another")
     heads = fields["llama.attention.head_count"]
     config = LlamaConfig(
         n_vocab=len(fields["tokenizer.ggml.tokens"]),
@@ -65,7 +65,7 @@ def _from_gguf(path: Path) -> tuple[Llama, Codec]:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ModelError(f"{path} has other tensors than a plain tied llama: {error}") from error
+        raise ModelError(f"{path} is not a plain llama with tied embeddings: {error}") from error
     return model, Codec(_tokenizer(fields))
 
 

@@ -203,7 +203,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
             except ValueError as error:
                 raise UsageError(f"{path}, line {number}: {error}") from error
             if not isinstance(record, dict):
-                raise UsageError(f"{path}, line {number}: not an object")
+                raise UsageError(f"{path}, line {number}: is not a JSON object")
             yield record
 
 
@@ -223,7 +223,7 @@ def annotate_file(
             try:
                 prompt, response = record["prompt"], record["response"]
             except KeyError as error:
-                raise UsageError(f"{source}, record {number}: no {error}") from error
+                raise UsageError(f"{source}, record {number}: lacks {error}") from error
             key = key_of(prompt, response)
             if key in done:
                 counts["already there"] += 1

@@ -30,10 +30,10 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"{self.url!r} is no http address")
+            raise UsageError(f"{self.url!r} is not an http address")
 
     def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0) -> str:
-        """The answer's text; EndpointError when it can not be had."""
+        """The answer's text; EndpointError when it cannot be had."""
         body = {"model": self.model, "messages": messages, "temperature": temperature}
         headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
         problem = "never asked"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pipeinfer.errors import UsageError
@@ -18,7 +17,6 @@ from pipeinfer.training.pair.loop import Plan, Progress, optimise
 from pipeinfer.training.pair.model import Llama
 from pipeinfer.training.pair.tokenizer import IM_END_ID
 from pipeinfer.training.pasta import annotate, pasta
-from pipeinfer.training.pasta.pasta import IGNORE
 from pipeinfer.training.tasks import batches, formats
 from pipeinfer.training.tasks.formats import Example
 from pipeinfer.training.tasks.markup import SYSTEM, Codec
@@ -69,7 +67,7 @@ def examples_of(
             rows.append(row)
     report(f"{len(rows)} responses to learn from, {unusable} unusable")
     if not rows:
-        raise UsageError(f"{source} holds no usable annotated response")
+        raise UsageError(f"{source} contains no usable annotated response")
     return rows
 
 
@@ -101,16 +99,3 @@ def finetune(
         other_lr=settings.rate,
     )
     return optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
-
-
-@torch.no_grad()
-def mean_loss(model: Llama, rows: list[Example]) -> float:
-    """Nats per target over all rows."""
-    total, count = 0.0, 0
-    for start in range(0, len(rows), 8):
-        loss, targets = batches.loss_sum(
-            model, batches.collate(rows[start : start + 8]), bfloat16=False
-        )
-        total, count = total + float(loss), count + targets
-    assert all((row.targets != IGNORE).any() for row in rows)
-    return total / count

@@ -28,9 +28,9 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL to append to.")
 @click.option("--rules", is_flag=True, help="Annotate lines by rules, without a model.")
 @click.option("--endpoint", help="OpenAI-compatible address, ending in /v1.")
-@click.option("--model", default="default", show_default=True, help="Model to ask there.")
-@click.option("--tries", default=3, show_default=True, help="Answers to ask for per response.")
-@click.option("--seed", default=0, show_default=True, help="Of the generated tasks.")
+@click.option("--model", default="default", show_default=True, help="Model to use at the endpoint.")
+@click.option("--tries", default=3, show_default=True, help="Answers to request per response.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the generated tasks.")
 def annotate(
     data: Path | None,
     count: int | None,
@@ -91,13 +91,14 @@ def pasta_sft(
 @click.option("--prompts", default=64, show_default=True, help="Prompts per round.")
 @click.option("--samples", default=8, show_default=True, help="Responses per prompt.")
 @click.option(
-    "--weight", default=2.0, show_default=True, help="Lambda: quality against speed; inf: quality."
+    "--weight", default=2.0, show_default=True,
+    help="Weight of quality against speed (lambda); inf: quality only."
 )
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--steps", default=60, show_default=True, help="Steps per round.")
 @click.option("--rate", default=1e-4, show_default=True, help="Peak learning rate.")
-@click.option("--endpoint", help="Address of a judge; generated tasks need none.")
-@click.option("--judge", default="default", show_default=True, help="Model to ask there.")
+@click.option("--endpoint", help="Address of a judge model; not needed for generated tasks.")
+@click.option("--judge", default="default", show_default=True, help="Model to use at the endpoint.")
 @click.option("--seed", default=0, show_default=True)
 def pasta_bonbon(  # noqa: PLR0913
     model: Path,
@@ -121,7 +122,7 @@ def pasta_bonbon(  # noqa: PLR0913
     from pipeinfer.training.pasta.preference import Preference
 
     if data is not None and endpoint is None:
-        raise UsageError("prompts of your own need a judge: give --endpoint")
+        raise UsageError("--data needs a judge: give --endpoint")
     if not (weight >= 0 or math.isinf(weight)) or samples < 2:
         raise UsageError("--weight must not be negative, and --samples at least 2")
     network, codec = restore(model)

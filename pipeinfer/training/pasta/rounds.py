@@ -47,7 +47,7 @@ def judged(model: Llama, codec: Codec, data: Path, count: int, endpoint: Endpoin
     there is one) and the model's own sequential answer, each in both orders."""
     records = [record for record in annotate.read_jsonl(data) if "prompt" in record]
     if not records:
-        raise UsageError(f"{data} holds no prompt")
+        raise UsageError(f"{data} contains no prompt")
     originals = {record["prompt"]: record.get("response") for record in records}
     questions = list(originals)
     sequential: dict[str, str] = {}

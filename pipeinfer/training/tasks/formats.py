@@ -58,7 +58,7 @@ class Tree:
         return len(self.spans) - 1
 
     def example(self) -> Example:
-        """The finished row."""
+        """The finished training row, with its visibility mask."""
         length = len(self.tokens)
         visible = np.zeros((length, length), dtype=bool)
         for first, last, sees in self.spans:

@@ -95,7 +95,7 @@ class Codec:
 
     @cached_property
     def digits(self) -> dict[int, int]:
-        """Value of each digit's id."""
+        """The value 0 to 9 by the token id of each digit."""
         return {self.one(str(value)): value for value in range(10)}
 
     @cached_property

@@ -131,31 +131,6 @@ def fit(
     return model, progress
 
 
-@torch.no_grad()
-def forced_accuracy(model: Llama, codec: Codec, seed: int, count: int) -> dict[str, float]:
-    """Share of held-out examples whose every target is the arg-max, by ``format/kind``.
-
-    For a format with one right text this is the exact match of greedy decoding; it needs one
-    forward pass per example.
-    """
-    rng = np.random.default_rng([seed, 3])
-    result: dict[str, float] = {}
-    for kind in tasks.KINDS:
-        for name in formats.FORMATS:
-            source = tasks.stream([seed, 4], held_out=True, kind=kind)
-            right = 0
-            for start in range(0, count, 16):
-                size = min(16, count - start)
-                batch = batches.collate(
-                    [formats.make(codec, next(source), rng, name) for _ in range(size)]
-                )
-                states = model.masked(batch.tokens, batch.positions, batch.visible)
-                wrong = (model.logits(states).argmax(-1) != batch.targets) & (batch.targets >= 0)
-                right += int((~wrong.any(-1)).sum())
-            result[f"{name}/{kind}"] = right / count
-    return result
-
-
 def evaluate(
     model: Llama, codec: Codec, seed: int, counts: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
