@@ -216,11 +216,11 @@ def probe_in_subprocess() -> dict[str, Any]:
 
 def _probe() -> None:
     """In the subprocess: one row against two on the embedded draft."""
-    import llama_cpp
     import numpy as np
 
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.core.types import ALL_SEQS, END, make_rows
+    from pipeinfer.models import llama_c
 
     path = locate.EMBEDDED / "draft.gguf"
     n = locate.open_model(path).n_layers
@@ -235,8 +235,8 @@ def _probe() -> None:
                 for s, b in zip(single, both, strict=True))
     backend.close()
     print(json.dumps({"ok": True, "equal": equal,
-                      "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
-                      "system": llama_cpp.llama_print_system_info().decode()}))
+                      "gpu": bool(llama_c.llama_supports_gpu_offload()),
+                      "system": llama_c.llama_print_system_info().decode()}))
 
 
 if __name__ == "__main__":
