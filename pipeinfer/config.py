@@ -146,6 +146,10 @@ class ClusterConfig:
                        help="Layers of each stage, like 10,12,12,6; 0 leaves a rank out.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag",
                            help="Measure the ranks anew instead of taking remembered figures.")
+    strict: bool = _opt(False, "--strict", kind="flag",
+                        help="Refuse ranks whose llama.cpp was compiled for other processors than "
+                             "rank 0's: they may choose otherwise where two tokens are nearly "
+                             "tied.")
     timeout: float = _opt(300.0, "--timeout", kind="float", low=0.1, high=1e6,
                           help="Seconds without an answer after which the job gives up.")
     trace: str = _opt("", "--trace", kind="str",

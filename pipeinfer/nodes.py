@@ -96,7 +96,7 @@ class NodeSettings:
 class RankInfo:
     """A rank of the job as rank 0 sees it. memory: bytes that it may fill; cores: its own,
     cores_host: those of its host; bell: see `control.Bell`; dead: it was lost while the job
-    started."""
+    started. kernels: what its llama.cpp was compiled for."""
 
     rank: int
     host: str
@@ -108,6 +108,7 @@ class RankInfo:
     torch_missing: tuple[str, ...] = ()
     bell: Bell = field(default_factory=Bell)
     dead: bool = False
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c
 from pipeinfer.models.llama_loader import find_library
 
+NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -54,23 +55,28 @@ def last_log() -> str:
 
 
 def llama_version() -> str:
-    """Which library runs here, as "llama-cpp-python 0.3.36", or "none (why)". Loads nothing."""
+    """Which library runs here, as "llama-cpp-python 0.3.36"; or NO_LIBRARY and why. Loads none."""
     try:
         return find_library().name
     except BackendError as error:
-        return f"none ({error})"
+        return f"{NO_LIBRARY}{error}"
 
 
 def llama_kernels() -> str:
-    """What the library was compiled for, empty where it cannot be loaded."""
+    """The processor's features that the library was compiled for, empty without a library.
+
+    Looks for no GPU: at the start of a job the rank has not been given its own yet.
+    """
     try:
-        llama_c.loaded()
+        return " ".join(llama_c.kernels())
     except BackendError:
         return ""
-    return llama_c.kernels()
 
 
 def llama_identity() -> str:
     """Everything about the library that bits and times depend on: part of remembered figures'
-    names. Two builds of one version differ in their kernels."""
-    return f"{llama_version()}; {llama_kernels()}"
+    names. Two builds of one version differ in their kernels, those for GPUs among them."""
+    try:
+        return f"{llama_c.loaded().name}; {llama_c.llama_print_system_info().decode()}"
+    except BackendError as error:
+        return f"{NO_LIBRARY}{error}"

@@ -35,7 +35,7 @@ from typing import Any
 
 from pipeinfer.errors import BackendError
 from pipeinfer.models.llama_loader import Library, find_library
-from pipeinfer.models.llama_platform import COMPILE
+from pipeinfer.models.llama_platform import COMPILE, cpu_flags
 
 llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ggml_backend_sched_eval_callback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
@@ -187,7 +187,17 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_n_tokens": (c_int32, (_P,)),
     "llama_vocab_type": (c_int, (_P,)),
 }
-_OPTIONAL = ("llama_model_quantize", "llama_model_quantize_default_params")
+#: what ggml tells whether it was compiled for -> Linux's name of that feature of a processor
+_KERNELS = {
+    "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi2": "bmi2",
+    "avx_vnni": "avx_vnni", "avx512": "avx512f", "avx512_vbmi": "avx512vbmi",
+    "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
+    "fp16_va": "asimdhp", "matmul_int8": "i8mm", "sve": "sve",
+}
+_FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
+#: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
+_OPTIONAL = ("llama_model_quantize", "llama_model_quantize_default_params",
+             *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
 _lock = threading.Lock()
 _loaded: list[Library] = []
@@ -213,11 +223,18 @@ def loaded() -> Library:
         return _loaded[0]
 
 
-def kernels() -> str:
-    """What the loaded library was compiled for, such as "CPU: AVX2 FMA OPENMP"."""
-    text: bytes = __getattr__("llama_print_system_info")()
-    words = (part.strip().removesuffix(" = 1") for part in text.decode().split("|"))
-    return " ".join(words).replace(" : ", ": ").strip()
+def kernels() -> tuple[str, ...]:
+    """The processor's features that the library was compiled for. Raises BackendError."""
+    loaded()
+    own = globals()
+    return tuple(feature for name, feature in _KERNELS.items()
+                 if (has := own.get(f"ggml_cpu_has_{name}")) is not None and has())
+
+
+def unused_features() -> tuple[str, ...]:
+    """What this processor has and the library was not compiled for. Raises BackendError."""
+    here, used = cpu_flags(), kernels()
+    return tuple(name for name in _KERNELS.values() if name in here and name not in used)
 
 
 def bind(library: Library) -> dict[str, Any]:

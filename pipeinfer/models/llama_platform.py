@@ -15,7 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-COMPILE = "`./launch/demo --native` compiles llama.cpp (it needs a C++ compiler)"
+COMPILE = ("`./launch/demo --native`, or without a checkout `pip install 'pipeinfer[native]'`, "
+           "compiles llama.cpp (this needs a C++ compiler)")
 #: for tests: stands in for the processor's own features
 FEATURES_VARIABLE = "PIPEINFER_TEST_CPU_FEATURES"
 #: what the compiler of the wheel took for granted, by processor
@@ -57,12 +58,12 @@ def why_not_here() -> str:
     missing = [name for name in _NEEDED[platform.machine()] if flags and name not in flags]
     if missing:
         return (f"the prebuilt llama.cpp needs a processor with {', '.join(missing)}, which this "
-                f"one has not: {COMPILE}")
+                f"one lacks: {COMPILE}")
     for name, package in _LIBRARIES.items():
         try:
             ctypes.CDLL(name)
         except OSError:
-            return (f"the prebuilt llama.cpp needs {name}, which this system has not (Debian and "
+            return (f"the prebuilt llama.cpp needs {name}, which this system lacks (Debian and "
                     f"Ubuntu: apt install {package})")
     return ""
 

@@ -1,4 +1,4 @@
-"""Runs a GGUF shard with the released llama-cpp-python, through its C interface.
+"""Runs a GGUF shard with a released llama.cpp library, through its C interface.
 
 llama.cpp has no call for "layers a to b": a shard is a model of its own (`models.shard`), takes the
 previous shard's residual stream as embedding rows, and gives its own back through the scheduler's

@@ -1,4 +1,4 @@
-"""Plain decoding with llama-cpp-python on the whole file, sharing no code with the backend.
+"""Plain decoding by llama.cpp of the whole file, sharing no code with the backend but `llama_c`.
 
 Prompt in chunks of `chunk`, then one token at a time: the text every policy has to reproduce.
 """
