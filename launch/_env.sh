@@ -16,7 +16,7 @@ find_python() {
     local candidate
     for candidate in "${PIPEINFER_PYTHON:-}" python3.13 python3.12 python3.11 python3; do
         if [ -z "$candidate" ] || ! command -v "$candidate" >/dev/null; then continue; fi
-        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'; then
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
