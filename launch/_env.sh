@@ -62,7 +62,7 @@ setup() {
         if [ ! -x "$VENV/bin/pip" ]; then
             "$python" -m venv "$VENV" || {
                 rm -rf "$VENV"
-                say "can not make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+                say "cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
                 exit 2
             }
         fi
@@ -142,7 +142,7 @@ compile_llama() {
 show_progress() {
     # Stage, percentage and rough minutes left from a build's output: one line that is written over
     # on a terminal, else a line for each tenth.
-    local line stage= started=0 done_ all percent shown=-1 left end=$'\n' clear=
+    local line stage= started=0 done_ all percent shown=-10 left end=$'\n' clear=
     if [ -t 2 ]; then end='' clear=$'\r\e[K'; fi
     while IFS= read -r line; do
         if [[ $line =~ ^[[:space:]]*\[([0-9]+)/([0-9]+)\] ]]; then
