@@ -1,12 +1,14 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
+# NATIVE=1          compile llama.cpp for this processor instead of taking the prebuilt library
 # MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
 # PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
 
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
+NATIVE=${PIPEINFER_NATIVE:-}
 
 say() { printf 'pipeinfer: %s\n' "$*" >&2; }
 
@@ -14,7 +16,7 @@ find_python() {
     local candidate
     for candidate in "${PIPEINFER_PYTHON:-}" python3.13 python3.12 python3.11 python3; do
         if [ -z "$candidate" ] || ! command -v "$candidate" >/dev/null; then continue; fi
-        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))'; then
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
@@ -50,27 +52,28 @@ setup() {
     SYSTEM_MPIRUN=$(system_mpirun)
     [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt"; echo "$ROOT")
+    if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
+    [ -z "$NATIVE" ] || extras="native,$extras"
     stamp="$VENV/.installed-${extras//,/-}"
     if ! is_installed "$extras" "$wanted"; then
+        python="$VENV/bin/python"
+        [ -x "$VENV/bin/pip" ] || python=$(find_python)
+        check_platform "$python"
         if [ ! -x "$VENV/bin/pip" ]; then
-            python=$(find_python)
             "$python" -m venv "$VENV" || {
                 rm -rf "$VENV"
-                say "can not make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+                say "cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
                 exit 2
             }
         fi
-        if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
-            say "a C++ compiler is needed to build llama.cpp (Debian and Ubuntu: apt install g++)"
-            exit 2
+        if [ -n "$NATIVE" ]; then
+            compile_llama
+            install_quietly "$(required "$extras")" "$VENV"/native/*.whl
+            install_quietly "" --no-deps --editable "$ROOT"
+        else
+            say "installing into .venv"
+            install_quietly "" --only-binary xllamacpp --editable "${ROOT}[$extras]"
         fi
-        say "installing into .venv; llama.cpp is compiled once, which takes some minutes"
-        "$VENV/bin/python" -m pip install --quiet --upgrade pip
-        "$VENV/bin/python" -m pip install --quiet --constraint "$ROOT/constraints.txt" \
-            --editable "${ROOT}[$extras]" 2>"$VENV/install.log" || {
-            cat "$VENV/install.log" >&2
-            exit 1
-        }
         printf '%s\n' "$wanted" >"$stamp"
     fi
     export PATH="$VENV/bin:$PATH"
@@ -78,6 +81,95 @@ setup() {
     [ -z "$SYSTEM_MPIRUN" ] || use_system_library
     export PIPEINFER_JOB="${PIPEINFER_JOB:-$(uname -n)-$$-$(date +%s)}"  # every rank bears it
     load_mpi_env
+}
+
+check_platform() {
+    # Before anything is made: whether what will be installed can run here.
+    local reason
+    if [ -n "$NATIVE" ]; then
+        if command -v c++ >/dev/null || command -v g++ >/dev/null; then return; fi
+        say "a C++ compiler is needed to compile llama.cpp (Debian and Ubuntu: apt install g++)"
+        exit 2
+    fi
+    reason=$("$1" -I "$ROOT/pipeinfer/models/llama_platform.py") || { say "$reason"; exit 2; }
+}
+
+install_quietly() {
+    # pip install of a list (one requirement per line) and of further arguments.
+    local list=()
+    [ -z "$1" ] || mapfile -t list <<<"$1"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$ROOT/constraints.txt" "${list[@]}" "${@:2}" >"$VENV/install.log" 2>&1 || {
+        cat "$VENV/install.log" >&2
+        exit 1
+    }
+}
+
+required() {
+    # What setup.cfg asks for with extras $1, but for either llama.cpp: a platform without a wheel
+    # of the prebuilt one would be refused.
+    "$VENV/bin/python" - "$ROOT/setup.cfg" "$1" <<'END'
+import configparser, sys
+parser = configparser.ConfigParser()
+parser.read(sys.argv[1])
+extras = parser["options.extras_require"]
+lines = parser["options"]["install_requires"].splitlines()
+for name in sys.argv[2].split(","):
+    lines += extras.get(name, "").split(";")
+for line in map(str.strip, lines):
+    if line and not line.startswith(("xllamacpp", "llama-cpp-python")):
+        print(line)
+END
+}
+
+compile_llama() {
+    # A wheel of llama-cpp-python for this processor, in .venv/native. pip's own cache must not keep
+    # it: it may not run elsewhere, and lacks what pipeinfer does not use (multimodal models).
+    local pin log="$VENV/compile.log"
+    pin=$(grep -i '^llama.cpp.python==' "$ROOT/constraints.txt")
+    if compgen -G "$VENV/native/llama_cpp_python-${pin##*==}-*.whl" >/dev/null; then return; fi
+    rm -rf "$VENV/native"
+    say "compiling llama.cpp for this processor (the whole output: $log)"
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$VENV/bin/python" -m pip wheel --verbose \
+        --disable-pip-version-check --no-cache-dir --no-deps --no-binary llama-cpp-python \
+        --wheel-dir "$VENV/native" "$pin" 2>&1 | tee "$log" | show_progress || {
+        tail -n 25 "$log" >&2
+        say "llama.cpp could not be compiled"
+        exit 1
+    }
+}
+
+show_progress() {
+    # Stage, percentage and rough minutes left from a build's output: one line that is written over
+    # on a terminal, else a line for each tenth.
+    local line stage= started=0 done_ all percent shown=-10 left end=$'\n' clear=
+    if [ -t 2 ]; then end='' clear=$'\r\e[K'; fi
+    while IFS= read -r line; do
+        if [[ $line =~ ^[[:space:]]*\[([0-9]+)/([0-9]+)\] ]]; then
+            done_=${BASH_REMATCH[1]} all=${BASH_REMATCH[2]} percent=$((100 * done_ / all))
+            if [ "$stage" != compiling ]; then stage=compiling started=$SECONDS; fi
+            if [ "$percent" -eq "$shown" ]; then continue; fi
+            if [ ! -t 2 ] && [ $((percent / 10)) -eq $((shown / 10)) ]; then continue; fi
+            shown=$percent
+            left=$(((SECONDS - started) * (all - done_) / done_ / 60 + 1))
+            printf '%spipeinfer: compiling, %d %%, about %d min left%s' \
+                "$clear" "$percent" "$left" "$end" >&2
+            continue
+        fi
+        case "$line" in
+            *"Downloading"*.tar.gz*) line="downloading the source" ;;
+            *"Installing build dependencies"* | *"Running command pip subprocess"*)
+                line="getting cmake and ninja" ;;
+            *"Configuring CMake"*) line="configuring" ;;
+            *"Building wheel"*finished* | *"Making wheel"* | *"Created wheel"*) line="packing" ;;
+            *) continue ;;
+        esac
+        if [ "$line" != "$stage" ]; then
+            stage=$line
+            printf '%spipeinfer: %s%s' "$clear" "$stage" "$end" >&2
+        fi
+    done
+    [ -z "$clear" ] || printf '%s' "$clear" >&2
 }
 
 use_system_library() {
@@ -124,7 +216,7 @@ spool_stdin() {
 run_mpi() {
     # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
     # 30 s; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
-    # 130) and what can not be used as it is (2) is not tried again.
+    # 130) and what cannot be used as it is (2) is not tried again.
     local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
     case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is no number"; exit 2 ;; esac
     ASKED=0
@@ -172,7 +264,7 @@ run_mpi_once() {
     # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
     # the running ones end (SIGUSR1); the second ends the job. ASKED counts them.
     # Rank 0, when it is on this host, writes "up" into a file and later its exit status: where a job
-    # survives deaths, mpirun says nothing of that of rank 0, and a host that can not be reached keeps
+    # survives deaths, mpirun says nothing of that of rank 0, and a host that cannot be reached keeps
     # it waiting for ever ("lost").
     local job status ended watcher asked
     ended=$(mktemp)

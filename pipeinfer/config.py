@@ -151,6 +151,10 @@ class ClusterConfig:
                             "out.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag",
                            help="Measure the ranks again instead of using cached measurements.")
+    strict: bool = _opt(False, "--strict", kind="flag",
+                        help="Refuse ranks whose llama.cpp was compiled for other processors than "
+                             "rank 0's: they may choose otherwise where two tokens are nearly "
+                             "tied.")
     timeout: float = _opt(300.0, "--timeout", kind="float", low=0.1, high=1e6,
                           help="Seconds to wait for an answer of another rank before the "
                                "job fails.")

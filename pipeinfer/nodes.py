@@ -113,6 +113,7 @@ class RankInfo:
     asked_backend: value of its --backend
     torch_missing: packages that the torch backend would need there
     bell: where it is woken, see `control.Bell`
+    kernels: what its llama.cpp was compiled for
     dead: whether it was lost while the job started
     """
 
@@ -126,6 +127,7 @@ class RankInfo:
     torch_missing: tuple[str, ...] = ()
     bell: Bell = field(default_factory=Bell)
     dead: bool = False
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,13 @@ import os
 from hypothesis import HealthCheck, settings
 
 from pipeinfer.experiments.rig.fixtures import private_cache  # noqa: F401
+from pipeinfer.models.llama import llama_kernels, llama_version
 
 settings.register_profile("pipeinfer", deadline=None, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipeinfer")
+
+
+def pytest_report_header() -> str:
+    """Tests have to pass on every build of llama.cpp; say on which they ran."""
+    return f"llama.cpp: {llama_version()}, compiled for {llama_kernels()}"

@@ -27,7 +27,7 @@ from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import PipeinferError, PlanError
+from pipeinfer.errors import BackendError, PipeinferError, PlanError
 from pipeinfer.models import locate
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning import planner
@@ -71,6 +71,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     place = launch.find_place(config.cluster)
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
+            "kernels": own.kernels, "unused": _unused(),
             **asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
@@ -87,7 +88,8 @@ def examine(config: JobConfig) -> list[Finding] | None:
         library = mpi_job.library_version()
     checks: list[Callable[[], list[Finding]]] = [
         lambda: _check_launch(everyone, library), lambda: _check_alike(everyone),
-        lambda: _check_features(everyone), lambda: _check_llama(everyone),
+        lambda: _check_library(everyone), lambda: _check_features(everyone),
+        lambda: _check_llama(everyone),
         lambda: _check_links(everyone), lambda: _check_plan(config, everyone),
     ]
     return [finding for check in checks for finding in check()]
@@ -115,8 +117,7 @@ def _check_launch(everyone: list[dict[str, Any]], library: str) -> list[Finding]
 
 def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:
     found = []
-    for key, what in (("version", "pipeinfer"), ("backend", "llama-cpp-python"),
-                      ("python", "Python")):
+    for key, what in (("version", "pipeinfer"), ("backend", "llama.cpp"), ("python", "Python")):
         values = sorted({rank[key] for rank in everyone})
         if len(values) == 1:
             found.append(Finding("ok", what, f"{values[0]} on every rank"))
@@ -124,6 +125,38 @@ def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:
             who = "; ".join(f"rank {r['rank']} {r['host']} {r[key]}" for r in everyone)
             level = "warn" if key == "python" else "fail"
             found.append(Finding(level, what, who, "install the same version on every host"))
+    return found
+
+
+def _unused() -> list[str]:
+    """Features of this processor that llama.cpp was not compiled for."""
+    from pipeinfer.models import llama_c
+
+    try:
+        return list(llama_c.unused_features())
+    except BackendError:
+        return []
+
+
+def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
+    """What each build of llama.cpp was compiled for, and what compiling it here would add."""
+    builds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for rank in everyone:
+        builds.setdefault((rank["kernels"], " ".join(rank["unused"])), []).append(rank)
+    found = []
+    for (kernels, unused), ranks in builds.items():
+        if not kernels:
+            continue  # it has failed above, or ggml chooses its kernels while running
+        numbers = ", ".join(str(rank["rank"]) for rank in ranks)
+        detail = f"compiled for {kernels} (ranks {numbers})"
+        found.append(Finding(
+            "ok", "llama.cpp's kernels", detail + (f"; not for {unused}" if unused else ""),
+            "`./launch/demo --native` compiles it for all that this processor has; whether that "
+            "is faster depends on the model's type (docs/install.md)" if unused else ""))
+    if len({kernels for kernels, _ in builds}) > 1:
+        found.append(Finding(
+            "warn", "llama.cpp's kernels", "differ between ranks: results can differ in near-ties",
+            "use the prebuilt library on every host, or compile one for what all processors have"))
     return found
 
 
@@ -135,8 +168,8 @@ def _check_features(everyone: list[dict[str, Any]]) -> list[Finding]:
     detail = "; ".join(f"{r['host']}: {' '.join(r['features'])}" for r in everyone)
     return [Finding(
         "warn", "processors", f"differ: {detail}",
-        "a llama.cpp built on the newest host can crash on the oldest and results can differ in "
-        "near-ties: build per host, or once with CMAKE_ARGS='-DGGML_NATIVE=OFF' "
+        "a llama.cpp compiled on the newest host can crash on the oldest: use the prebuilt one, "
+        "compile it on every host, or once with CMAKE_ARGS='-DGGML_NATIVE=OFF' "
         f"(common features: {' '.join(sorted(common)) or 'none'})")]
 
 
@@ -194,7 +227,7 @@ def probe_in_subprocess() -> dict[str, Any]:
     """Decode with llama.cpp in a process that may crash; what happened."""
     env = {k: v for k, v in os.environ.items()
            if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_"))}
-    remedy = "reinstall: pip install --force-reinstall --no-cache-dir llama-cpp-python"
+    remedy = "install it again: remove .venv and call launch/demo, or launch/demo --native"
     try:
         done = subprocess.run([sys.executable, "-m", "pipeinfer.cli.doctor"], env=env, check=False,
                               capture_output=True, text=True, timeout=_PROBE_SECONDS)
@@ -216,11 +249,11 @@ def probe_in_subprocess() -> dict[str, Any]:
 
 def _probe() -> None:
     """In the subprocess: one row against two on the embedded draft."""
-    import llama_cpp
     import numpy as np
 
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.core.types import ALL_SEQS, END, make_rows
+    from pipeinfer.models import llama_c
 
     path = locate.EMBEDDED / "draft.gguf"
     n = locate.open_model(path).n_layers
@@ -235,8 +268,8 @@ def _probe() -> None:
                 for s, b in zip(single, both, strict=True))
     backend.close()
     print(json.dumps({"ok": True, "equal": equal,
-                      "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
-                      "system": llama_cpp.llama_print_system_info().decode()}))
+                      "gpu": bool(llama_c.llama_supports_gpu_offload()),
+                      "system": llama_c.llama_print_system_info().decode()}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import psutil
 
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
+from pipeinfer.models.llama import NO_LIBRARY, llama_version
 from pipeinfer.nodes import HostEntry, Nodes, nodes_file_beside, ranks_of, read_hostfile, read_nodes
 
 _CONNECT_SECONDS = 8
@@ -33,8 +34,9 @@ _MARK = "pipeinfer-facts "
 _QUESTION = (
     "import json,os,socket,sys\n"
     "from importlib.metadata import version as v\n"
+    "from pipeinfer.models.llama import llama_version\n"
     f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
-    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=v('llama-cpp-python'))))"
+    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version())))"
 )
 #: what ssh says, what that means, what to do; {0} is the host
 _SSH_TROUBLE = (
@@ -140,7 +142,9 @@ def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str
     what = f"host {entry.host}"
     if answer.trouble:
         return Finding("fail", what, answer.trouble, answer.remedy)
-    for key, program in (("pipeinfer", "pipeinfer"), ("llama", "llama-cpp-python")):
+    if facts["llama"].startswith(NO_LIBRARY) and facts["llama"] != mine["llama"]:
+        return Finding("fail", what, "runs no llama.cpp", facts["llama"].removeprefix(NO_LIBRARY))
+    for key, program in (("pipeinfer", "pipeinfer"), ("llama", "llama.cpp")):
         if facts[key] != mine[key]:
             return Finding("fail", what, f"has {program} {facts[key]}, this host has {mine[key]}",
                            "install the same version on every host")
@@ -164,8 +168,6 @@ def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str
 
 def _own_facts() -> dict[str, Any]:
     from importlib.metadata import version
-
-    from pipeinfer.models.llama import llama_version
 
     return {"host": socket.gethostname(), "cores": os.cpu_count(), "pipeinfer":
             version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version()}

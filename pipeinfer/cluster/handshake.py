@@ -16,7 +16,7 @@ from pipeinfer.core.codec import VERSION
 from pipeinfer.core.control import Bell, Facts, Hello, pack, unpack
 from pipeinfer.errors import MismatchError, RankLost
 from pipeinfer.host import Place
-from pipeinfer.models.llama import llama_version
+from pipeinfer.models.llama import NO_LIBRARY, llama_kernels, llama_version
 from pipeinfer.nodes import Nodes, RankInfo, check_head
 from pipeinfer.nodes import load as load_nodes
 
@@ -31,7 +31,8 @@ def hello(config: JobConfig, place: Place) -> Hello:
     facts = host.facts(place.cores, place.local_rank, place.local_size)
     return Hello(
         rank=place.rank, version=__version__, protocol=VERSION, backend=llama_version(),
-        config=digest.hexdigest(), values={k: repr(v)[:80] for k, v in shared.items()},
+        kernels=llama_kernels(), config=digest.hexdigest(),
+        values={k: repr(v)[:80] for k, v in shared.items()},
         asked_backend=config.model.backend, torch_missing=tuple(missing_packages()),
         facts=Facts(**dataclasses.asdict(facts)), bell=_bell(place))
 
@@ -78,6 +79,7 @@ def compare(config: JobConfig, place: Place) -> list[RankInfo]:
                                     "host")
             other = heard
         _check(mine, other)
+        _check_library(mine, other, strict=config.cluster.strict)
         found.append(other)
     return _with_settings(config, [
         RankInfo(rank, "a dead host", dead=True) if rank in dead else _info(one)
@@ -88,8 +90,7 @@ def _check(mine: Hello, other: Hello) -> None:
     """Raise MismatchError where a rank does not go with rank 0."""
     who = f"rank {other.rank} on {other.facts.host}"
     for theirs, ours, what in ((other.version, mine.version, "pipeinfer"),
-                               (other.protocol, mine.protocol, "protocol"),
-                               (other.backend, mine.backend, "llama-cpp-python")):
+                               (other.protocol, mine.protocol, "protocol")):
         if theirs != ours:
             raise MismatchError(
                 f"{who} runs {what} {theirs}, rank 0 on {mine.facts.host} runs {ours}: install the "
@@ -101,11 +102,50 @@ def _check(mine: Hello, other: Hello) -> None:
             "same options (check PIPEINFER_* variables and config files on each host)")
 
 
+def _check_library(mine: Hello, other: Hello, *, strict: bool) -> None:
+    """Raise MismatchError where a rank's llama.cpp does not go with rank 0's.
+
+    Another state of llama.cpp's source may compute anything differently; the same source compiled
+    for another processor rounds differently, which shows in near-ties only: see `notes_on`.
+    """
+    for one in (mine, other):
+        if one.backend.startswith(NO_LIBRARY):
+            if one.asked_backend == "torch":
+                return
+            reason = one.backend.removeprefix(NO_LIBRARY)
+            raise MismatchError(f"rank {one.rank} on {one.facts.host} runs no llama.cpp: {reason}")
+    who = f"rank {other.rank} on {other.facts.host}"
+    if other.backend != mine.backend:
+        raise MismatchError(
+            f"{who} runs llama.cpp from {other.backend}, rank 0 on {mine.facts.host} from "
+            f"{mine.backend}: use the same on every host, all prebuilt or all --native")
+    if strict and other.kernels != mine.kernels:
+        raise MismatchError(
+            f"{who} runs llama.cpp compiled for {_words(other, mine)}, rank 0 on "
+            f"{mine.facts.host} for {_words(mine, other)}: use the same build on every host, or "
+            "leave out --strict")
+
+
+def _words(one: Hello, other: Hello) -> str:
+    """What only `one` was compiled for."""
+    theirs = other.kernels.split()
+    return " ".join(word for word in one.kernels.split() if word not in theirs) or "less"
+
+
+def notes_on(hosts: list[RankInfo]) -> list[str]:
+    """What a user may not expect of ranks that do work together."""
+    kinds = {one.kernels for one in hosts if one.kernels}
+    return ["llama.cpp was compiled for different processors on these ranks: tokens equal plain "
+            "decoding through the same stages, and that of one build up to near-ties (--strict "
+            "refuses this)"] if len(kinds) > 1 else []
+
+
 def _info(hello: Hello) -> RankInfo:
     facts = hello.facts
     return RankInfo(
         hello.rank, facts.host, float(facts.memory_available), facts.cores, facts.cores_host,
-        asked_backend=hello.asked_backend, torch_missing=hello.torch_missing, bell=hello.bell)
+        asked_backend=hello.asked_backend, torch_missing=hello.torch_missing, bell=hello.bell,
+        kernels=hello.kernels)
 
 
 def _with_settings(config: JobConfig, ranks: list[RankInfo]) -> list[RankInfo]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
+from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.shutdown import survivable
@@ -284,15 +285,16 @@ class Session:
 def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo],
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
-    reports that the job can not go on without."""
+    reports that the job cannot go on without."""
     ground = LoadedCluster.of(config, place, job, port, grammars=grammars)
     assembly = ground.assembly(config, hosts, progress)
     worker = ground.proposers(config, job.policy)
     assembly.start()
     drafts = draft_models(config, job.draft, job.policy)
     contended = _is_contended(config.model, place, assembly, hosts, drafting=bool(drafts))
-    notes = [*job.survey.notes, *filter(None, [job.plan.line()]), *_doubts(config.speculation, job),
-             *map(str, assembly.changes), *_doubts_about(config.model, job, assembly)]
+    notes = [*notes_on(hosts), *job.survey.notes, *filter(None, [job.plan.line()]),
+             *_doubts(config.speculation, job), *map(str, assembly.changes),
+             *_doubts_about(config.model, job, assembly)]
     first = assembly.terms
     brain = think(ground, assembly, first, config, job.policy, contended=contended)
     head: Head

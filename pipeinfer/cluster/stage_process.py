@@ -63,7 +63,7 @@ from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.llama import llama_version
+from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.models.text.grammar import Vocabulary
@@ -285,7 +285,7 @@ class StageProcess:
             shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, start=start, stop=stop), report)
             report("loading", 0, 1)
-            whole, version = start == 0 and stop == setup.n_layers, llama_version()
+            whole, version = start == 0 and stop == setup.n_layers, llama_identity()
             backend = LlamaCppBackend.load(
                 shard,
                 layers=layers,

@@ -63,13 +63,15 @@ class Facts(_Message, frozen=True):
 class Hello(_Message, frozen=True, tag=True):
     """What a rank tells rank 0: versions, digest and values of its options, what its host is like.
 
-    backend: llama-cpp-python's version. torch_missing: packages that torch stages would need.
+    backend: which llama.cpp library, and its version; kernels: what that was compiled for.
+    torch_missing: packages that torch stages would need.
     """
 
     rank: int
     version: str
     protocol: int
     backend: str
+    kernels: str
     config: str
     values: dict[str, str]
     asked_backend: str

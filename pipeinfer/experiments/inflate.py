@@ -22,7 +22,6 @@ Does not know: architectures other than llama, biases, experts, sharding. Shapes
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -428,59 +427,58 @@ def verify(
 @contextmanager
 def _loaded(path: Path) -> Iterator[Any]:
     """The model that llama.cpp makes of ``path``."""
-    import llama_cpp
+    from pipeinfer.models import llama_c
+    from pipeinfer.models.llama import ensure_llama
 
-    # The package prints hundreds of lines for a load unless its logger says otherwise.
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
-    llama_cpp.llama_backend_init()
-    params = llama_cpp.llama_model_default_params()
+    ensure_llama()
+    params = llama_c.llama_model_default_params()
     # The extra buffer types crash on AMX processors when several quantised rows are decoded.
     params.use_extra_bufts = False
     params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ValueError(f"llama.cpp cannot load {path}")
     try:
         yield model
     finally:
-        llama_cpp.llama_model_free(model)
+        llama_c.llama_model_free(model)
 
 
 def _tokens(path: Path, text: str) -> list[int]:
     """The ids of ``text`` in the model at ``path``, with its leading token."""
-    import llama_cpp
+    from pipeinfer.models import llama_c
 
     with _loaded(path) as model:
-        vocab, raw = llama_cpp.llama_model_get_vocab(model), text.encode()
-        ids = (llama_cpp.llama_token * (len(raw) + 8))()
-        count = llama_cpp.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
+        vocab, raw = llama_c.llama_model_get_vocab(model), text.encode()
+        ids = (llama_c.llama_token * (len(raw) + 8))()
+        count = llama_c.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
         return list(ids[:count])
 
 
 def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.float32]:
     """Logits [position, vocabulary] of ``tokens``, decoded in one batch."""
-    import llama_cpp
+    from pipeinfer.models import llama_c
 
     count = len(tokens)
-    params = llama_cpp.llama_context_default_params()
+    params = llama_c.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = count
     params.n_threads = params.n_threads_batch = threads
     with _loaded(path) as model:
-        context = llama_cpp.llama_init_from_model(model, params)
-        batch = llama_cpp.llama_batch_init(count, 0, 1)
+        context = llama_c.llama_init_from_model(model, params)
+        batch = llama_c.llama_batch_init(count, 0, 1)
         try:
             batch.n_tokens = count
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            if llama_cpp.llama_decode(context, batch):
+            if llama_c.llama_decode(context, batch):
                 raise ValueError(f"llama.cpp cannot decode with {path}")
-            n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-            pointer = llama_cpp.llama_get_logits(context)
+            n_vocab = llama_c.llama_vocab_n_tokens(llama_c.llama_model_get_vocab(model))
+            pointer = llama_c.llama_get_logits(context)
             return np.ctypeslib.as_array(pointer, (count, n_vocab)).copy()
         finally:
-            llama_cpp.llama_batch_free(batch)
-            llama_cpp.llama_free(context)
+            llama_c.llama_batch_free(batch)
+            llama_c.llama_free(context)
 
 
 @click.command("inflate")

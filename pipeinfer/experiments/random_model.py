@@ -9,19 +9,25 @@ Does not know: training, or the embedded pair.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
-#: llama.cpp's file types for what gguf-py cannot quantise itself
-_LLAMA_FTYPES = {"Q4_K_M": 15, "Q4_K_S": 14, "Q5_K_M": 17, "Q6_K": 18, "Q4_0": 2, "BF16": 32}
+#: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
+_MIXES = {
+    "Q4_K_M": ("Q4_K", "Q6_K"), "Q4_K_S": ("Q4_K", "Q5_K"), "Q5_K_M": ("Q5_K", "Q6_K"),
+    **{name: (name, name) for name in ("F16", "BF16", "Q8_0", "Q6_K", "Q4_0")},
+}
+_BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -35,8 +41,8 @@ CHAT_TEMPLATE = (
 class RandomSpec:
     """Shape of a random model. k-quants need rows (n_embd, n_ff) in multiples of 256.
 
-    qtype: F32, F16, Q8_0 or any of llama.cpp's file types such as Q4_K_M. tied: no output matrix
-    of its own. n_expert > 0 makes a mixture of experts.
+    qtype: F32 or a name in `_MIXES`, which resemble llama.cpp's file types of that name. tied: no
+    output matrix of its own. n_expert > 0 makes a mixture of experts.
     """
 
     architecture: str = "llama"
@@ -57,18 +63,11 @@ class RandomSpec:
 def write_random_model(path: str | os.PathLike[str], spec: RandomSpec | None = None) -> Path:
     """Write a model of shape `spec` to `path` and return the path."""
     spec = spec or RandomSpec()
-    target = Path(path)
-    if spec.qtype in ("F32", "F16", "Q8_0"):
-        _write(target, spec, spec.qtype)
-    else:
-        plain = target.with_suffix(".f32")
-        _write(plain, spec, "F32")
-        _quantise(plain, target, spec.qtype)
-        plain.unlink()
-    return target
+    _write(Path(path), spec)
+    return Path(path)
 
 
-def _write(path: Path, spec: RandomSpec, qtype: str) -> None:
+def _write(path: Path, spec: RandomSpec) -> None:
     writer = gguf.GGUFWriter(path, spec.architecture)
     writer.add_name(f"random {spec.architecture} {spec.n_layer}x{spec.n_embd}")
     writer.add_vocab_size(spec.n_vocab)
@@ -86,14 +85,15 @@ def _write(path: Path, spec: RandomSpec, qtype: str) -> None:
         writer.add_expert_used_count(2)
     _add_tokenizer(writer, spec.n_vocab)
     for name, data in _weights(spec).items():
-        plain = data.ndim == 1 or qtype == "F32" or "gate_inp" in name
-        if plain:
+        if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name:
             writer.add_tensor(name, data)
-        elif qtype == "F16":
-            writer.add_tensor(name, data.astype(np.float16))
-        else:
-            kind = gguf.GGMLQuantizationType[qtype]
+            continue
+        better = any(part in name for part in _BETTER)
+        kind = gguf.GGMLQuantizationType[_MIXES[spec.qtype][better]]
+        if kind.name in ("F16", "Q8_0"):
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, _quantise(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -173,19 +173,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _quantise(source: Path, target: Path, qtype: str) -> None:
-    import ctypes
+def _quantise(data: FloatArray, kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """Rows in a type that gguf-py cannot write: by ggml, which every llama.cpp library has (the
+    function for whole files is missing in prebuilt ones)."""
+    from pipeinfer.models import llama_c
 
-    import llama_cpp
-
-    from pipeinfer.models.llama import ensure_llama
-
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = _LLAMA_FTYPES[qtype]
-    params.nthread = 1
-    ensure_llama()
-    status = llama_cpp.llama_model_quantize(
-        os.fsencode(source), os.fsencode(target), ctypes.byref(params)
-    )
-    if status:
-        raise ModelError(f"{source}: llama.cpp could not quantise it to {qtype}")
+    plain = np.ascontiguousarray(data, np.float32)
+    columns = plain.shape[-1]
+    rows = plain.size // columns
+    row_bytes = llama_c.ggml_row_size(kind, columns)
+    out = np.empty((*plain.shape[:-1], row_bytes), np.uint8)
+    source = plain.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    written = llama_c.ggml_quantize_chunk(kind, source, out.ctypes.data, 0, rows, columns, None)
+    if written != out.nbytes:
+        raise ModelError(f"ggml could not quantise {rows} rows of {columns} to {kind.name}")
+    return out

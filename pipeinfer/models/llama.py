@@ -1,4 +1,4 @@
-"""The llama.cpp library: loading it once, and what it logged last."""
+"""The llama.cpp library: starting it once, which one it is, and what it logged last."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import ctypes
 import threading
 from collections import deque
 
-import llama_cpp
+from pipeinfer.errors import BackendError
+from pipeinfer.models import llama_c
+from pipeinfer.models.llama_loader import find_library
 
+NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -18,20 +21,23 @@ def _log(level: int, text: bytes, _data: int | None) -> None:
         if not hasattr(_log_lines, "kept"):
             _log_lines.kept = deque(maxlen=6)
         _log_lines.kept.append((level, text.decode("utf-8", "replace").strip()))
-_log_callback = llama_cpp.llama_log_callback(_log)  # referenced for ever: llama.cpp calls it
+_log_callback = llama_c.llama_log_callback(_log)  # referenced for ever: llama.cpp calls it
 _init_lock = threading.Lock()
 _initialised: list[str] = []
 
 
 def ensure_llama(numa: str = "") -> None:
-    """Initialise llama.cpp once per process and silence its log. `numa`: the first caller's."""
+    """Initialise llama.cpp once per process and silence its log. `numa`: the first caller's.
+
+    Raises BackendError, in one line, without a library that can run here.
+    """
     with _init_lock:
         if _initialised:
             return
-        llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
+        llama_c.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        llama_c.llama_backend_init()
         if numa:
-            llama_cpp.llama_numa_init(_NUMA[numa])
+            llama_c.llama_numa_init(_NUMA[numa])
         _initialised.append(numa)
 
 
@@ -49,10 +55,28 @@ def last_log() -> str:
 
 
 def llama_version() -> str:
-    """The version of llama-cpp-python, or "absent"."""
-    from importlib.metadata import PackageNotFoundError, version
-
+    """Which library runs here, as "llama-cpp-python 0.3.36"; or NO_LIBRARY and why. Loads none."""
     try:
-        return version("llama-cpp-python")
-    except PackageNotFoundError:
-        return "absent"
+        return find_library().name
+    except BackendError as error:
+        return f"{NO_LIBRARY}{error}"
+
+
+def llama_kernels() -> str:
+    """The processor's features that the library was compiled for, empty without a library.
+
+    Looks for no GPU: at the start of a job the rank has not been given its own yet.
+    """
+    try:
+        return " ".join(llama_c.kernels())
+    except BackendError:
+        return ""
+
+
+def llama_identity() -> str:
+    """Everything about the library that bits and times depend on: part of remembered figures'
+    names. Two builds of one version differ in their kernels, those for GPUs among them."""
+    try:
+        return f"{llama_c.loaded().name}; {llama_c.llama_print_system_info().decode()}"
+    except BackendError as error:
+        return f"{NO_LIBRARY}{error}"

@@ -139,10 +139,10 @@ def _name(config: ModelConfig, model: Any, threads: int) -> str:
     """The file of everything that the figures depend on."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.pytorch.options import torch_version
-    from pipeinfer.models.llama import llama_version
+    from pipeinfer.models.llama import llama_identity
 
     own = (config.device, config.dtype, torch_version()) if _on_torch(config, model) else ()
-    identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_version(), threads,
+    identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_identity(), threads,
                 os.cpu_count(), host.quota(), host.cpu_features(), llama_options(config),
                 os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()

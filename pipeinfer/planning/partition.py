@@ -149,7 +149,7 @@ def _check_counts(n: int, members: Sequence[Member]) -> None:
 
 
 def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
-    """[start, stop] -> seconds, inf where the rank can not hold that; [i, i] leaves it out."""
+    """[start, stop] -> seconds, inf where the rank cannot hold that; [i, i] leaves it out."""
     n = len(load.costs)
     cost = _ranges(load.costs, load.first_cost, load.last_cost)
     count = np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None]
@@ -224,7 +224,7 @@ def choose(
     """The best split, and which members are left out and why.
 
     predict: tokens per second of a split. Members of equal speed are never left out; slower ones
-    when that is faster by LEAVE or more. Raises PlanError when all together can not hold the model.
+    when that is faster by LEAVE or more. Raises PlanError when all together cannot hold the model.
     """
     out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
     trial = list(members)

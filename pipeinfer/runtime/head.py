@@ -249,7 +249,7 @@ class Head:
                 case Progress() | Ready() | Received() | Report():
                     pass  # of an arrangement that is over
                 case _:
-                    raise ProtocolError(f"the head can not handle {type(message).__name__}")
+                    raise ProtocolError(f"the head cannot handle {type(message).__name__}")
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
             self._last_result = time.monotonic()

@@ -269,7 +269,7 @@ def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers)
 
     small, plain = load(256), load(1024)
     # Without flash attention, holes between cells alone change the last bits.
-    same = partial(np.allclose, atol=1e-3) if options.get("flash_attn") == "off" else np.array_equal
+    same = partial(np.allclose, atol=4e-3) if options.get("flash_attn") == "off" else np.array_equal
     compactions = []
     original = small._compact
     small._compact = lambda: (compactions.append(True), original())

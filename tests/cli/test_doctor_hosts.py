@@ -77,7 +77,8 @@ def test_hosts_that_answer(tmp_path, fake_ssh):
      "launch/demo"),
     ([1, "", ""], "cannot be used: no message", "doctor"),
     (facts(host="a", pipeinfer="0.0.9"), "has pipeinfer 0.0.9, this host has", "same version"),
-    (facts(host="a", llama="0.1"), "has llama-cpp-python 0.1", "same version"),
+    (facts(host="a", llama="none: no AVX2: compile"), "runs no llama.cpp", "no AVX2: compile"),
+    (facts(host="a", llama="0.1"), "has llama.cpp 0.1", "same version"),
     (facts(host=OWN["host"]), f"has the host name {OWN['host']}, as head does", "slots=N"),
 ])
 def test_hosts_that_do_not(tmp_path, fake_ssh, answer, says, cure):

@@ -90,7 +90,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_float_outputs_are_the_sources(
     sources: dict[str, Path], tmp_path: Path, shape: dict[str, int]
 ) -> None:
-    pytest.importorskip("llama_cpp")
     inflate(sources["F32"], tmp_path / "big.gguf", **shape, qtype="F32")
     result = verify(sources["F32"], tmp_path / "big.gguf", tokens=TOKENS)
     assert result.positions == len(TOKENS)
@@ -101,7 +100,6 @@ def test_float_outputs_are_the_sources(
 
 
 def test_quantised_outputs_are_close(sources: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
     inflate(sources["Q8_0"], tmp_path / "big.gguf", **BIGGER)
     result = verify(sources["Q8_0"], tmp_path / "big.gguf", tokens=TOKENS)
     assert result.max_logit_difference < 0.03 * result.max_logit
@@ -109,7 +107,6 @@ def test_quantised_outputs_are_close(sources: dict[str, Path], tmp_path: Path) -
 
 
 def test_verify_notices_another_model(sources: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
     other = write_random(tmp_path / "other.gguf", QType.F32, seed=9)
     result = verify(sources["F32"], other, tokens=TOKENS)
     assert result.max_logit_difference > 0.5
@@ -193,7 +190,6 @@ def test_same_seed_same_file_and_progress(sources: dict[str, Path], tmp_path: Pa
 
 
 def test_command_inflates_the_embedded_target(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
     out = tmp_path / "big.gguf"
     # Four times the width: sqrt(4) is exact, so that not even roundings differ.
     shape = "--n-embd 1024 --n-layer 14 --n-head 16 --n-head-kv 4 --n-ff 1024".split()
@@ -215,7 +211,6 @@ def test_command_says_what_to_change(tmp_path: Path) -> None:
 
 def test_embedded_pair_is_fit_for_speculation() -> None:
     """On files that it never saw: the target is better, and the draft agrees often, not always."""
-    pytest.importorskip("llama_cpp")
     draft = EMBEDDED.with_name("draft.gguf")
     assert EMBEDDED.stat().st_size + draft.stat().st_size < 25e6
     losses, agreement = [], []

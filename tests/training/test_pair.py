@@ -181,7 +181,6 @@ def test_other_shape_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_export_gives_llama_cpp_the_same_tokens_and_logits(library: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
     import gguf
 
     from pipeinfer.experiments.inflate import _logits, _tokens

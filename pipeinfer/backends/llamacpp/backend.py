@@ -1,4 +1,4 @@
-"""Runs a GGUF shard with the released llama-cpp-python, through its C interface.
+"""Runs a GGUF shard with a released llama.cpp library, through its C interface.
 
 llama.cpp has no call for "layers a to b": a shard is a model of its own (`models.shard`), takes the
 previous shard's residual stream as embedding rows, and gives its own back through the scheduler's
@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
@@ -33,6 +32,7 @@ from pipeinfer.backends.llamacpp.context import (
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models import llama_c
 from pipeinfer.models.llama import clear_log, ensure_llama, last_log
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
@@ -50,10 +50,10 @@ class LlamaCppBackend:
         options: LlamaOptions,
     ) -> None:
         self._model, self._ctx, self._probe = model, context, probe
-        self._memory = llama_cpp.llama_get_memory(context)
+        self._memory = llama_c.llama_get_memory(context)
         self.info, self.options = info, options
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
-        self.exact_limit = options.exact_limit(info.n_ctx, llama_cpp.llama_n_threads(context))
+        self.exact_limit = options.exact_limit(info.n_ctx, llama_c.llama_n_threads(context))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
             if options.keep_order and not options.gaps else None
         self.capabilities = Capabilities(
@@ -73,7 +73,7 @@ class LlamaCppBackend:
             np.uintp
         )
         self._flags = np.zeros(n, np.int8)
-        batch = llama_cpp.llama_batch()
+        batch = llama_c.llama_batch()
         ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
         for field, array in (
             ("pos", self._positions),
@@ -107,14 +107,14 @@ class LlamaCppBackend:
 
         layers: which of the whole model's `n_layers_total` layers the file holds. n_ctx is
         rounded up to a multiple of 256 by llama.cpp; `info` has what it became. Raises ModelError
-        when the file can not be loaded, BackendError when the cache can not be made.
+        when the file cannot be loaded, BackendError when the cache cannot be made.
         """
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa)
         model = load_model(path, options)
         try:
-            n_layers = llama_cpp.llama_model_n_layer(model)
+            n_layers = llama_c.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(
                     f"{os.fspath(path)}: has {n_layers} layers, not those from {layers[0]} to "
@@ -126,26 +126,26 @@ class LlamaCppBackend:
             sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
             context = make_context(os.fspath(path), model, callback, sizes, options)
         except BaseException:
-            llama_cpp.llama_model_free(model)
+            llama_c.llama_model_free(model)
             raise
         architecture = metadata(model, "general.architecture")
-        vocab = llama_cpp.llama_model_get_vocab(model)
+        vocab = llama_c.llama_model_get_vocab(model)
         # A shard from the middle has a vocabulary of one, and a note of the model's.
         noted = metadata(model, "pipeinfer.vocab_size")
-        n_vocab = int(noted or llama_cpp.llama_vocab_n_tokens(vocab))
+        n_vocab = int(noted or llama_c.llama_vocab_n_tokens(vocab))
         info = ShardInfo(
             architecture=architecture,
             layers=layers,
             n_layers_total=n_layers_total,
             first=first,
             last=last,
-            n_embd=llama_cpp.llama_model_n_embd(model),
+            n_embd=llama_c.llama_model_n_embd(model),
             n_vocab=n_vocab,
-            n_ctx=llama_cpp.llama_n_ctx(context),
+            n_ctx=llama_c.llama_n_ctx(context),
             n_seq_max=n_seq_max,
             n_batch=n_batch,
-            weight_bytes=llama_cpp.llama_model_size(model),
-            cache_bytes=cache_bytes(model, llama_cpp.llama_n_ctx(context), options),
+            weight_bytes=llama_c.llama_model_size(model),
+            cache_bytes=cache_bytes(model, llama_c.llama_n_ctx(context), options),
         )
         return cls(model, context, probe, info, options)
 
@@ -172,10 +172,10 @@ class LlamaCppBackend:
             probe.arm(should_stop if self.options.layer_callbacks else None, out)
         taken = False
         clear_log()
-        status = llama_cpp.llama_decode(self._ctx, self._batch)
+        status = llama_c.llama_decode(self._ctx, self._batch)
         if status == 1 and self._order is not None and self._order.n_buried:
             self._compact()
-            status = llama_cpp.llama_decode(self._ctx, self._batch)
+            status = llama_c.llama_decode(self._ctx, self._batch)
         if status == 0 and self._order is not None:
             self._order.place(rows)
         del keep
@@ -193,7 +193,7 @@ class LlamaCppBackend:
         if out is not None:
             if not taken:
                 self._drop(rows)
-                raise BackendError("the shard's graph has no l_out tensor; it can not be split")
+                raise BackendError("the shard's graph has no l_out tensor; it cannot be split")
             return out
         return self._logits(int(np.count_nonzero(rows.outputs)))
 
@@ -203,12 +203,12 @@ class LlamaCppBackend:
         if p0 >= p1 or self._closed():
             return
         if order is None:
-            llama_cpp.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
+            llama_c.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
-                llama_cpp.llama_memory_seq_cp(self._memory, one, self._grave, low, high)
-            llama_cpp.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                llama_c.llama_memory_seq_cp(self._memory, one, self._grave, low, high)
+            llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
         if order.is_empty():
             self._empty_grave()
 
@@ -217,13 +217,13 @@ class LlamaCppBackend:
         if p0 >= p1 or src == dst or self._closed():
             return
         if self.options.validate:
-            low = llama_cpp.llama_memory_seq_pos_min(self._memory, dst)
-            high = llama_cpp.llama_memory_seq_pos_max(self._memory, dst)
+            low = llama_c.llama_memory_seq_pos_min(self._memory, dst)
+            high = llama_c.llama_memory_seq_pos_max(self._memory, dst)
             if low >= 0 and low < p1 and high >= p0:
                 raise BackendError(
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
                 )
-        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
+        llama_c.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
         if self._order is not None:
             self._order.copy(src, dst, p0, p1)
 
@@ -233,14 +233,14 @@ class LlamaCppBackend:
         if not self.options.gaps:
             raise BackendError("this shard was not loaded for joins; use the torch backend")
         if not self._closed():
-            llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+            llama_c.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
 
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
         if self._closed():
             return
         if self._order is None:
-            llama_cpp.llama_memory_seq_keep(self._memory, seq_id)
+            llama_c.llama_memory_seq_keep(self._memory, seq_id)
             return
         for other in self._order.used_ids():
             if other != seq_id:
@@ -258,8 +258,8 @@ class LlamaCppBackend:
         """Lowest and highest position of the id's cells, None without cells."""
         if self._closed():
             return None
-        low = llama_cpp.llama_memory_seq_pos_min(self._memory, seq_id)
-        high = llama_cpp.llama_memory_seq_pos_max(self._memory, seq_id)
+        low = llama_c.llama_memory_seq_pos_min(self._memory, seq_id)
+        high = llama_c.llama_memory_seq_pos_max(self._memory, seq_id)
         return None if low < 0 else (low, high)
 
     def close(self) -> None:
@@ -267,9 +267,9 @@ class LlamaCppBackend:
         context, self._ctx = self._ctx, None
         model, self._model = self._model, None
         if context is not None:
-            llama_cpp.llama_free(context)
+            llama_c.llama_free(context)
         if model is not None:
-            llama_cpp.llama_model_free(model)
+            llama_c.llama_model_free(model)
 
     def _closed(self) -> bool:
         return self._ctx is None
@@ -305,12 +305,12 @@ class LlamaCppBackend:
     def _logits(self, count: int) -> FloatArray:
         out = np.empty((count, self.info.n_vocab), np.float32)
         if count:
-            source = llama_cpp.llama_get_logits(self._ctx)
+            source = llama_c.llama_get_logits(self._ctx)
             if not source:
                 raise BackendError("llama.cpp gave no logits")
             ctypes.memmove(out.ctypes.data, source, out.nbytes)
         else:
-            llama_cpp.llama_synchronize(self._ctx)
+            llama_c.llama_synchronize(self._ctx)
         return out
 
     def _drop(self, rows: Rows) -> None:
@@ -331,18 +331,18 @@ class LlamaCppBackend:
         of the used cache, once per time that dead cells fill it.
         """
         assert self._order is not None
-        llama_cpp.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
-        size = llama_cpp.llama_state_get_size(self._ctx)
+        llama_c.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        size = llama_c.llama_state_get_size(self._ctx)
         state = np.empty(size, np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = llama_cpp.llama_state_get_data(self._ctx, data, size)
-        if not written or llama_cpp.llama_state_set_data(self._ctx, data, written) != written:
+        written = llama_c.llama_state_get_data(self._ctx, data, size)
+        if not written or llama_c.llama_state_set_data(self._ctx, data, written) != written:
             raise BackendError(f"llama.cpp could not move its cache together: {last_log()}")
         self._order.compact()
 
     def _empty_grave(self) -> None:
         assert self._order is not None
-        llama_cpp.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        llama_c.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
         self._order.empty_grave()
 
     def _failure(self, status: int, rows: Rows) -> BackendError:

@@ -11,10 +11,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import llama_cpp
-from llama_cpp import _ggml
-
 from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models import llama_c
 from pipeinfer.models.llama import clear_log, last_log
 from pipeinfer.models.llama_rules import check_file
 
@@ -32,21 +30,6 @@ CACHE_TYPES = {
 }
 FLASH = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQS = 255  #: llama.cpp's 256, less one that `cellorder` needs
-
-
-def _bind(name: str, restype: Any, argtypes: list[Any]) -> Any:
-    function = getattr(_ggml.libggml, name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
-get_name = _bind("ggml_get_name", ctypes.c_char_p, [ctypes.c_void_p])
-tensor_nbytes = _bind("ggml_nbytes", ctypes.c_size_t, [ctypes.c_void_p])
-tensor_get = _bind(
-    "ggml_backend_tensor_get",
-    None,
-    [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t],
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +60,8 @@ class LlamaOptions:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the processor computes: no layers are offloaded, or this build can not."""
-        return self.n_gpu_layers == 0 or not llama_cpp.llama_supports_gpu_offload()
+        """Whether the processor computes: no layers are offloaded, or this build cannot."""
+        return self.n_gpu_layers == 0 or not llama_c.llama_supports_gpu_offload()
 
     def resolved(self, head_size: int) -> LlamaOptions:
         """These options with every "auto" of the cache decided, for heads of `head_size`.
@@ -118,7 +101,7 @@ class LlamaOptions:
 def check_sizes(
     n_ctx: int, n_seq_max: int, n_batch: int, n_threads: int, options: LlamaOptions
 ) -> None:
-    """Raise BackendError for sizes or cache types that can not be meant."""
+    """Raise BackendError for sizes or cache types that cannot be meant."""
     for what, value, top in (
         ("context", n_ctx, 2**30),
         ("number of sequences", n_seq_max, MAX_SEQS),
@@ -133,9 +116,9 @@ def check_sizes(
 
 
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
-    """The model at `path`; ModelError with llama.cpp's reason when it can not be loaded."""
+    """The model at `path`; ModelError with llama.cpp's reason when it cannot be loaded."""
     clear_log()
-    params = llama_cpp.llama_model_default_params()
+    params = llama_c.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     # With AMX, repacked quantised weights crash at two rows or more (llama.cpp issue 20824).
@@ -143,9 +126,9 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
     check_file(path)
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise ModelError(f"{os.fspath(path)}: llama.cpp can not load it: {last_log()}")
+        raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
     return model
 
 
@@ -160,7 +143,7 @@ def make_context(
     clear_log()
     n_ctx, n_seq_max, n_batch, n_threads = sizes
     n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
-    params = llama_cpp.llama_context_default_params()
+    params = llama_c.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_seq_max = n_ctx, n_batch, n_seq_max
     params.n_ubatch = options.n_ubatch or n_batch
     params.n_threads = params.n_threads_batch = n_threads
@@ -178,7 +161,7 @@ def make_context(
             f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, this machine has "
             f"{memory / 1e9:.0f}; lower -c"
         )
-    context = llama_cpp.llama_init_from_model(model, params)
+    context = llama_c.llama_init_from_model(model, params)
     if not context:
         raise BackendError(
             f"{name}: no cache of {n_ctx} cells of {options.type_k} and {options.type_v} for "
@@ -195,22 +178,22 @@ def _physical_memory() -> int:
 def head_size(model: Any, part: str = "value") -> int:
     """Elements of one attention head's key or value."""
     architecture = metadata(model, "general.architecture")
-    default = llama_cpp.llama_model_n_embd(model) // max(1, llama_cpp.llama_model_n_head(model))
+    default = llama_c.llama_model_n_embd(model) // max(1, llama_c.llama_model_n_head(model))
     return int(metadata(model, f"{architecture}.attention.{part}_length") or default)
 
 
 def metadata(model: Any, key: str) -> str:
     """A metadata value as text, empty without one."""
     buffer = ctypes.create_string_buffer(256)
-    length = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, 256)
+    length = llama_c.llama_model_meta_val_str(model, key.encode(), buffer, 256)
     return buffer.value.decode() if length >= 0 else ""
 
 
 def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
     """Bytes of a cache of `n_ctx` cells with these (resolved) options."""
-    heads = llama_cpp.llama_model_n_head_kv(model)
+    heads = llama_c.llama_model_n_head_kv(model)
     total = 0
     for part, kind in (("key", options.type_k), ("value", options.type_v)):
         _, size, block = CACHE_TYPES[kind]
         total += heads * head_size(model, part) * size // block
-    return total * n_ctx * int(llama_cpp.llama_model_n_layer(model))
+    return total * n_ctx * int(llama_c.llama_model_n_layer(model))

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import llama_cpp
-
-from pipeinfer.backends.llamacpp.context import get_name, tensor_get, tensor_nbytes
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
+from pipeinfer.models import llama_c
 
 
 class LayerProbe:
@@ -28,7 +26,7 @@ class LayerProbe:
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = False
         self.error: BaseException | None = None
-        self.callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._call)
+        self.callback = llama_c.ggml_backend_sched_eval_callback(self._call)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None) -> None:
         """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run."""
@@ -44,24 +42,24 @@ class LayerProbe:
                 # With offloaded layers the graph has several splits, and False ends only one:
                 # ask for the first tensor of the next, and end that one, too.
                 return ask
-            name = get_name(tensor)
+            name = llama_c.ggml_get_name(tensor)
             if ask:
                 if not name.startswith(b"l_out-"):
                     return False
                 return self.should_stop is not None or name == self.last_name
             if name == self.last_name and self.hidden is not None:
-                if tensor_nbytes(tensor) != self.hidden.nbytes:
+                n_bytes = llama_c.ggml_nbytes(tensor)
+                if n_bytes != self.hidden.nbytes:
                     raise BackendError(
-                        f"{name.decode()} has {tensor_nbytes(tensor)} bytes, {self.hidden.nbytes} "
-                        "expected"
+                        f"{name.decode()} has {n_bytes} bytes, {self.hidden.nbytes} expected"
                     )
-                tensor_get(tensor, self.hidden.ctypes.data, 0, self.hidden.nbytes)
+                llama_c.ggml_backend_tensor_get(tensor, self.hidden.ctypes.data, 0, n_bytes)
                 self.hidden_done = True
                 return False  # norm and head of a shard that is not the last never run
             if self.should_stop is not None and self.should_stop():
                 self.stopped = True
                 return False
-        except BaseException as error:  # an exception can not cross C: re-raised after the decode
+        except BaseException as error:  # an exception cannot cross C: re-raised after the decode
             self.error = error
             return False
         return True

@@ -1,4 +1,4 @@
-"""Plain decoding with llama-cpp-python on the whole file, sharing no code with the backend.
+"""Plain decoding by llama.cpp of the whole file, sharing no code with the backend but `llama_c`.
 
 Prompt in chunks of `chunk`, then one token at a time: the text every policy has to reproduce.
 """
@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import llama_cpp
 import numpy as np
 
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
+from pipeinfer.models import llama_c
 from pipeinfer.models.llama import ensure_llama
 
 
@@ -24,42 +24,42 @@ class PlainLoop:
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
                  n_batch: int = 512, type_k: int = 1, type_v: int = 8, flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
-        model_params = llama_cpp.llama_model_default_params()
+        model_params = llama_c.llama_model_default_params()
         model_params.use_extra_bufts = False
-        self.model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-        params = llama_cpp.llama_context_default_params()
+        self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
+        params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
-        self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
-        self._vocab: Any = llama_cpp.llama_model_get_vocab(self.model)
-        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.context: Any = llama_c.llama_init_from_model(self.model, params)
+        self._vocab: Any = llama_c.llama_model_get_vocab(self.model)
+        self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
-        return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+        return bool(llama_c.llama_vocab_is_eog(self._vocab, token))
 
     def close(self) -> None:
         """Release context and model."""
-        llama_cpp.llama_free(self.context)
-        llama_cpp.llama_model_free(self.model)
+        llama_c.llama_free(self.context)
+        llama_c.llama_model_free(self.model)
 
     def reset(self) -> None:
         """Empty the cache, so that the next text begins at position 0."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        llama_c.llama_memory_clear(llama_c.llama_get_memory(self.context), True)
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
         """Logits after the last of `tokens`, which start at `position`."""
-        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        batch = llama_c.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             batch.token[i], batch.pos[i] = token, position + i
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = i == len(tokens) - 1
-        status = llama_cpp.llama_decode(self.context, batch)
-        llama_cpp.llama_batch_free(batch)
+        status = llama_c.llama_decode(self.context, batch)
+        llama_c.llama_batch_free(batch)
         assert status == 0, status
-        pointer = llama_cpp.llama_get_logits_ith(self.context, len(tokens) - 1)
+        pointer = llama_c.llama_get_logits_ith(self.context, len(tokens) - 1)
         address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(address, (self.n_vocab,)).copy()
 

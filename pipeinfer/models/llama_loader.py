@@ -1,0 +1,102 @@
+"""Finds the llama.cpp library to run: a compiled llama-cpp-python, else the prebuilt xllamacpp.
+
+Of either package only the shared library is taken, never its Python code; `llama_c` binds the
+functions. Each version that is known here has been tried, and its structs are known: another one
+is refused rather than guessed at. PIPEINFER_LLAMA=prebuilt passes over a compiled library.
+
+Knows packages and files; loads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeinfer.errors import BackendError
+from pipeinfer.models.llama_platform import COMPILE, why_no_wheel, why_not_here
+
+#: what PIPEINFER_LLAMA may say
+CHOICES = ("", "native", "prebuilt")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that brings the library. module: its name for Python; file: the library in it;
+    layouts: version -> how its structs are laid out (see `llama_c`)."""
+
+    name: str
+    module: str
+    file: str
+    layouts: tuple[tuple[str, str], ...]
+
+    @property
+    def newest(self) -> str:
+        """The version to install."""
+        return self.layouts[-1][0]
+
+
+NATIVE = Package("llama-cpp-python", "llama_cpp", "lib/libllama.so", (("0.3.36", "plain"),))
+PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
+                   (("2026.10.11549", "moe cache"),))
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library that can be loaded. layout: of its structs; compiled: for this host, by a user."""
+
+    package: str
+    version: str
+    path: Path
+    layout: str
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Package and version: stands for one state of llama.cpp's source and one layout."""
+        return f"{self.package} {self.version}"
+
+
+def find_library() -> Library:
+    """The library that this process runs. Raises BackendError, in one line, without one."""
+    choice = os.environ.get("PIPEINFER_LLAMA", "")
+    if choice not in CHOICES:
+        raise BackendError(f"PIPEINFER_LLAMA={choice}: not one of native, prebuilt")
+    native = None if choice == "prebuilt" else _path_of(NATIVE)
+    if native is not None:
+        return _known(NATIVE, native, compiled=True)
+    if choice == "native":
+        raise BackendError(f"no compiled llama.cpp is installed: {COMPILE}")
+    prebuilt = _path_of(PREBUILT)
+    if prebuilt is None:
+        raise BackendError("llama.cpp is not installed: " + (
+            f"{reason}, and {COMPILE}" if (reason := why_no_wheel()) else
+            f"pip install {PREBUILT.name}=={PREBUILT.newest} brings it prebuilt, {COMPILE}"))
+    if reason := why_not_here():
+        raise BackendError(reason)
+    return _known(PREBUILT, prebuilt, compiled=False)
+
+
+def _path_of(package: Package) -> Path | None:
+    """The package's library, None where it is not installed or was built without one."""
+    spec = find_spec(package.module)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / package.file
+        if path.is_file():
+            return path
+    return None
+
+
+def _known(package: Package, path: Path, *, compiled: bool) -> Library:
+    try:
+        found = version(package.name)
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    layout = dict(package.layouts).get(found)
+    if layout is None:
+        raise BackendError(
+            f"{package.name} {found} is installed, whose C structs pipeinfer does not know: "
+            f"pip install {package.name}=={package.newest}")
+    return Library(package.name, found, path, layout, compiled)

@@ -1,0 +1,181 @@
+"""Which llama.cpp library is taken, and what is refused before anything is loaded or called."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.errors import BackendError
+from pipeinfer.models import llama, llama_c, llama_loader, llama_platform
+from pipeinfer.models.llama_loader import NATIVE, PREBUILT, find_library
+
+LIBRARY = find_library()
+
+
+def pretend(monkeypatch, tmp_path, **installed):
+    """Packages with these versions, by module; None: installed, but without a library."""
+    for package in (NATIVE, PREBUILT):
+        if installed.get(package.module):
+            path = tmp_path / package.module / package.file
+            path.parent.mkdir(parents=True)
+            path.touch()
+    versions = {p.name: installed.get(p.module) for p in (NATIVE, PREBUILT)}
+    monkeypatch.setattr(llama_loader, "find_spec", lambda name: types.SimpleNamespace(
+        submodule_search_locations=[str(tmp_path / name)]) if name in installed else None)
+    monkeypatch.setattr(llama_loader, "version", versions.__getitem__)
+    monkeypatch.setattr(llama_loader, "why_not_here", lambda: "")
+    monkeypatch.delenv("PIPEINFER_LLAMA", raising=False)
+
+
+def test_a_compiled_library_wins(monkeypatch, tmp_path):
+    pretend(monkeypatch, tmp_path, llama_cpp="0.3.36", xllamacpp="2026.10.11549")
+    assert find_library().name == "llama-cpp-python 0.3.36"
+    monkeypatch.setenv("PIPEINFER_LLAMA", "prebuilt")
+    found = find_library()
+    assert (found.name, found.layout, found.compiled) == (
+        "xllamacpp 2026.10.11549", "moe cache", False)
+
+
+def test_a_package_that_was_built_without_its_library_is_none(monkeypatch, tmp_path):
+    pretend(monkeypatch, tmp_path, llama_cpp=None, xllamacpp="2026.10.11549")
+    assert not find_library().compiled
+    monkeypatch.setenv("PIPEINFER_LLAMA", "native")
+    with pytest.raises(BackendError, match=r"no compiled llama\.cpp is installed.*--native"):
+        find_library()
+
+
+@pytest.mark.parametrize(("installed", "says"), [
+    ({}, r"pip install xllamacpp==.*--native"),
+    ({"llama_cpp": "0.3.37"}, r"llama-cpp-python 0\.3\.37 .* pip install llama-cpp-python==0\.3"),
+    ({"xllamacpp": "2027.1.1"}, r"xllamacpp 2027\.1\.1 .* pip install xllamacpp==2026"),
+])
+def test_without_a_library_that_is_known_one_line_says_what_to_do(
+        monkeypatch, tmp_path, installed, says):
+    pretend(monkeypatch, tmp_path, **installed)
+    with pytest.raises(BackendError, match=says) as caught:
+        find_library()
+    assert "\n" not in str(caught.value)
+    assert llama.llama_version() == f"{llama.NO_LIBRARY}{caught.value}"
+
+
+def test_a_choice_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("PIPEINFER_LLAMA", "cuda")
+    with pytest.raises(BackendError, match="PIPEINFER_LLAMA=cuda"):
+        find_library()
+
+
+def test_the_pins_are_those_of_the_package_and_of_constraints():
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "constraints.txt").exists():
+        pytest.skip("no checkout")
+    pins = (root / "constraints.txt").read_text().replace("_", "-").splitlines()
+    setup = (root / "setup.cfg").read_text()
+    for package in (NATIVE, PREBUILT):
+        assert f"{package.name}=={package.newest}" in pins
+        assert f"{package.name}=={package.newest}" in setup
+
+
+# --- processors and platforms -----------------------------------------------------------------
+
+
+@pytest.fixture
+def on_x86(monkeypatch):
+    monkeypatch.setattr(llama_platform.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(llama_platform, "_LIBRARIES", {})
+
+
+@pytest.mark.parametrize(("features", "missing"), [
+    ("avx avx2 fma f16c bmi2 sse4_2", ""), ("avx f16c", "avx2, fma, bmi2"), ("", "")])
+def test_the_processors_features_are_checked(monkeypatch, on_x86, features, missing):
+    """Nothing is refused where Linux does not tell."""
+    monkeypatch.setenv(llama_platform.FEATURES_VARIABLE, features)
+    reason = llama_platform.why_not_here()
+    assert ("--native" in reason) == bool(missing)
+    assert missing in reason
+
+
+@pytest.mark.parametrize(("variables", "machine", "says"), [
+    ({"SOABI": "cpython-313-x86_64-linux-musl"}, "x86_64", "musl"),
+    ({"SOABI": "cpython-313t-x86_64-linux-gnu", "Py_GIL_DISABLED": 1}, "x86_64", "free-threaded"),
+    ({"SOABI": "cpython-313-riscv64-linux-gnu"}, "riscv64", "riscv64"),
+])
+def test_platforms_without_a_wheel(monkeypatch, variables, machine, says):
+    monkeypatch.setattr(llama_platform.sysconfig, "get_config_var", variables.get)
+    monkeypatch.setattr(llama_platform.platform, "machine", lambda: machine)
+    assert says in llama_platform.why_not_here()
+    assert "--native" in llama_platform.why_not_here()
+
+
+def test_a_system_library_that_is_missing(monkeypatch, on_x86):
+    monkeypatch.delenv(llama_platform.FEATURES_VARIABLE, raising=False)
+    monkeypatch.setattr(llama_platform, "cpu_flags", frozenset)
+    monkeypatch.setattr(llama_platform, "_LIBRARIES", {"libnone.so.9": "libnone9"})
+    assert "apt install libnone9" in llama_platform.why_not_here()
+
+
+def test_the_features_of_an_arm_processor(tmp_path, monkeypatch):
+    monkeypatch.delenv(llama_platform.FEATURES_VARIABLE, raising=False)
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimddp\n\n")
+    assert llama_platform.cpu_flags(tmp_path / "cpuinfo") == {"fp", "asimd", "asimddp"}
+    assert llama_platform.cpu_flags(tmp_path / "none") == frozenset()
+
+
+@pytest.mark.slow
+def test_the_launch_scripts_ask_without_any_package():
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", llama_platform.__file__], capture_output=True, text=True,
+        check=False, env=os.environ | {llama_platform.FEATURES_VARIABLE: "sse2"})
+    assert done.returncode == 1
+    assert "--native" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+# --- the binding ------------------------------------------------------------------------------
+
+
+def test_a_library_with_another_layout_is_refused():
+    """As if the other library's structs were expected of this one."""
+    wrong = {"plain": "moe cache", "moe cache": "plain"}[LIBRARY.layout]
+    with pytest.raises(BackendError, match="lays out llama_context_params differently") as caught:
+        llama_c.bind(dataclasses.replace(LIBRARY, layout=wrong))
+    assert "\n" not in str(caught.value)
+    assert set(llama_c.bind(LIBRARY)) >= {"llama_decode", "llama_context_params"}
+
+
+def test_what_is_no_library_is_refused(tmp_path):
+    path = tmp_path / "libllama.so"
+    path.write_bytes(b"nothing")
+    with pytest.raises(BackendError, match=r"cannot be loaded: .*libllama\.so"):
+        llama_c.bind(dataclasses.replace(LIBRARY, path=path))
+
+
+def test_a_function_that_the_library_lacks():
+    if LIBRARY.compiled:
+        assert callable(llama_c.llama_model_quantize)
+    else:
+        with pytest.raises(BackendError, match=r"has no llama_model_quantize: .*--native"):
+            _ = llama_c.llama_model_quantize
+    with pytest.raises(AttributeError):
+        _ = llama_c.llama_nothing
+
+
+def test_everything_comes_from_one_library():
+    """Two copies of ggml in one process would have two lists of buffers and types."""
+    llama.ensure_llama()
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+             if "llama" in line.rpartition("/")[2]}
+    assert files == {str(LIBRARY.path.resolve())}
+
+
+def test_remembered_figures_are_named_by_library_and_kernels():
+    identity = llama.llama_identity()
+    assert identity.startswith(f"{LIBRARY.name}; ")
+    assert " = 1" in identity
+    assert not {*llama_c.kernels()} & {*llama_c.unused_features()}
+    assert llama.llama_kernels() == " ".join(llama_c.kernels())

@@ -1,0 +1,109 @@
+"""The wheel, outside any checkout: built, installed plainly, and used as a user would.
+
+Without network pip fails at once, and the test is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import Served
+
+pytestmark = [pytest.mark.slow, pytest.mark.mpi]
+GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]
+SOURCES = ("pipeinfer", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+
+def environment(folder: Path, **extra: str) -> dict[str, str]:
+    """Of a user who has this virtual environment first on PATH, and MPI's settings."""
+    env = {k: v for k, v in launch.environment().items()
+           if not k.startswith(("PYTHONPATH", "PIPEINFER_", "VIRTUAL_ENV", "MPI4PY_"))}
+    own = str(Path(sys.executable).parent)
+    path = [part for part in env["PATH"].split(os.pathsep) if part != own]
+    return env | {"PATH": os.pathsep.join([str(folder / "bin"), *path]),
+                  "PIPEINFER_CACHE": str(folder / "cache")} | extra
+
+
+def run(folder: Path, *command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """In the virtual environment `folder`, somewhere that is no checkout."""
+    return subprocess.run([str(folder / "bin" / command[0]), *command[1:]], cwd=folder,
+                          env=environment(folder), capture_output=True, text=True, check=False,
+                          timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean virtual environment with the wheel, from PyPI's packages alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:
+        path = launch.ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    done = run(folder, "pip", "install", "--quiet", "--retries", "0", "build")
+    if done.returncode:
+        pytest.skip(f"pip reaches no packages: {done.stderr.strip().splitlines()[-1]}")
+    done = run(folder, "python", "-m", "build", "--outdir", "dist", str(source))
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel, = (folder / "dist").glob("*.whl")
+    done = run(folder, "pip", "install", "--quiet", "--constraint",
+               str(launch.ROOT / "constraints.txt"), f"{wheel}[mpi]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def tokens(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """What `generate --json` wrote."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[int] = json.loads(done.stdout)["tokens"]
+    return found
+
+
+def test_one_process_and_four_ranks_write_the_same_tokens(installed):
+    alone = tokens(run(installed, "pipeinfer", *GENERATE))
+    assert len(alone) == 12
+    assert tokens(run(installed, "mpirun", "-np", "4", "pipeinfer", *GENERATE)) == alone
+
+
+def test_no_compiler_was_needed(installed):
+    said = run(installed, "pipeinfer", "doctor")
+    assert said.returncode == 0, said.stdout
+    assert "llama.cpp: xllamacpp" in said.stdout
+    listed = json.loads(run(installed, "pip", "list", "--format", "json").stdout)
+    assert not {"llama-cpp-python", "llama_cpp_python"} & {one["name"] for one in listed}
+
+
+def test_the_server_has_its_page_and_a_model(installed):
+    process = subprocess.Popen(
+        [str(installed / "bin" / "pipeinfer"), "serve", "--port", "0"], cwd=installed, text=True,
+        env=environment(installed), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, start_new_session=True)
+    served = Served(process)
+    try:
+        served.wait_until_ready()
+        status, page = served.get("/")
+        assert status == 200
+        assert "<html" in page
+        status, answer = served.post("/v1/completions", {"prompt": "import os\n", "max_tokens": 4})
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGTERM)
+        assert served.end() in (0, 130, 143)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        served.end()
+        process.stderr.close()
