@@ -56,7 +56,7 @@ setup() {
             python=$(find_python)
             "$python" -m venv "$VENV" || {
                 rm -rf "$VENV"
-                say "can not make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
+                say "cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)"
                 exit 2
             }
         fi
@@ -124,9 +124,9 @@ spool_stdin() {
 run_mpi() {
     # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
     # 30 s; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
-    # 130) and what can not be used as it is (2) is not tried again.
+    # 130) and what cannot be used as it is (2) is not tried again.
     local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
-    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is no number"; exit 2 ;; esac
+    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is not a whole number"; exit 2 ;; esac
     ASKED=0
     while true; do
         began=$SECONDS
@@ -172,7 +172,7 @@ run_mpi_once() {
     # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
     # the running ones end (SIGUSR1); the second ends the job. ASKED counts them.
     # Rank 0, when it is on this host, writes "up" into a file and later its exit status: where a job
-    # survives deaths, mpirun says nothing of that of rank 0, and a host that can not be reached keeps
+    # survives deaths, mpirun says nothing of that of rank 0, and a host that cannot be reached keeps
     # it waiting for ever ("lost").
     local job status ended watcher
     ended=$(mktemp)
@@ -213,7 +213,7 @@ need_launcher() {
     case "$("$MPIRUN" --version 2>&1 || true)" in
         *"$1"*) ;;
         *)
-            say "$MPIRUN is not of the kind that this script drives ($1): use $2, or name the" \
+            say "$MPIRUN is not the kind of launcher that this script drives ($1): use $2, or name the" \
                 "launcher with PIPEINFER_MPIRUN"
             exit 2
             ;;

@@ -49,7 +49,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
 
     held: of the stages that live, in order of their layers. spares: living ranks without a stage;
     more of them than lost stages are taken only where that moves fewer layers. members: memory and
-    speed of each of these ranks. Raises PlanError when they can not hold the model, saying what is
+    speed of each of these ranks. Raises PlanError when they cannot hold the model, saying what is
     missing.
     """
     missing = len(load.costs) - sum(holding.stop - holding.start for holding in held)
@@ -70,7 +70,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
 
 def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
               ) -> tuple[float, tuple[Holding, ...]] | None:
-    """Layers moved and the best stages of ranks in this order, None where they can not hold the
+    """Layers moved and the best stages of ranks in this order, None where they cannot hold the
     model."""
     n = len(load.costs)
     moved = [_moved(n, holding) for holding in order]
@@ -134,7 +134,7 @@ def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holdi
     """The living stages with spare ranks (empty holdings) where layers are missing.
 
     The fastest spare goes to the gap with the most work. Further spares go to the largest gaps
-    again, for a gap that one of them can not hold: as many as stages were lost there, at least
+    again, for a gap that one of them cannot hold: as many as stages were lost there, at least
     one; with None any number.
     """
     n, at = len(load.costs), 0
@@ -198,5 +198,5 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     lacks = f"{size_text(need - room)} are missing" if need > room else \
         "no contiguous split of its layers fits"
     return PlanError(
-        f"the ranks that are left ({names}) can not hold the model: it needs {size_text(need)} and "
+        f"the remaining ranks ({names}) cannot hold the model: it needs {size_text(need)}, but "
         f"they have {size_text(room)} together; {lacks}")

@@ -77,7 +77,7 @@ class LlamaOptions:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the processor computes: no layers are offloaded, or this build can not."""
+        """Whether the processor computes: no layers are offloaded, or this build cannot."""
         return self.n_gpu_layers == 0 or not llama_cpp.llama_supports_gpu_offload()
 
     def resolved(self, head_size: int) -> LlamaOptions:
@@ -118,7 +118,7 @@ class LlamaOptions:
 def check_sizes(
     n_ctx: int, n_seq_max: int, n_batch: int, n_threads: int, options: LlamaOptions
 ) -> None:
-    """Raise BackendError for sizes or cache types that can not be meant."""
+    """Raise BackendError for sizes or cache types that cannot be meant."""
     for what, value, top in (
         ("context", n_ctx, 2**30),
         ("number of sequences", n_seq_max, MAX_SEQS),
@@ -126,14 +126,14 @@ def check_sizes(
         ("number of threads", n_threads, 512),
     ):
         if not 0 < value <= top:
-            raise BackendError(f"a {what} of {value} is not between 1 and {top}")
+            raise BackendError(f"a {what} of {value} must be from 1 to {top}")
     for flag, kind in (("-ctk", options.type_k), ("-ctv", options.type_v)):
         if kind != "auto" and kind not in CACHE_TYPES:
-            raise BackendError(f"{flag} {kind}: not one of {', '.join(CACHE_TYPES)}")
+            raise BackendError(f"{flag} {kind}: choose from {', '.join(CACHE_TYPES)}")
 
 
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
-    """The model at `path`; ModelError with llama.cpp's reason when it can not be loaded."""
+    """The model at `path`; ModelError with llama.cpp's reason when it cannot be loaded."""
     clear_log()
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
@@ -145,7 +145,7 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     check_file(path)
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise ModelError(f"{os.fspath(path)}: llama.cpp can not load it: {last_log()}")
+        raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
     return model
 
 
@@ -175,14 +175,14 @@ def make_context(
     wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
     if options.n_gpu_layers == 0 and wanted > memory:
         raise BackendError(
-            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, this machine has "
-            f"{memory / 1e9:.0f}; lower -c"
+            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but this machine has "
+            f"{memory / 1e9:.0f} GB; lower -c"
         )
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise BackendError(
-            f"{name}: no cache of {n_ctx} cells of {options.type_k} and {options.type_v} for "
-            f"{n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
+            f"{name}: cannot make a cache of {n_ctx} cells of {options.type_k} and "
+            f"{options.type_v} for {n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
         )
     return context
 

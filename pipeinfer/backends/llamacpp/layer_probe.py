@@ -61,7 +61,7 @@ class LayerProbe:
             if self.should_stop is not None and self.should_stop():
                 self.stopped = True
                 return False
-        except BaseException as error:  # an exception can not cross C: re-raised after the decode
+        except BaseException as error:  # an exception cannot cross C: re-raised after the decode
             self.error = error
             return False
         return True
