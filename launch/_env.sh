@@ -218,7 +218,7 @@ run_mpi() {
     # 30 s; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
     # 130) and what cannot be used as it is (2) is not tried again.
     local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
-    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is no number"; exit 2 ;; esac
+    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is not a whole number"; exit 2 ;; esac
     ASKED=0
     while true; do
         began=$SECONDS
@@ -320,7 +320,7 @@ need_launcher() {
     case "$("$MPIRUN" --version 2>&1 || true)" in
         *"$1"*) ;;
         *)
-            say "$MPIRUN is not of the kind that this script drives ($1): use $2, or name the" \
+            say "$MPIRUN is not the kind of launcher that this script drives ($1): use $2, or name the" \
                 "launcher with PIPEINFER_MPIRUN"
             exit 2
             ;;

@@ -36,11 +36,12 @@ _PROBE_SECONDS = 60
 
 
 @click.command()
-@click.option("-m", "--model", default="", help="Check memory and layers for this model.")
-@click.option("-c", "--ctx-size", "ctx", default=0, help="Context for the memory check.")
-@click.option("--head-stage", is_flag=True, help="Plan with layers on rank 0 too.")
-@click.option("--hostfile", default="", help="Ask this hostfile's hosts by ssh instead.")
-@click.option("--ranks", default=0, help="With --hostfile: ranks that are wanted.")
+@click.option("-m", "--model", default="",
+              help="Check that this model's layers fit the ranks' memory.")
+@click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens for the memory check.")
+@click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
+@click.option("--hostfile", default="", help="Check this hostfile's hosts by ssh instead.")
+@click.option("--ranks", default=0, help="With --hostfile: number of ranks to place.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks: int,
                    as_json: bool) -> None:
@@ -109,7 +110,7 @@ def _check_launch(everyone: list[dict[str, Any]], library: str) -> list[Finding]
         if len(ranks) > machine:
             found.append(Finding(
                 "warn", f"host {name}", f"{len(ranks)} ranks share {machine} cores",
-                "fine for trying things out; for speed start one stage per host"))
+                "this is fine for a trial; for speed start one stage per host"))
     if len(everyone) == 1 and host.launched_size() == 1:
         found.append(Finding("ok", "launch", "one process; start with mpirun -np N to use more"))
     return found

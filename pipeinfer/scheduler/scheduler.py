@@ -126,7 +126,7 @@ class Scheduler:
         fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
                  "cells", "kept", "threads")
         if any(getattr(limits, name) != getattr(old, name) for name in fixed):
-            raise ProtocolError(f"only {', '.join(fixed)} are fixed while requests run")
+            raise ProtocolError(f"{', '.join(fixed)} cannot change while requests run")
         self.state.limits = self.admission.limits = limits
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -197,7 +197,7 @@ class Scheduler:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
             self.state.emit(Refuse(request.request_id, ContextOverflow(
-                f"the prompt has {n} tokens and the context holds {self.limits.n_ctx}: shorten "
+                f"the prompt has {n} tokens, but the context holds {self.limits.n_ctx}: shorten "
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
             return
@@ -255,7 +255,8 @@ class Scheduler:
             return
         if len(choices) != len(run.nodes):
             raise ProtocolError(
-                f"run {run_id} has {len(run.nodes)} output rows and brought {len(choices)} choices"
+                f"run {run_id} has {len(run.nodes)} output rows, but {len(choices)} choices came "
+                "back"
             )
         if run.block is not None and was_useful:
             run.block.computed = True

@@ -35,7 +35,7 @@ def check_lengths(prompts: list[list[int]], n_ctx: int) -> None:
         if not prompt:
             raise bad("the prompt is empty", "prompt")
         if len(prompt) >= n_ctx:
-            raise bad(f"the prompt has {len(prompt)} tokens and the context holds {n_ctx}: "
+            raise bad(f"the prompt has {len(prompt)} tokens, but the context holds {n_ctx}: "
                       "shorten the prompt", "prompt", "context_length_exceeded")
 
 

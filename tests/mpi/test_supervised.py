@@ -91,7 +91,7 @@ def test_what_is_not_tried_again(fake, restarts, status):
 def test_a_number_of_restarts_that_is_none(fake):
     code, err = outcome(start(fake, "exit 6", "often"))
     assert code == 2
-    assert "PIPEINFER_RESTARTS=often is no number" in err
+    assert "PIPEINFER_RESTARTS=often is not a whole number" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

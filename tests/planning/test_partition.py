@@ -102,7 +102,7 @@ def test_too_little_memory_names_the_rank_and_the_lack():
     with pytest.raises(PlanError, match=r"rank 2 on bee needs 4\.0 GiB for 2 layers") as caught:
         partition(load, members)
     assert "has 1.0 GiB: it lacks 3.0 GiB" in str(caught.value)
-    assert "needs 6.0 GiB and all ranks together have 5.0 GiB" in str(caught.value)
+    assert "needs 6.0 GiB but all ranks together have 5.0 GiB" in str(caught.value)
 
 
 def test_memory_that_suffices_in_sum_only_is_said_so():

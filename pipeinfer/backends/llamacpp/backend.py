@@ -117,8 +117,8 @@ class LlamaCppBackend:
             n_layers = llama_c.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(
-                    f"{os.fspath(path)}: has {n_layers} layers, not those from {layers[0]} to "
-                    f"{layers[1]}"
+                    f"{os.fspath(path)}: has {n_layers} layers where layers {layers[0]} to {layers[1]} "
+                    "were expected"
                 )
             options = options.resolved(head_size(model))
             probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
@@ -160,7 +160,7 @@ class LlamaCppBackend:
         if self._ctx is None:
             raise BackendError("decode on a closed backend")
         if not 0 < n <= info.n_batch:
-            raise BackendError(f"a decode of {n} rows; this backend takes 1 to {info.n_batch}")
+            raise BackendError(f"a decode of {n} rows: this backend takes 1 to {info.n_batch}")
         if rows.views is not None:
             raise BackendError(NO_VIEWS)
         if self.options.validate:
@@ -337,7 +337,7 @@ class LlamaCppBackend:
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         written = llama_c.llama_state_get_data(self._ctx, data, size)
         if not written or llama_c.llama_state_set_data(self._ctx, data, written) != written:
-            raise BackendError(f"llama.cpp could not move its cache together: {last_log()}")
+            raise BackendError(f"llama.cpp could not compact its cache: {last_log()}")
         self._order.compact()
 
     def _empty_grave(self) -> None:
@@ -382,9 +382,11 @@ def check_rows(rows: Rows, n_seq_max: int) -> None:
             raise BackendError(f"row {i} has bad sequence ids {ids}")
         for seq_id in ids:
             if (seq_id, pos) in seen:
-                raise BackendError(f"row {i} is a second row of id {seq_id} at position {pos}")
+                raise BackendError(f"row {i} is a second row of sequence {seq_id} at "
+                                   f"position {pos}")
             seen.add((seq_id, pos))
         for other in earlier:
             if own & other and not own <= other:
-                raise BackendError(f"row {i}: ids {ids} were apart in an earlier row")
+                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
+                                   "earlier row")
         earlier.append(own)

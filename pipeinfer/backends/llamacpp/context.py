@@ -109,10 +109,10 @@ def check_sizes(
         ("number of threads", n_threads, 512),
     ):
         if not 0 < value <= top:
-            raise BackendError(f"a {what} of {value} is not between 1 and {top}")
+            raise BackendError(f"a {what} of {value} must be from 1 to {top}")
     for flag, kind in (("-ctk", options.type_k), ("-ctv", options.type_v)):
         if kind != "auto" and kind not in CACHE_TYPES:
-            raise BackendError(f"{flag} {kind}: not one of {', '.join(CACHE_TYPES)}")
+            raise BackendError(f"{flag} {kind}: choose from {', '.join(CACHE_TYPES)}")
 
 
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
@@ -158,14 +158,14 @@ def make_context(
     wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
     if options.n_gpu_layers == 0 and wanted > memory:
         raise BackendError(
-            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, this machine has "
-            f"{memory / 1e9:.0f}; lower -c"
+            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but this machine has "
+            f"{memory / 1e9:.0f} GB; lower -c"
         )
     context = llama_c.llama_init_from_model(model, params)
     if not context:
         raise BackendError(
-            f"{name}: no cache of {n_ctx} cells of {options.type_k} and {options.type_v} for "
-            f"{n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
+            f"{name}: cannot make a cache of {n_ctx} cells of {options.type_k} and "
+            f"{options.type_v} for {n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
         )
     return context
 

@@ -256,7 +256,8 @@ class Simulation:
             self.now, _, action = heapq.heappop(self.queue)
             action()
         if not self.over():
-            raise PipeinferError("the simulated pipeline came to rest before the request ended")
+            raise PipeinferError("the simulated pipeline stopped before the request ended (this is "
+                                 "a bug)")
 
     def over(self) -> bool:
         """Whether there is nothing left to wait for."""

@@ -170,7 +170,7 @@ def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath
     mpi_startup.introduce(comm)
     n_stages = len(scenario.stages)
     if comm.Get_size() != n_stages + 1:
-        raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, not "
+        raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, but there are "
                          f"{comm.Get_size()}: start mpirun with -np {n_stages + 1}")
     rank = comm.Get_rank()
     wire = scenario.links[-1 if rank == 0 else rank - 1]
