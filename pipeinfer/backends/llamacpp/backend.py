@@ -117,8 +117,8 @@ class LlamaCppBackend:
             n_layers = llama_c.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(
-                    f"{os.fspath(path)}: has {n_layers} layers where layers {layers[0]} to {layers[1]} "
-                    "were expected"
+                    f"{os.fspath(path)}: has {n_layers} layers, "
+                    f"but layers {layers[0]} to {layers[1]} were expected"
                 )
             options = options.resolved(head_size(model))
             probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None

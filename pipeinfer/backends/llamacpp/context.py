@@ -109,7 +109,7 @@ def check_sizes(
         ("number of threads", n_threads, 512),
     ):
         if not 0 < value <= top:
-            raise BackendError(f"a {what} of {value} must be from 1 to {top}")
+            raise BackendError(f"a {what} of {value}: it must be from 1 to {top}")
     for flag, kind in (("-ctk", options.type_k), ("-ctv", options.type_v)):
         if kind != "auto" and kind not in CACHE_TYPES:
             raise BackendError(f"{flag} {kind}: choose from {', '.join(CACHE_TYPES)}")
