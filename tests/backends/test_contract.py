@@ -388,7 +388,7 @@ def test_toy_log_and_impossible_ranges():
     [
         ({"n_ctx": 2**31}, BackendError, "context of"),
         ({"n_ctx": 2**30 - 1}, BackendError, "cells"),
-        ({"n_seq_max": 256}, BackendError, "between 1 and 255"),
+        ({"n_seq_max": 256}, BackendError, "must be from 1 to 255"),
         ({"n_threads": 0}, BackendError, "threads"),
         ({"options": LlamaOptions(type_k="f8")}, BackendError, "f8"),
         ({"options": LlamaOptions(flash_attn="off", type_v="q8_0")}, BackendError, "V cache"),
@@ -436,7 +436,7 @@ def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
 
 def test_rows_that_llama_does_not_check():
     check_rows(make_rows([(1, 0, (0, 1), True), (2, 1, (0,), True), (3, 1, (1,), True)]), 2)
-    with pytest.raises(BackendError, match="apart"):
+    with pytest.raises(BackendError, match="did not share the cell"):
         check_rows(make_rows([(1, 0, (0,), True), (2, 1, (0, 1), True)]), 2)
     with pytest.raises(BackendError, match="second row"):
         check_rows(make_rows([(1, 0, (0,), True), (2, 0, (0,), True)]), 2)
