@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -16,7 +17,6 @@ from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
-from pipeinfer.models import llama_c
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 
@@ -388,7 +388,7 @@ def test_toy_log_and_impossible_ranges():
     [
         ({"n_ctx": 2**31}, BackendError, "context of"),
         ({"n_ctx": 2**30 - 1}, BackendError, "cells"),
-        ({"n_seq_max": 256}, BackendError, "from 1 to 255"),
+        ({"n_seq_max": 256}, BackendError, "must be from 1 to 255"),
         ({"n_threads": 0}, BackendError, "threads"),
         ({"options": LlamaOptions(type_k="f8")}, BackendError, "f8"),
         ({"options": LlamaOptions(flash_attn="off", type_v="q8_0")}, BackendError, "V cache"),
@@ -414,14 +414,14 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 
 def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
-    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_v == "q8_0"
     assert LlamaOptions(n_gpu_layers=9, type_v="f16").resolved(64).exact_limit(4096, 2) == 1
 
 
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
-    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
     assert options.resolved(64).type_v == "q8_0"
     assert options.resolved(80).type_v == "bf16"

@@ -358,7 +358,7 @@ def test_a_server_that_goes_is_told_of(browser):
         served.process.wait(20)
         opened.answer()
         assert "Try again" in opened.problem()
-        assert re.search("does not answer|broke off|has failed", opened.problem())
+        assert re.search("does not answer|was lost|has failed", opened.problem())
         opened.tab.wait_for_selector("#state[data-state=gone], #state[data-state=failed]")
         opened.tab.wait_for_selector("#state[data-state=gone]")
         opened.tab.click(".problem button:has-text('Try again')")
