@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from itertools import pairwise
 
-import llama_cpp
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models import llama_c
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 
@@ -414,14 +414,14 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 
 def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
-    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
+    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_v == "q8_0"
     assert LlamaOptions(n_gpu_layers=9, type_v="f16").resolved(64).exact_limit(4096, 2) == 1
 
 
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
-    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
     assert options.resolved(64).type_v == "q8_0"
     assert options.resolved(80).type_v == "bf16"
