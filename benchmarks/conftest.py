@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from pipeinfer.experiments.rig.fixtures import private_cache  # noqa: F401
+from pipeinfer.experiments.rig.fixtures import nothing_left_running, private_cache  # noqa: F401
