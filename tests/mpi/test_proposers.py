@@ -133,7 +133,7 @@ def test_what_bita_cannot_do_is_said(tmp_path):
             (["", "--proposer", "bita"], 2, "--proposer bita needs an adapter"),
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
-             "is for 12 layers of 256 elements, the model has 2 of 256")):
+             "is for 12 layers of 256 elements, the model has 2 layers of 256")):
         done = launch.run(1, [*ask, *args], timeout=60)
         assert done.returncode == code, done.stderr
         assert says in done.stderr

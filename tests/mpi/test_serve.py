@@ -181,7 +181,7 @@ def test_errors_are_those_of_the_client(server, client):
     with connect(server, key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     assert [m.id for m in client.models.list()] == ["code"]
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(openai.NotFoundError, match="is not available"):
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="code", prompt="x", suffix="y")

@@ -130,8 +130,8 @@ def test_hosts_without_the_model_get_their_layers(tmp_path, one_process):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_stays_when_the_program_is_killed(number):
-    command = [sys.executable, "-m", "tests.cluster.namespaces", "--nodes", "2", "--cpu", "0.5",
-               "--", "sleep", "600"]
+    command = [sys.executable, "-m", "pipeinfer.experiments.rig.namespaces",
+               "--nodes", "2", "--cpu", "0.5", "--", "sleep", "600"]
     before = set(namespaces.STATE.glob("*"))
     process = subprocess.Popen(command, cwd=launch.ROOT, start_new_session=True)
     try:
