@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 
@@ -20,6 +21,18 @@ def chunk(data):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def _request(connection):
+    """All bytes of a request: a socket closed with unread ones is reset, and the answer lost."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    while length and len(body) < int(length[1]):
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
 @contextlib.contextmanager
 def server(*parts, hold=False):
     """Answers one request by these bytes; with `hold` the connection stays open."""
@@ -28,10 +41,7 @@ def server(*parts, hold=False):
         def serve():
             connection, _ = listener.accept()
             with connection:
-                data = b""
-                while b"\r\n\r\n" not in data:
-                    data += connection.recv(65536)
-                asked.append(data)
+                asked.append(_request(connection))
                 for part in parts:
                     connection.sendall(part)
                 if hold:
