@@ -6,7 +6,6 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-from pipeinfer.experiments.rig.fixtures import nothing_left_running, private_cache  # noqa: F401
 from pipeinfer.models.llama import llama_kernels, llama_version
 
 settings.register_profile("pipeinfer", deadline=None, derandomize="CI" in os.environ,

@@ -1,4 +1,4 @@
-"""Fixtures that the tests and the benchmarks' own tests share."""
+"""Fixtures of every session of tests; a pytest plugin, so that each is there once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ def nothing_left_running() -> Iterator[None]:
     Processes are known by a variable that they inherit, so one that has left its process group or
     its parent is found too. This process's own helpers, which end with it, do not count.
     """
-    if _MARK in os.environ:  # the other folder's fixture of the same run looks
-        yield
-        return
     mark = uuid.uuid4().hex
     os.environ[_MARK] = mark
     yield
