@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,6 @@ class HostFacts:
     features: tuple[str, ...]
     machine: str
     python: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The facts as plain data, for the start-up messages."""
-        return asdict(self)
 
 
 @dataclass(slots=True)
