@@ -51,7 +51,8 @@ setup() {
     local extras=$1 stamp wanted python
     SYSTEM_MPIRUN=$(system_mpirun)
     [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
-    wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt"; echo "$ROOT")
+    wanted=$(cat "$ROOT"/{setup.cfg,setup.py,constraints.txt} \
+        "$ROOT/pipeinfer/backends/llamacpp/layer_filter.c"; echo "$ROOT")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
     [ -z "$NATIVE" ] || extras="native,$extras"
     stamp="$VENV/.installed-${extras//,/-}"

@@ -20,7 +20,7 @@ from pipeinfer.experiments.rig.served import Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]
-SOURCES = ("pipeinfer", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("pipeinfer", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def environment(folder: Path, **extra: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from pipeinfer import host
+from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
 from pipeinfer.cluster.handshake import hello
@@ -72,7 +73,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     place = launch.find_place(config.cluster)
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
-            "kernels": own.kernels, "unused": _unused(),
+            "kernels": own.kernels, "unused": _unused(), "filter": compiled_filter() is not None,
             **asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
@@ -154,6 +155,12 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
             "ok", "llama.cpp's kernels", detail + (f"; not for {unused}" if unused else ""),
             "`./launch/demo --native` compiles it for all that this processor has; whether that "
             "is faster depends on the model's type (docs/install.md)" if unused else ""))
+    without = [str(rank["rank"]) for rank in everyone if not rank["filter"]]
+    if without:
+        found.append(Finding(
+            "ok", "layer filter", f"not compiled (ranks {', '.join(without)}): Python answers "
+            "llama.cpp for every node of a graph, 1 to 2 us each",
+            "install a C compiler, then pipeinfer again"))
     if len({kernels for kernels, _ in builds}) > 1:
         found.append(Finding(
             "warn", "llama.cpp's kernels", "differ between ranks: results can differ in near-ties",

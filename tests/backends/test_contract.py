@@ -10,6 +10,7 @@ import pytest
 
 from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp import layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
@@ -47,10 +48,12 @@ class Chain(ChainBackend):
         return bounds
 
 
-@pytest.fixture(params=["toy", "llamacpp", "torch", "chain"])
-def make(request, tiny_model, shard_cache):
+@pytest.fixture(params=["toy", "llamacpp", "llamacpp without C", "torch", "chain"])
+def make(request, tiny_model, shard_cache, monkeypatch):
     """A factory of backends over layers [start, stop) of one model; closes what it made."""
     made = []
+    if request.param == "llamacpp without C":
+        monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
     if request.param == "torch":
         for package in ("torch", "transformers", "safetensors"):
             pytest.importorskip(package, reason=f"the torch backend needs {package}")

@@ -122,9 +122,8 @@ class LlamaCppBackend:
                 )
             options = options.resolved(head_size(model))
             probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
-            callback = None if probe is None else probe.callback
             sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
-            context = make_context(os.fspath(path), model, callback, sizes, options)
+            context = make_context(os.fspath(path), model, probe, sizes, options)
         except BaseException:
             llama_c.llama_model_free(model)
             raise

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
 from pipeinfer.models.llama import clear_log, last_log
@@ -55,6 +56,7 @@ class LlamaOptions:
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True
+    repack: bool = False
     validate: bool = False
     gaps: bool = False
 
@@ -122,7 +124,7 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     # With AMX, repacked quantised weights crash at two rows or more (llama.cpp issue 20824).
-    params.use_extra_bufts = False
+    params.use_extra_bufts = options.repack
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
     check_file(path)
@@ -135,11 +137,11 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
 def make_context(
     name: str,
     model: Any,
-    callback: Any,
+    probe: LayerProbe | None,
     sizes: tuple[int, int, int, int],
     options: LlamaOptions,
 ) -> Any:
-    """A context with a cache for `model`; `sizes` as in `check_sizes`. `callback`: or None."""
+    """A context with a cache for `model`; `sizes` as in `check_sizes`. probe: its callback."""
     clear_log()
     n_ctx, n_seq_max, n_batch, n_threads = sizes
     n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
@@ -152,8 +154,8 @@ def make_context(
     params.kv_unified = True  # only then does seq_cp leave the values where they are
     params.offload_kqv = params.op_offload = options.n_gpu_layers != 0
     params.no_perf = True
-    if callback is not None:
-        params.cb_eval = callback
+    if probe is not None:
+        params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
     # llama.cpp clears the cache, so one that only just can be reserved gets the process killed.
     wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
     if options.n_gpu_layers == 0 and wanted > memory:

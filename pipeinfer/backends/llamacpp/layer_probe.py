@@ -1,21 +1,39 @@
 """llama.cpp's evaluation callback: takes a shard's hidden rows out, and stops a decode inside.
 
-Knows tensors by their names in llama.cpp's graphs (`l_out-<layer>`); no rows, no cache.
+llama.cpp calls it for every node of a graph, thousands of times per token on a deep model. Where
+`layer_filter.c` was compiled, it answers those that are not a layer's output; else Python does, at
+1 to 2 us each. Knows tensors by their names in llama.cpp's graphs (`l_out-<layer>`); no rows, no
+cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c
 
+_NOTHING, _LAST, _EVERY, _ENDED = range(4)
+
+
+class Filter(ctypes.Structure):
+    """What `layer_filter.c` knows: struct filter."""
+
+    _fields_ = (("name_of", ctypes.c_void_p), ("reached", ctypes.c_void_p),
+                ("last", ctypes.c_char_p), ("wants", ctypes.c_int))
+
 
 class LayerProbe:
     """One context's callback; `arm` it before a decode and read the outcome afterwards.
 
-    hidden_done: the rows were copied. stopped: `should_stop` said True. error: what it raised.
+    callback, data: for llama.cpp. hidden_done: the rows were copied. stopped: `should_stop` said
+    True. error: what it raised.
     llama.cpp calls it twice per tensor: `ask` - do you want it (the graph is cut there) - and,
     when wanted, once the tensor is computed; answering False then ends the graph.
     """
@@ -26,19 +44,30 @@ class LayerProbe:
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = False
         self.error: BaseException | None = None
-        self.callback = llama_c.ggml_backend_sched_eval_callback(self._call)
+        kind = llama_c.ggml_backend_sched_eval_callback
+        self._own = kind(self._call)
+        self._filter = Filter(_address(llama_c.ggml_get_name), _address(self._own),
+                              self.last_name, _NOTHING)
+        function = compiled_filter()
+        if function is None:
+            self.callback, self.data = self._own, None
+        else:
+            self.callback, self.data = kind(_address(function)), ctypes.addressof(self._filter)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None) -> None:
         """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run."""
         self.should_stop, self.hidden = should_stop, hidden
         self.hidden_done = self.stopped = False
         self.error = None
+        self._filter.wants = _EVERY if should_stop is not None else \
+            _NOTHING if hidden is None else _LAST
 
     def _call(self, tensor: int, ask: bool, _data: int | None) -> bool:
+        """With the compiled filter: never asked, only told of tensors that were wanted."""
         try:
-            if self.should_stop is None and self.hidden is None:
+            if self._filter.wants == _NOTHING:
                 return False
-            if self.hidden_done or self.stopped or self.error is not None:
+            if self._filter.wants == _ENDED:
                 # With offloaded layers the graph has several splits, and False ends only one:
                 # ask for the first tensor of the next, and end that one, too.
                 return ask
@@ -55,11 +84,31 @@ class LayerProbe:
                     )
                 llama_c.ggml_backend_tensor_get(tensor, self.hidden.ctypes.data, 0, n_bytes)
                 self.hidden_done = True
-                return False  # norm and head of a shard that is not the last never run
+                return self._end()  # norm and head of a shard that is not the last never run
             if self.should_stop is not None and self.should_stop():
                 self.stopped = True
-                return False
+                return self._end()
         except BaseException as error:  # an exception cannot cross C: re-raised after the decode
             self.error = error
-            return False
+            return self._end()
         return True
+
+    def _end(self) -> bool:
+        self._filter.wants = _ENDED
+        return False
+
+
+@cache
+def compiled_filter() -> Any | None:
+    """The function of `layer_filter.c`, None where it was not compiled or cannot be loaded."""
+    spec = PathFinder.find_spec("_layer_filter", [str(Path(__file__).parent)])
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return ctypes.CDLL(spec.origin).pipeinfer_layer_filter
+    except (OSError, AttributeError):
+        return None
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,81 @@
+"""The evaluation callback with and without its C part: what reaches Python, what comes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeinfer.backends.llamacpp import layer_probe
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.core.types import make_rows
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import extract_shard
+
+N_LAYERS = 3
+ROWS = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    path = write_random_model(folder / "m.gguf", RandomSpec(n_layer=N_LAYERS + 1, qtype="Q8_0"))
+    return extract_shard(ModelFile(path), 0, N_LAYERS, cache_dir=folder)
+
+
+def load(path, monkeypatch, *, compiled):
+    """The backend, and the calls that reach Python: (name, ask)."""
+    calls = []
+    if not compiled:
+        monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    elif layer_probe.compiled_filter() is None:
+        pytest.skip("layer_filter.c was not compiled here")
+    original = layer_probe.LayerProbe._call
+
+    def call(self, tensor, ask, data):
+        calls.append((layer_probe.llama_c.ggml_get_name(tensor), ask))
+        return original(self, tensor, ask, data)
+
+    monkeypatch.setattr(layer_probe.LayerProbe, "_call", call)
+    backend = LlamaCppBackend.load(
+        path, layers=(0, N_LAYERS), n_layers_total=N_LAYERS + 1, first=True, last=False, n_ctx=256,
+        n_seq_max=1, n_batch=8, n_threads=1)
+    calls.clear()  # of warming up
+    return backend, calls
+
+
+def test_in_c_only_outputs_of_layers_reach_python(shard, monkeypatch):
+    backend, calls = load(shard, monkeypatch, compiled=True)
+    backend.decode(ROWS)
+    assert calls == [(b"l_out-2", False)]
+    calls.clear()
+    backend.decode(make_rows([(7, 2, (0,), True)]), should_stop=lambda: False)
+    assert calls == [(b"l_out-%d" % layer, False) for layer in range(N_LAYERS)]
+    backend.close()
+
+
+def test_without_c_python_is_asked_for_every_node(shard, monkeypatch):
+    backend, calls = load(shard, monkeypatch, compiled=False)
+    backend.decode(ROWS)
+    assert len(calls) > 10 * N_LAYERS
+    assert [name for name, ask in calls if not ask] == [b"l_out-2"]
+    backend.close()
+
+
+def test_both_give_the_same_hidden_rows(shard, monkeypatch):
+    found = []
+    for compiled in (True, False):
+        backend, _ = load(shard, monkeypatch, compiled=compiled)
+        found.append(backend.decode(ROWS))
+        backend.close()
+    assert np.array_equal(*found)
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "_layer_filter.abi3.so").write_bytes(b"not a library")
+    monkeypatch.setattr(layer_probe, "__file__", str(tmp_path / "layer_probe.py"))
+    layer_probe.compiled_filter.cache_clear()
+    try:
+        assert layer_probe.compiled_filter() is None
+    finally:
+        layer_probe.compiled_filter.cache_clear()
