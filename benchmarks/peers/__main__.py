@@ -14,7 +14,9 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,18 +77,23 @@ def main(**given: Any) -> None:
     if unknown := set(names) - set(models.NAMES):
         raise click.UsageError(f"no file {', '.join(sorted(unknown))}: choose of "
                                f"{', '.join(models.NAMES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or what was started would go on
     if options.output:
         check_writable(options.output)
     options.work.mkdir(parents=True, exist_ok=True)
     folder = programs.find(options.programs, options.work)
-    report = {"machine": _machine(folder), "options": dataclasses.asdict(options), "runs": []}
+    report = {"machine": _machine(folder), "options": dataclasses.asdict(options), "runs": [],
+              "tables": []}
     for name in names:
         path = models.make(name, options.work)
         for label, wanted, tasks in _contests(options, name, path, folder):
-            found = contest(wanted, tasks, options.rounds, _listener(name, report, options.output))
+            found = lines(contest(wanted, tasks, options.rounds,
+                                  _listener(name, report, options.output)))
             title = (f"{name} ({path.stat().st_size / 1e9:.2f} GB), {label}, {options.tokens} "
                      f"tokens, {_threads()} threads, median of {options.rounds} (range)")
-            click.echo(f"\n{title}\n{table(lines(found))}\n")
+            click.echo(f"\n{title}\n{table(found)}\n")
+            report["tables"].append({"title": title, "lines": list(map(dataclasses.asdict, found))})
+            _keep(report, options.output)
 
 
 def _contests(options: Options, name: str, path: Path, folder: Path) -> list[
@@ -138,10 +145,14 @@ def _listener(name: str, report: dict[str, Any], output: Path | None) -> Any:
             "file": name, "round": turn, "group": entry.group, "entry": entry.name,
             "load": os.getloadavg()[0],
             **({"failed": measured} if failed else dataclasses.asdict(measured))})
-        if output:
-            write_atomically(output, json.dumps(report, default=str, indent=1))
+        _keep(report, output)
 
     return say
+
+
+def _keep(report: dict[str, Any], output: Path | None) -> None:
+    if output:
+        write_atomically(output, json.dumps(report, default=str, indent=1))
 
 
 def _machine(folder: Path) -> dict[str, Any]:
