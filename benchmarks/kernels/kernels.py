@@ -28,8 +28,8 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama import ensure_llama
 
 ROWS = (1, 2, 3, 4, 5, 6, 8)
-FTYPES = {"Q8_0": 7, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17,
-          "Q6_K": 18}
+FTYPES = {"Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q4_K_M": 15,
+          "Q5_K_M": 17, "Q6_K": 18}
 SPEC = RandomSpec(n_layer=4, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14336, qtype="F16")
 
 

@@ -54,6 +54,10 @@ def run(np: int, command: list[str], *, timeout: float = 120.0, mpi_args: tuple[
         out, err = process.communicate()
         raise AssertionError("the job did not end within "
                              f"{timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
+    except BaseException:  # an interrupt reaches only the parent: the job has its own group
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 

@@ -1,0 +1,186 @@
+"""One run of one program: its command, its deadline, and the speed that it reports.
+
+Speeds are those of generation, without loading and prompt. llama-bench feeds random tokens and
+samples nothing, so it is given the prompt's length as depth and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.experiments.rig.launch import run
+
+_DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
+_COUNT = re.compile(r"\bn_(drafted|accept) += (\d+)")
+_START_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run gave; raw: whatever else the program said that later questions may need."""
+
+    tokens_per_second: float
+    command: list[str]
+    raw: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every program is asked to do with one model.
+
+    programs: the folder of llama.cpp's own; n_prompt, tokens: tokens of the prompt and to generate;
+    threads: in all; deadline: seconds that one run may take; ctx: cells, 0 for the model's own
+    """
+
+    programs: Path
+    model: Path
+    prompt: Path
+    n_prompt: int
+    tokens: int
+    threads: int
+    deadline: float
+    ctx: int = 0
+
+
+def bench(task: Task, options: Sequence[str] = (), servers: int = 0) -> Measured:
+    """llama-bench, on `servers` workers if there are any. Raises ClickException."""
+    command = [str(task.programs / "llama-bench"), "-m", str(task.model), "-p", "0",
+               "-n", str(task.tokens), "-d", str(task.n_prompt), "-r", "1",
+               "-t", _own_threads(task, servers), "-o", "json", *options]
+    with workers(task, servers) as remote:
+        return parse_bench(_output(command + remote, task)[0], command + remote)
+
+
+def speculative(task: Task, options: Sequence[str] = (), servers: int = 0) -> Measured:
+    """llama-speculative-simple, likewise. Raises ClickException."""
+    command = [str(task.programs / "llama-speculative-simple"), "-m", str(task.model),
+               "-f", str(task.prompt), "-n", str(task.tokens),
+               "-t", _own_threads(task, servers),
+               "-c", str(task.ctx or task.n_prompt + task.tokens + 128), "--temp", "0",
+               "--ignore-eos", *options]
+    with workers(task, servers) as remote:
+        out, err = _output(command + remote, task)
+        return parse_speculative(out, err, command + remote)
+
+
+def pipeinfer(task: Task, options: Sequence[str] = (), ranks: int = 1) -> Measured:
+    """`pipeinfer generate`. Raises ClickException."""
+    command = [sys.executable, "-m", "pipeinfer", "generate", "-m", str(task.model),
+               "-f", str(task.prompt), "-n", str(task.tokens), "--temp", "0", "--ignore-eos",
+               "--json", *(("-c", str(task.ctx)) if task.ctx else ()), *options]
+    return parse_pipeinfer(_output(command, task, ranks)[0], command)
+
+
+def parse_bench(text: str, command: list[str]) -> Measured:
+    """From what `llama-bench -o json` printed. Raises ClickException."""
+    try:
+        (row,) = json.loads(text)
+        return Measured(float(row["avg_ts"]), command, row)
+    except (ValueError, KeyError, TypeError):
+        raise _unreadable(command, text) from None
+
+
+def parse_speculative(out: str, err: str, command: list[str]) -> Measured:
+    """From what llama-speculative-simple printed and logged. Raises ClickException."""
+    found = _DECODED.search(err)
+    if found is None or not float(found[2]):
+        raise _unreadable(command, err)
+    counts = {name: int(count) for name, count in _COUNT.findall(err)}
+    return Measured(int(found[1]) / float(found[2]), command, {"text": out, **counts})
+
+
+def parse_pipeinfer(text: str, command: list[str]) -> Measured:
+    """From what `pipeinfer generate --json` printed. Raises ClickException."""
+    try:
+        answer = json.loads(text)
+        return Measured(float(answer["stats"]["tokens_per_second"]), command, answer)
+    except (ValueError, KeyError, TypeError):
+        raise _unreadable(command, text) from None
+
+
+def _own_threads(task: Task, servers: int) -> str:
+    """With workers, llama.cpp's own process looks up embeddings, and runs the draft: idle threads
+    of a larger team would spin against the workers."""
+    return "1" if servers else str(task.threads)
+
+
+@contextmanager
+def workers(task: Task, count: int) -> Iterator[list[str]]:
+    """So many ggml-rpc-servers, sharing the threads; yields the options that name them.
+
+    They end with the block. Raises ClickException where one does not start.
+    """
+    if not count:
+        yield []
+        return
+    with ExitStack() as stack:
+        ends = [stack.enter_context(_server(task.programs, max(1, task.threads // count)))
+                for _ in range(count)]
+        yield ["--rpc", ",".join(ends), "-ngl", "99"]
+
+
+@contextmanager
+def _server(programs: Path, threads: int) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(programs / "ggml-rpc-server"), "-p", str(port), "-t", str(threads)]
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop it
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            _await(process, port, command, log)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _await(process: subprocess.Popen[bytes], port: int, command: list[str], log: Any) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    log.seek(0)
+    raise click.ClickException(
+        f"`{' '.join(command)}` did not listen within {_START_SECONDS:.0f} s: start it by hand "
+        f"to see why. It said: {log.read()[-800:]}")
+
+
+def _output(command: list[str], task: Task, ranks: int = 1) -> tuple[str, str]:
+    # launch/mpi.env gives every library one thread; llama.cpp's own programs keep theirs.
+    own = {} if command[0] == sys.executable else {"OMP_NUM_THREADS": str(task.threads)}
+    try:
+        done = run(ranks, command, timeout=task.deadline, **own)
+    except AssertionError:
+        raise click.ClickException(
+            f"`{' '.join(command)}` took over {task.deadline:.0f} s: raise --deadline, or lower "
+            "--tokens") from None
+    if done.returncode:
+        raise click.ClickException(
+            f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-1500:]}")
+    return done.stdout, done.stderr
+
+
+def _unreadable(command: Sequence[str], text: str) -> click.ClickException:
+    return click.ClickException(
+        f"`{' '.join(command)}` reported no speed; another version? It said: {text[-800:]}")
