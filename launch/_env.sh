@@ -348,7 +348,7 @@ names_to_pass() {
     for name in $(compgen -e); do
         case "$name" in
             PIPEINFER_SSH_ARGS | PIPEINFER_MPIRUN*) ;;
-            PATH | PYTHONPATH | LD_LIBRARY_PATH | MPI4PY_* | OMP_NUM_THREADS | PIPEINFER_* | OMPI_MCA_*)
+            PATH | PYTHONPATH | LD_LIBRARY_PATH | MPI4PY_* | OMP_* | GOMP_* | KMP_* | PIPEINFER_* | OMPI_MCA_*)
                 echo "$name" ;;
         esac
     done

@@ -93,7 +93,7 @@ class ModelConfig:
     cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached keys; auto: the one that keeps decodes "
-                                  "exact (f16).")
+                                  "exact (q8_0 on a CPU, see docs/exactness.md).")
     cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached values; auto: the one that keeps "
@@ -102,6 +102,10 @@ class ModelConfig:
                        help="Maximum prompt rows of one decode; limits --chunk.")
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str",
                            choices=("auto", "on", "off"), help="Flash attention.")
+    repack: str = _opt("auto", "--repack", kind="str", choices=("auto", "on", "off"),
+                       help="Lay quantised weights out anew for faster kernels while they are "
+                            "loaded; auto: unless llama.cpp was compiled for AMX, where it would "
+                            "crash.")
     mlock: bool = _opt(False, "--mlock", kind="flag",
                        help="Lock the weights in memory.")
     mmap: bool = _opt(True, "--mmap", kind="flag", off_flag="--no-mmap",

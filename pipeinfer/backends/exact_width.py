@@ -10,7 +10,6 @@ Where a cell lies in memory matters, too: `backends.llamacpp.cell_order` sees to
 from __future__ import annotations
 
 import hashlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,8 +83,9 @@ def _widths_from(note: object, limit: int) -> Widths | None:
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
     """Time of a decode of CURVE_ROWS rows relative to one of a single row (medians).
 
-    Where the backend cannot decode so many, every row counts like the first. The cache must be
-    empty, and is empty afterwards.
+    More rows may take less: kernels that take rows in fours do three one by one. Where the backend
+    cannot decode so many, every row counts like the first. The cache must be empty, and is empty
+    afterwards.
     """
     info = backend.info
     hidden = None if info.first else np.ones((CURVE_ROWS[-1], info.n_embd), np.float32)
@@ -102,8 +102,8 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
 
     one = max(seconds(1), 1e-9)
     most = min(info.n_batch, info.n_ctx)
-    times = [seconds(width) / one if width <= most else float(width) for width in CURVE_ROWS]
-    return tuple(itertools.accumulate(times, max))  # more rows never take less
+    return tuple(max(1.0, seconds(width) / one) if width <= most else float(width)
+                 for width in CURVE_ROWS)
 
 
 def exact_width(

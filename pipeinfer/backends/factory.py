@@ -71,7 +71,7 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
 
     values: dict[str, Any] = {
         "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
-        "type_v": config.cache_type_v,
+        "type_v": config.cache_type_v, "repack": config.repack,
     }
     if draft or config.exact == "off":
         # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.

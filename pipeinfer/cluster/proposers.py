@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
+from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.config import JobConfig
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.locate import open_model
@@ -49,6 +50,9 @@ def _load(config: JobConfig, place: Place, path: Path, cells: int, paths: int) -
             dataclasses.replace(config.model, exact="off"), path, (0, n_layers), sizes, threads)
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-    return LlamaCppBackend.load(
+    backend = LlamaCppBackend.load(
         path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True,
         n_threads=threads, options=llama_options(config.model, draft=True), **sizes)
+    if not config.model.threads_draft:
+        settle_threads(backend, threads)
+    return backend

@@ -38,6 +38,7 @@ from pipeinfer.backends.factory import (
     paced,
 )
 from pipeinfer.backends.pytorch.options import torch_version
+from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
 from pipeinfer.cluster.faults import (
     Fault,
@@ -78,11 +79,13 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loaded shard. received: bytes of it that came from rank 0."""
+    """A loaded shard. threads: that decode a single row. received: bytes of it that came from
+    rank 0."""
 
     layers: tuple[int, int]
     backend: Backend
     widths: Widths
+    threads: int
     received: int
 
 
@@ -223,7 +226,8 @@ class StageProcess:
         info = backend.info
         port.send(0, Tag.RESULT, Ready(
             self._name, self._place.rank, socket.gethostname(), layers, kind, widths.exact,
-            widths.row_cost, tuple(widths.curve), info.weight_bytes, info.cache_bytes, threads,
+            widths.row_cost, tuple(widths.curve), info.weight_bytes, info.cache_bytes,
+            max(part.threads for part in self._parts),
             sum(part.received for part in self._parts),
             tuple(part.layers for part in self._parts)))
         last = node if layers[1] == setup.n_layers else setup.n_stages
@@ -269,8 +273,9 @@ class StageProcess:
 
     def _load(self, config: JobConfig, setup: Setup, layers: tuple[int, int], kind: str,
               threads: int, report: Report) -> Part:
-        (start, stop), received = layers, 0
+        (start, stop), received, used = layers, 0, threads
         backend: Backend
+        llama = None
         if kind == "torch":
             path = own_model(setup)
             report("loading", 0, 1)
@@ -286,7 +291,7 @@ class StageProcess:
                 setup, start=start, stop=stop), report)
             report("loading", 0, 1)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
-            backend = LlamaCppBackend.load(
+            backend = llama = LlamaCppBackend.load(
                 shard,
                 layers=layers,
                 n_layers_total=setup.n_layers,
@@ -303,14 +308,16 @@ class StageProcess:
                 ),
             )
         try:
+            if llama is not None and not config.model.threads:
+                used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
             widths = known_widths(
-                backend, (setup.fingerprint, version, threads, *host.cpu_features()),
+                backend, (setup.fingerprint, version, threads, used, *host.cpu_features()),
                 limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
                 progress=lambda done, total: report("measuring", done, total))
         except BaseException:
             backend.close()
             raise
-        return Part(layers, backend, widths, received)
+        return Part(layers, backend, widths, used, received)
 
 
 def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -201,4 +201,4 @@ class Request:
         return frozenset() if self.ignore_eos else self.eos_ids
 
 
-CURVE_ROWS = (2, 4, 8, 16)  #: widths whose time is measured
+CURVE_ROWS = (2, 3, 4, 5, 8, 16)  #: widths whose time is measured

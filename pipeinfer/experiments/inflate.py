@@ -428,12 +428,11 @@ def verify(
 def _loaded(path: Path) -> Iterator[Any]:
     """The model that llama.cpp makes of ``path``."""
     from pipeinfer.models import llama_c
-    from pipeinfer.models.llama import ensure_llama
+    from pipeinfer.models.llama import ensure_llama, may_repack
 
     ensure_llama()
     params = llama_c.llama_model_default_params()
-    # The extra buffer types crash on AMX processors when several quantised rows are decoded.
-    params.use_extra_bufts = False
+    params.use_extra_bufts = may_repack()
     params.n_gpu_layers = 0
     model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

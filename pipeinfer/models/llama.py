@@ -80,3 +80,12 @@ def llama_identity() -> str:
         return f"{llama_c.loaded().name}; {llama_c.llama_print_system_info().decode()}"
     except BackendError as error:
         return f"{NO_LIBRARY}{error}"
+
+
+def may_repack() -> bool:
+    """Whether weights may be laid out anew for this processor's kernels when they are loaded.
+
+    Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
+    Raises BackendError without a library.
+    """
+    return b"AMX_INT8 = 1" not in llama_c.llama_print_system_info()

@@ -169,6 +169,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_threads": (c_int32, (_P,)),
     "llama_numa_init": (None, (c_int,)),
     "llama_print_system_info": (c_char_p, ()),
+    "llama_set_n_threads": (None, (_P, c_int32, c_int32)),
     "llama_state_get_data": (c_size_t, (_P, POINTER(c_uint8), c_size_t)),
     "llama_state_get_size": (c_size_t, (_P,)),
     "llama_state_set_data": (c_size_t, (_P, POINTER(c_uint8), c_size_t)),

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pipeinfer.core import codec
 from pipeinfer.core.control import Order
@@ -151,21 +151,25 @@ class Wakeup:
         return self._is_set
 
 
-class Mailbox:
-    """Arrived frames of one node, by tag; safe to fill from any thread.
+Mail: TypeAlias = bytes | bytearray | Message
 
-    epoch: of its reader. Frames of later epochs are kept until `enter`.
+
+class Mailbox:
+    """What has arrived at one node, by tag; safe to fill from any thread.
+
+    Nodes of one process hand each other messages as they are, which nobody may change then; others'
+    come as frames. epoch: of its reader. What is of a later epoch is kept until `enter`.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.arrived = Wakeup()
         self.epoch = epoch
         self._lock = threading.Lock()
-        self._frames: dict[Tag, deque[tuple[int, bytes | bytearray]]] = {t: deque() for t in Tag}
-        self._later: list[tuple[int, int, Tag, bytes | bytearray]] = []
+        self._frames: dict[Tag, deque[tuple[int, Mail]]] = {t: deque() for t in Tag}
+        self._later: list[tuple[int, int, Tag, Mail]] = []
 
-    def put(self, source: int, tag: Tag, frame: bytes | bytearray, epoch: int = 0) -> None:
-        """Add a frame and end a wait; one of an earlier epoch is dropped."""
+    def put(self, source: int, tag: Tag, frame: Mail, epoch: int = 0) -> None:
+        """Add a frame or message and end a wait; one of an earlier epoch is dropped."""
         with self._lock:  # the reader may enter another epoch meanwhile
             self._put(source, tag, frame, epoch)
         self.arrived.set()
@@ -181,7 +185,7 @@ class Mailbox:
         if later:
             self.arrived.set()
 
-    def _put(self, source: int, tag: Tag, frame: bytes | bytearray, epoch: int) -> None:
+    def _put(self, source: int, tag: Tag, frame: Mail, epoch: int) -> None:
         if epoch == self.epoch:
             self._frames[tag].append((source, frame))
         elif epoch > self.epoch:
@@ -193,7 +197,9 @@ class Mailbox:
             source, frame = self._frames[tag].popleft()
         except IndexError:
             return None
-        return Envelope(source, codec.decode(frame), len(frame))
+        if isinstance(frame, bytes | bytearray):
+            return Envelope(source, codec.decode(frame), len(frame))
+        return Envelope(source, frame, 0)
 
     @property
     def empty(self) -> bool:

@@ -1,7 +1,8 @@
 """Nodes as threads of one process, joined by mailboxes.
 
-The frames are the same bytes that travel over MPI, so `-np 1` runs the same code path. This
-module knows no MPI; `transport.mpi` reuses its local half for a stage hosted by rank 0.
+They hand each other the messages themselves: encoding and decoding them took a third of the time
+between two tokens of a small model. This module knows no MPI; `transport.mpi` reuses its local half
+for a stage hosted by rank 0.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class LocalPort:
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
-        frame = codec.encode(message)
-        self.traffic.count(tag, len(frame))
         box = self._mailboxes.get(dest)
         if box is not None:
-            box.put(self.node, tag, frame, self._epoch)
+            self.traffic.count(tag, 0)
+            box.put(self.node, tag, message, self._epoch)
         elif self._forward is not None:
+            frame = codec.encode(message)
+            self.traffic.count(tag, len(frame))
             self._forward(dest, tag, frame, self._epoch)
         else:
             raise ValueError(f"node {self.node} has no way to node {dest}")

@@ -174,13 +174,14 @@ class MpiPort:
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
-        frame = codec.encode(message)
-        self.traffic.count(tag, len(frame))
         box = self._mailboxes.get(dest)
         if box is not None:
-            box.put(self.node, tag, frame, self._layout.epoch)
-        else:
-            self._isend(dest, tag, frame)
+            self.traffic.count(tag, 0)
+            box.put(self.node, tag, message, self._layout.epoch)
+            return
+        frame = codec.encode(message)
+        self.traffic.count(tag, len(frame))
+        self._isend(dest, tag, frame)
 
     def take(self, tag: Tag) -> Envelope | None:
         """See `Port.take`. Raises ClusterError when rank 0 is dead."""

@@ -420,19 +420,23 @@ def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_v == "q8_0"
-    assert LlamaOptions(n_gpu_layers=9, type_v="f16").resolved(64).exact_limit(4096, 2) == 1
+    plain = LlamaOptions(n_gpu_layers=9, type_k="f16", type_v="f16").resolved(64)
+    assert plain.exact_limit(4096, 2) == 1
 
 
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
     monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
-    assert options.resolved(64).type_v == "q8_0"
-    assert options.resolved(80).type_v == "bf16"
+    assert (options.resolved(64).type_k, options.resolved(64).type_v) == ("q8_0", "q8_0")
+    assert (options.resolved(80).type_k, options.resolved(80).type_v) == ("f16", "bf16")
+    assert options.resolved(64, 80).type_k == "f16"
     assert options.resolved(64).flash_attn == "on"
-    assert LlamaOptions(flash_attn="off").resolved(64).type_v == "f16"
-    assert LlamaOptions(n_gpu_layers=9).resolved(64).type_v == "f16"
-    assert LlamaOptions(type_v="f16").resolved(64).exact_limit(4096, 2) == 1
-    assert LlamaOptions(type_v="f16").resolved(64).exact_limit(4096, 1) > 16
+    for elsewhere in (LlamaOptions(flash_attn="off"), LlamaOptions(n_gpu_layers=9)):
+        assert (elsewhere.resolved(64).type_k, elsewhere.resolved(64).type_v) == ("f16", "f16")
+    plain = LlamaOptions(type_k="f16", type_v="f16").resolved(64)
+    assert plain.exact_limit(4096, 2) == 1
+    assert plain.exact_limit(4096, 1) > 16
+    assert LlamaOptions(type_k="q8_0", type_v="f16").resolved(64).exact_limit(4096, 2) > 16
     assert LlamaOptions(flash_attn="off").resolved(64).exact_limit(4096, 1) == 1
     assert options.resolved(64).exact_limit(1 << 17, 64) > 16
 

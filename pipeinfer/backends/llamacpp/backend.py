@@ -52,8 +52,9 @@ class LlamaCppBackend:
         self._model, self._ctx, self._probe = model, context, probe
         self._memory = llama_c.llama_get_memory(context)
         self.info, self.options = info, options
+        self._most_threads = llama_c.llama_n_threads(context)
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
-        self.exact_limit = options.exact_limit(info.n_ctx, llama_c.llama_n_threads(context))
+        self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
             if options.keep_order and not options.gaps else None
         self.capabilities = Capabilities(
@@ -120,7 +121,7 @@ class LlamaCppBackend:
                     f"{os.fspath(path)}: has {n_layers} layers, "
                     f"but layers {layers[0]} to {layers[1]} were expected"
                 )
-            options = options.resolved(head_size(model))
+            options = options.resolved(head_size(model), head_size(model, "key"))
             probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
             sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
             context = make_context(os.fspath(path), model, probe, sizes, options)
@@ -260,6 +261,11 @@ class LlamaCppBackend:
         low = llama_c.llama_memory_seq_pos_min(self._memory, seq_id)
         high = llama_c.llama_memory_seq_pos_max(self._memory, seq_id)
         return None if low < 0 else (low, high)
+
+    def use_threads(self, count: int) -> None:
+        """Decode single rows with so many threads from now on, others with as many as `load` was
+        given. Bits stay the same where `exact_limit` is above 1."""
+        llama_c.llama_set_n_threads(self._ctx, count, self._most_threads)
 
     def close(self) -> None:
         """See `Backend.close`."""

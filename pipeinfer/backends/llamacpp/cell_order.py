@@ -31,8 +31,8 @@ class CellOrder:
     def __init__(self, n_cells: int, n_seqs: int) -> None:
         self.n_cells, self.n_seqs = n_cells, n_seqs
         self.in_order = True
-        self._low = np.zeros(n_seqs, np.int64)  #: position of the first entry of an id's row
-        self._length = np.zeros(n_seqs, np.int64)
+        self._low = [0] * n_seqs  #: position of the first entry of an id's row
+        self._length = [0] * n_seqs
         self._cells = np.empty((n_seqs, n_cells), np.int32)  #: rows; -1 where a cell is missing
         self._references = np.zeros(n_cells, np.int32)  #: how many ids hold the cell
         self._held = np.zeros(n_cells, np.bool_)  #: not free in llama.cpp's eyes
@@ -44,7 +44,7 @@ class CellOrder:
 
     def used_ids(self) -> list[int]:
         """The ids that hold cells."""
-        return np.flatnonzero(self._length).tolist()
+        return [seq_id for seq_id, length in enumerate(self._length) if length]
 
     def cells_of(self, seq_id: int) -> Cells:
         """The id's cells in order of position."""
@@ -53,10 +53,11 @@ class CellOrder:
 
     def place(self, rows: Rows) -> None:
         """Record that llama.cpp took the lowest free cells for these rows, in row order."""
-        free = np.flatnonzero(~self._held)[: len(rows)]
-        for cell, pos, ids in zip(
-            free.tolist(), rows.positions.tolist(), rows.seq_ids, strict=True
-        ):
+        cell = -1
+        for pos, ids in zip(rows.positions.tolist(), rows.seq_ids, strict=True):
+            cell += 1
+            if self._held[cell]:
+                cell += int(self._held[cell:].argmin())
             self._held[cell] = True
             self._references[cell] = len(ids)
             for seq_id in ids:
@@ -67,12 +68,12 @@ class CellOrder:
         start, stop = self._span(src, p0, p1)
         if start >= stop:
             return
-        low = int(self._low[src])
+        low = self._low[src]
         row = self._cells[src, start - low : stop - low]
-        length = int(self._length[dst])
+        length = self._length[dst]
         if not length:
             self._low[dst] = start
-        if int(self._low[dst]) + length == start:  # the usual case, in one go
+        if self._low[dst] + length == start:  # the usual case, in one go
             self._cells[dst, length : length + len(row)] = row
             self._length[dst] = length + len(row)
             self._references[row[row >= 0]] += 1
@@ -90,7 +91,7 @@ class CellOrder:
         start, stop = self._span(seq_id, p0, p1)
         if start >= stop:
             return []
-        low = int(self._low[seq_id])
+        low = self._low[seq_id]
         row = self._cells[seq_id, start - low : stop - low].copy()
         taken = row[row >= 0]
         self._references[taken] -= 1
@@ -130,14 +131,14 @@ class CellOrder:
         self._held = self._references > 0
 
     def _span(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
-        low = int(self._low[seq_id])
-        return max(p0, low), min(END if p1 < 0 else p1, low + int(self._length[seq_id]))
+        low = self._low[seq_id]
+        return max(p0, low), min(END if p1 < 0 else p1, low + self._length[seq_id])
 
     def _put(self, seq_id: int, pos: int, cell: int) -> None:
         if not self._length[seq_id]:
             self._low[seq_id] = pos
-        index = pos - int(self._low[seq_id])
-        length = int(self._length[seq_id])
+        index = pos - self._low[seq_id]
+        length = self._length[seq_id]
         if max(length - index, index) >= self.n_cells:  # far apart: give up the promise
             self.in_order = False
             return
@@ -147,14 +148,15 @@ class CellOrder:
             self._cells[seq_id, -index : length - index] = row
             self._low[seq_id], self._length[seq_id] = pos, length - index
             index = 0
-        length = int(self._length[seq_id])
-        self._cells[seq_id, length : index + 1] = -1
+        length = self._length[seq_id]
+        if index > length:
+            self._cells[seq_id, length:index] = -1
         self._cells[seq_id, index] = cell
         self._length[seq_id] = max(length, index + 1)
 
     def _trim(self, seq_id: int) -> None:
         """Drop empty entries at both ends of the id's row."""
-        length = int(self._length[seq_id])
+        length = self._length[seq_id]
         full = np.flatnonzero(self._cells[seq_id, :length] >= 0)
         if not len(full):
             self._length[seq_id] = 0

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, last_log
+from pipeinfer.models.llama import clear_log, last_log, may_repack
 from pipeinfer.models.llama_rules import check_file
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
@@ -41,9 +41,10 @@ class LlamaOptions:
     -ctv): see CACHE_TYPES; "auto" takes what keeps logits independent of neighbours, see
     `resolved`. n_ubatch: 0 takes n_batch, which stopping inside a decode needs. layer_callbacks:
     whether `decode` may be stopped inside; a whole model without it pays no callback at all (a
-    shard that is not the last always pays). keep_order: see `cellorder`. validate: check the rules
-    about sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one
-    that `models.gaps` made, whose positions may leave gaps.
+    shard that is not the last always pays). keep_order: see `cellorder`. repack: lay weights out
+    anew for faster kernels; "auto": wherever that is safe. validate: check the rules about
+    sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one that
+    `models.gaps` made, whose positions may leave gaps.
     """
 
     n_gpu_layers: int = 0
@@ -56,7 +57,7 @@ class LlamaOptions:
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True
-    repack: bool = False
+    repack: Literal["auto", "on", "off"] = "auto"
     validate: bool = False
     gaps: bool = False
 
@@ -65,25 +66,28 @@ class LlamaOptions:
         """Whether the processor computes: no layers are offloaded, or this build cannot."""
         return self.n_gpu_layers == 0 or not llama_c.llama_supports_gpu_offload()
 
-    def resolved(self, head_size: int) -> LlamaOptions:
-        """These options with every "auto" of the cache decided, for heads of `head_size`.
+    def resolved(self, head_size: int, key_size: int = 0) -> LlamaOptions:
+        """These options with every "auto" of the cache decided, for values of `head_size` elements
+        per head, and keys of `key_size` (0: as many).
 
-        On a CPU the choice is flash attention over float16 keys and q8_0 values (bfloat16 where
-        q8_0 does not fit the heads). That kernel treats every row alone, cell by cell, and skips
-        cells that the row does not see; so a row's logits do not depend on its neighbours, on
-        holes, or on where in the cache its sequence begins. Without flash attention two rows
-        take another kernel than one; with a float16 or float32 V cache one row beyond 512 cells
-        is split over threads, and chunks of 64 rows are tiled.
+        On a CPU the choice is flash attention over q8_0 keys and values (float16 and bfloat16
+        where q8_0 does not fit the heads). That kernel treats every row alone, cell by cell, and
+        skips cells that the row does not see; so a row's logits do not depend on its neighbours,
+        on holes, or on where in the cache its sequence begins. Without flash attention two rows
+        take another kernel than one; where keys and values are both float16, or both float32,
+        one row beyond 512 cells is split over threads, and chunks of 64 rows are tiled.
         """
         on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
         if flash == "auto" and on_cpu:
             flash = "on"
+        treats_rows_alone = on_cpu and flash == "on"
         if kind_k == "auto":
-            kind_k = "f16"
+            fits = (key_size or head_size) % 32 == 0
+            kind_k = "q8_0" if treats_rows_alone and fits else "f16"
         if kind_v == "auto":
             exact = "q8_0" if head_size % 32 == 0 else "bf16"
-            kind_v = exact if on_cpu and flash == "on" else "f16"
+            kind_v = exact if treats_rows_alone else "f16"
         return replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
 
     def exact_limit(self, n_ctx: int, n_threads: int) -> int:
@@ -96,7 +100,8 @@ class LlamaOptions:
             return many
         if self.flash_attn == "off":
             return 1
-        splits = {self.type_k, self.type_v} <= {"f16", "f32"} and n_threads > 1 and n_ctx >= 512
+        splits = self.type_k == self.type_v and self.type_k in ("f16", "f32") \
+            and n_threads > 1 and n_ctx >= 512
         return 1 if splits else many
 
 
@@ -123,8 +128,7 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     params = llama_c.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
-    # With AMX, repacked quantised weights crash at two rows or more (llama.cpp issue 20824).
-    params.use_extra_bufts = options.repack
+    params.use_extra_bufts = options.repack == "on" or (options.repack == "auto" and may_repack())
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
     check_file(path)
@@ -177,7 +181,7 @@ def _physical_memory() -> int:
     return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
 
 
-def head_size(model: Any, part: str = "value") -> int:
+def head_size(model: Any, part: Literal["key", "value"] = "value") -> int:
     """Elements of one attention head's key or value."""
     architecture = metadata(model, "general.architecture")
     default = llama_c.llama_model_n_embd(model) // max(1, llama_c.llama_model_n_head(model))
@@ -195,7 +199,9 @@ def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
     """Bytes of a cache of `n_ctx` cells with these (resolved) options."""
     heads = llama_c.llama_model_n_head_kv(model)
     total = 0
-    for part, kind in (("key", options.type_k), ("value", options.type_v)):
+    parts: tuple[tuple[Literal["key", "value"], str], ...] = (
+        ("key", options.type_k), ("value", options.type_v))
+    for part, kind in parts:
         _, size, block = CACHE_TYPES[kind]
         total += heads * head_size(model, part) * size // block
     return total * n_ctx * int(llama_c.llama_model_n_layer(model))

@@ -110,5 +110,5 @@ def compiled_filter() -> Any | None:
         return None
 
 
-def _address(function: Any) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

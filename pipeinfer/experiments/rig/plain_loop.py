@@ -15,17 +15,17 @@ import numpy as np
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import ensure_llama
+from pipeinfer.models.llama import ensure_llama, may_repack
 
 
 class PlainLoop:
     """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
-                 n_batch: int = 512, type_k: int = 1, type_v: int = 8, flash: int = 1) -> None:
+                 n_batch: int = 512, type_k: int = 8, type_v: int = 8, flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_c.llama_model_default_params()
-        model_params.use_extra_bufts = False
+        model_params.use_extra_bufts = may_repack()
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch

@@ -1,0 +1,71 @@
+"""Finds how many threads a backend should decode single rows with.
+
+Memory often cannot feed all cores, and on small models threads wait for one another longer than
+they compute. Then fewer are as fast, and a neighbour on one of the cores does no harm. Measured
+whenever a model is loaded, not remembered: it may have been a bad moment.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.core.types import ALL_SEQS, END, make_rows
+
+_ENOUGH = 1.05  #: times the best time that is still taken for as fast
+_HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
+_ROUNDS = 2  #: further measurements of each number of threads
+_WINDOW = 0.05  #: seconds that one takes, at least
+_LONG = 1.0  #: seconds after which one time has to do
+
+
+class ThreadedBackend(Backend, Protocol):
+    """A backend that can change the number of threads it decodes single rows with."""
+
+    def use_threads(self, count: int) -> None: ...
+
+
+def settle_threads(backend: ThreadedBackend, most: int,
+                   progress: Callable[[], object] = lambda: None) -> int:
+    """Let the backend use the fewest of `most`, `most` / 2, ... 1 threads that decode a row about
+    as fast as any other of these numbers; how many. progress: called now and then.
+
+    The cache must be empty, and is empty afterwards.
+    """
+    candidates = [most]
+    times = {most: _seconds(backend, most)}
+    while candidates[-1] > 1 and times[candidates[-1]] < _HOPELESS * min(times.values()):
+        progress()
+        candidates.append(candidates[-1] // 2)
+        times[candidates[-1]] = _seconds(backend, candidates[-1])
+    quick = len(candidates) > 1 and min(times.values()) < _LONG / 4
+    for _ in range(_ROUNDS if quick else 0):  # in turn: the best of each counts
+        progress()
+        times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
+    chosen = min(count for count, seconds in times.items()
+                 if seconds <= _ENOUGH * min(times.values()))
+    backend.use_threads(chosen)
+    return chosen
+
+
+def _seconds(backend: ThreadedBackend, count: int) -> float:
+    """Median time of a decode of one row with so many threads."""
+    backend.use_threads(count)
+    info = backend.info
+    hidden = None if info.first else np.ones((1, info.n_embd), np.float32)
+    row = make_rows([(1, 0, (0,), True)])
+    times: list[float] = []
+    for turn in range(1000):
+        start = time.perf_counter()
+        backend.decode(row, hidden)
+        backend.seq_rm(ALL_SEQS, 0, END)
+        if turn:  # the first pages in the weights, or wakes threads
+            times.append(time.perf_counter() - start)
+        if sum(times) >= (_WINDOW if len(times) >= 3 else _LONG):
+            break
+    return statistics.median(times)
