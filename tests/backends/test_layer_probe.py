@@ -23,7 +23,7 @@ def shard(tmp_path_factory):
     return extract_shard(ModelFile(path), 0, N_LAYERS, cache_dir=folder)
 
 
-def load(path, monkeypatch, *, compiled):
+def load(path, monkeypatch, *, compiled, layers=N_LAYERS, total=N_LAYERS + 1):
     """The backend, and the calls that reach Python: (name, ask)."""
     calls = []
     if not compiled:
@@ -38,7 +38,7 @@ def load(path, monkeypatch, *, compiled):
 
     monkeypatch.setattr(layer_probe.LayerProbe, "_call", call)
     backend = LlamaCppBackend.load(
-        path, layers=(0, N_LAYERS), n_layers_total=N_LAYERS + 1, first=True, last=False, n_ctx=256,
+        path, layers=(0, layers), n_layers_total=total, first=True, last=False, n_ctx=256,
         n_seq_max=1, n_batch=8, n_threads=1)
     calls.clear()  # of warming up
     return backend, calls
@@ -51,6 +51,17 @@ def test_in_c_only_outputs_of_layers_reach_python(shard, monkeypatch):
     calls.clear()
     backend.decode(make_rows([(7, 2, (0,), True)]), should_stop=lambda: False)
     assert calls == [(b"l_out-%d" % layer, False) for layer in range(N_LAYERS)]
+    backend.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_deep_model_is_not_cut_at_every_layer(tmp_path, monkeypatch, compiled):
+    path = write_random_model(tmp_path / "deep.gguf", RandomSpec(n_layer=20, qtype="Q8_0"))
+    deep = extract_shard(ModelFile(path), 0, 19, cache_dir=tmp_path)
+    backend, calls = load(deep, monkeypatch, compiled=compiled, layers=19, total=20)
+    backend.decode(ROWS, should_stop=lambda: False)
+    told = [name for name, ask in calls if not ask]
+    assert told == [b"l_out-%d" % layer for layer in (*range(1, 19, 2), 18)]
     backend.close()
 
 

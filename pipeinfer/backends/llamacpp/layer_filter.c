@@ -5,15 +5,17 @@
    Filter has the same fields. Loaded with ctypes: needs neither Python's nor llama.cpp's headers. */
 
 #include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
-enum { NOTHING, LAST, EVERY, ENDED };
+enum { NOTHING, LAST, SOME, ENDED };
 
 struct filter {
     const char *(*name_of)(const void *tensor);           /* ggml_get_name */
     bool (*reached)(void *tensor, bool ask, void *data);  /* LayerProbe */
     const char *last;                                     /* name of the last layer's output */
     int wants;
+    int stride;  /* SOME: the output of each so many layers, and the last */
 };
 
 bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
@@ -30,8 +32,9 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
         if (!ask)
             return filter->reached(tensor, ask, NULL);
         name = filter->name_of(tensor);
-        if (filter->wants == LAST)
-            return strcmp(name, filter->last) == 0;
-        return strncmp(name, "l_out-", 6) == 0;
+        if (strncmp(name, "l_out-", 6) != 0)
+            return false;
+        return (filter->wants == SOME && (atoi(name + 6) + 1) % filter->stride == 0)
+            || strcmp(name, filter->last) == 0;
     }
 }
