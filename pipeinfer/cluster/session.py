@@ -13,7 +13,7 @@ made anew each time. This module knows no prompts and no HTTP, and not how ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
 from pipeinfer.core.control import PortName, Setup
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
-from pipeinfer.host import Place, threads_of
+from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.shard import ShardSource
@@ -170,11 +170,20 @@ class SchedulerSetup:
     controller: Controller | None
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What draft and stages share. contended: a stage computes on rank 0's host, so that drafting
+    may slow it down. draft_share: where the only stage does, on rank 0's own cores: the draft's
+    weights relative to the target's, about its time for a token; else 0."""
+
+    contended: bool
+    draft_share: float
+
+
 @dataclass(slots=True)
 class Session:
     """See the module docstring. reports: what stages said when they ended; on_change: called when
-    other stages have taken over; first: the terms of the stages at the start; contended: stages and
-    draft want more cores than rank 0's host has."""
+    other stages have taken over; first: the terms of the stages at the start."""
 
     config: JobConfig
     ground: LoadedCluster
@@ -187,7 +196,7 @@ class Session:
     notes: list[str]
     load_seconds: float
     first: Terms
-    contended: bool
+    sharing: Sharing
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     on_change: Callable[[], None] = lambda: None
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
@@ -280,7 +289,7 @@ class Session:
 
     def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return think(self.ground, self.assembly, self.first, config, policy,
-                     contended=self.contended)
+                     self.sharing)
 
 
 def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo],
@@ -292,12 +301,12 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     worker = ground.proposers(config, job.policy)
     assembly.start()
     drafts = draft_models(config, job.draft, job.policy)
-    contended = _is_contended(config.model, place, assembly, hosts, drafting=bool(drafts))
+    sharing = _sharing(config.model, assembly, hosts, drafts)
     notes = [*notes_on(hosts), *job.survey.notes, *filter(None, [job.plan.line()]),
              *_doubts(config.speculation, job), *map(str, assembly.changes),
              *_doubts_about(config.model, job, assembly)]
     first = assembly.terms
-    brain = think(ground, assembly, first, config, job.policy, contended=contended)
+    brain = think(ground, assembly, first, config, job.policy, sharing)
     head: Head
     if job.plan.whole:
         assert isinstance(brain.rows, Lookahead)
@@ -321,7 +330,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     session = Session(
         config, ground, assembly, hosts, head, brain.limits, worker,
         drafts[-1].name if drafts else "", notes, time.monotonic() - started, first,
-        contended)
+        sharing)
     head.on_loss = session.go_on
     session.watch_pace()
     return session
@@ -333,38 +342,39 @@ def think(
     first: Terms,
     config: JobConfig,
     policy: Policy,
-    *,
-    contended: bool,
+    sharing: Sharing,
 ) -> SchedulerSetup:
-    """What decides about runs over the stages that are there. first, contended: see `Session`."""
+    """What decides about runs over the stages that are there. first: see `Session`."""
     job = ground.job
+    rows = None if policy is Policy.ITERATIVE else row_proposer(
+        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id)
+    by_turns = rows is None and not config.speculation.decomposer
+    draft_share = sharing.draft_share if by_turns else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
         exact=job.width if config.model.exact == "off" else assembly.terms.exact,
         n_stages=min(len(assembly.held), len(job.plan.ranks)),  # ids were made for so many
-        curve=first.curve, spare=ground.spare)
-    rows = None if policy is Policy.ITERATIVE else row_proposer(
-        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id)
-    return SchedulerSetup(
-        limits,
-        rows,
-        controller_for(
-            config.speculation, limits, pinned, first.curve, ground.spare, contended=contended
-        ),
-    )
+        curve=first.curve, spare=ground.spare, draft_share=draft_share)
+    controller = controller_for(
+        config.speculation, limits, pinned, first.curve, ground.spare,
+        contended=sharing.contended, draft_share=draft_share)
+    return SchedulerSetup(limits if controller is None else controller.limits, rows, controller)
 
 
-def _is_contended(
-    config: ModelConfig,
-    place: Place,
-    assembly: Assembly,
-    hosts: list[RankInfo],
-    *,
-    drafting: bool,
-) -> bool:
-    at_home = sum(one.threads for one in assembly.ready.values() if one.host == hosts[0].host)
-    own = threads_of(config.threads_draft, place) if drafting else 0
-    return bool(at_home + own > hosts[0].cores_host)
+def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
+             drafts: Sequence[Path]) -> Sharing:
+    stages = assembly.ready.values()
+    contended = bool(drafts) and any(one.host == hosts[0].host for one in stages)
+    alone = [holding.rank for holding in assembly.held] == [0]  # and none on another rank
+    if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
+        return Sharing(contended, 0.0)
+    weights = sum(one.weight_bytes for one in stages)
+    return Sharing(contended, sum(map(_model_bytes, drafts)) / max(weights, 1))
+
+
+def _model_bytes(path: Path) -> int:
+    files = path.glob("*.safetensors") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files)
 
 
 def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
@@ -390,8 +400,8 @@ def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str
     if config.exact == "off":
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
-        notes.append("only runs of one row are exact here, so guesses travel one by one and "
-                     "--policy speculative works like iterative; --exact off allows wider runs")
+        notes.append("only runs of one row are exact here, so guesses travel one by one, with one "
+                     "stage and --policy speculative not at all; --exact off allows wider runs")
     if len({one.backend for one in assembly.ready.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")

@@ -7,7 +7,7 @@ a BiTA adapter's few vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.scheduler.controller import (
+    NEVER,
     Controller,
     Curve,
     Timing,
     alternatives_for,
     cutoff,
     groups,
+    least_confidence,
+    turns,
 )
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
@@ -32,6 +35,8 @@ from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
+_USUAL, _GOOD = 0.7, 0.9  #: acceptance that is expected of a draft, and that few surpass
+_SURE = 8  #: spans in which an expectation is believed before the contrary is tried
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
 
 
@@ -139,11 +144,13 @@ def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
 
 def limits_for(
     config: SpeculationConfig, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
-    n_stages: int, curve: Curve, spare: int,
+    n_stages: int, curve: Curve, spare: int, draft_share: float = 0.0,
 ) -> tuple[Limits, frozenset[str]]:
     """The limits to start with, and the names of those that the user set.
 
     curve: what runs of several rows cost. spare: cells beyond those of `cells_for`, for guesses.
+    draft_share: a drafted token's time relative to the target's, where both are computed by the
+    same cores and may take turns; else 0.
     """
     pinned: dict[str, Any] = {}
     if config.credit:
@@ -156,19 +163,30 @@ def limits_for(
         pinned["alternatives"] = config.alternatives
     if config.path_min >= 0:
         pinned["path_min"] = config.path_min
+    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not (pinned or config.ablate)
+    if config.tree_max:
+        pinned["tree_max"] = config.tree_max
+    if config.draft_p_min >= 0:
+        pinned["p_min"] = config.draft_p_min
     ablations = frozenset(Ablation(a) for a in config.ablate)
     synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
     credit = config.credit or n_stages + 1
     values: dict[str, Any] = {
         "credit": credit, "draft_max": sizes.draft_max,
         "join_tip": sizes.join and n_stages <= JOIN_UP_TO,
-        "alternatives": alternatives_for(credit), "path_min": cutoff(credit), **pinned,
+        "alternatives": alternatives_for(credit), "path_min": cutoff(credit),
+        "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
+    if take_turns and exact > 1:
+        timing = Timing(1.0, 1.0, curve, 0.0, draft_share)
+        size = turns(timing, _USUAL, exact - 1) or 1
+        values |= {"draft_max": size, "tree_max": size,
+                   "p_min": least_confidence(timing, _USUAL, size)}
+    values |= pinned
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,
-        partitions=partitions_for(config, credit), tree_max=config.tree_max or sizes.tree_max,
-        branches=config.branches,
-        p_min=_given(config.draft_p_min, 0.4 if synchronous else 0.0),
+        partitions=partitions_for(config, credit), branches=config.branches,
+        take_turns=take_turns,
         p_split=_given(config.p_split, 0.2 if synchronous else 0.02),
         p_recovery=config.p_recovery, p_decay=config.p_decay,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
@@ -180,14 +198,22 @@ def limits_for(
 
 
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
-                   cells: int, *, contended: bool = False) -> Controller | None:
+                   cells: int, *, contended: bool = False, draft_share: float = 0.0
+                   ) -> Controller | None:
     """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
 
     cells: beyond the context, half of which live guesses may take. contended: the draft takes
-    processors from stages.
+    processors from stages. draft_share: see `limits_for`.
     """
     trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
+    if limits.take_turns and trial and config.adapt:
+        timing, most = Timing(1.0, 1.0, curve, 0.0, draft_share), limits.exact_width - 1
+        judge = SpeculationTrial(promising=turns(timing, _USUAL, most) > 0, sure=_SURE,
+                                 hopeless=turns(timing, _GOOD, most) == 0)
+        if not judge.speculate:
+            limits = replace(limits, path_min=NEVER)
+        return Controller(limits, pinned, curve, cells // 2, judge)
     controller = Controller(
         limits, pinned, curve, cells // 2, SpeculationTrial() if trial else None
     )

@@ -69,7 +69,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 6
+VERSION = 7
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -366,7 +366,7 @@ def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
     except KeyError as error:
         raise ProtocolError(f"a failure report lacks {error}") from error
     if not all(isinstance(text, str) for text in (host, summary, trace)) or not (
-            isinstance(code, int) and abs(code) < 2**31):
+            isinstance(code, int) and -(2**31) <= code < 2**31):
         raise ProtocolError("a failure report has a malformed body")
     return WorkerFailed(node, host, run_id, summary, trace, int(code))
 

@@ -255,7 +255,7 @@ class Head:
             self._last_result = time.monotonic()
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
-            if self._tuner is not None and guesses and timed:
+            if self._tuner is not None and guesses and (timed or self._tuner.by_turns):
                 self._tuner.drafted(guesses, drafted.seconds)
             self._feed(drafted)
         return some

@@ -119,6 +119,11 @@ class Tuner(RunObserver):
         if len(run.nodes) == run.n_rows:
             self._issued[run.run_id] = (when, run.n_rows)
 
+    @property
+    def by_turns(self) -> bool:
+        """Whether a draft always has to catch up, by a token or two, which counts then."""
+        return self._controller.limits.take_turns
+
     def drafted(self, guesses: int, seconds: float) -> None:
         """A draft has named so many guesses in so many seconds, its cache being up to date."""
         self._controller.drafted(guesses, seconds)

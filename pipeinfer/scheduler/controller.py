@@ -31,7 +31,7 @@ _SAMPLES = 8  #: runs before the time on the way is believed: the first queue be
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
-_NEVER = 1.1  #: a cutoff at which the draft is not even asked
+NEVER = 1.1  #: a cutoff at which the draft is not even asked
 
 
 Curve: TypeAlias = tuple[tuple[int, float], ...]
@@ -61,6 +61,29 @@ class Timing:
     def latency(self, rows: int) -> float:
         """From issue to result in an empty pipeline."""
         return self.computed * factor(self.curve, rows) + self.transit
+
+
+def turns(timing: Timing, acceptance: float, most: int) -> int:
+    """How many guesses of a chain, up to `most`, bring most tokens per second where draft and
+    target take turns on the same cores; 0: plain decoding does."""
+    best = max(range(most + 1), key=lambda size: _pace(timing, acceptance, size))
+    plain = _pace(timing, acceptance, 0)
+    return best if _pace(timing, acceptance, best) > _SWITCH * plain else 0
+
+
+def _pace(timing: Timing, acceptance: float, size: int) -> float:
+    """Tokens per second in turns with chains of `size` guesses."""
+    expected = sum(acceptance**level for level in range(size + 1))
+    return expected / (timing.latency(1 + size) + size * timing.draft)
+
+
+def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
+    """The cutoff for drafted tokens that goes with `turns`: half of what one costs, in tokens that
+    the same time would bring; half, because those behind it may be right, too."""
+    seconds = timing.latency(1 + size) + size * timing.draft
+    cost = (seconds - timing.latency(1)) / size
+    tokens = sum(acceptance**level for level in range(size + 1))
+    return min(0.4, 0.5 * cost * tokens / seconds)
 
 
 def linear(row_cost: float) -> Curve:
@@ -282,7 +305,7 @@ class Controller:
         if self.trial is None or not self.trial.tokens(total, now, lanes, key):
             return None
         return self._change({"path_min": cutoff(self.limits.credit)
-                             if self.trial.speculate else _NEVER})
+                             if self.trial.speculate else NEVER})
 
     def advise(self, acceptance: float, second: float) -> Limits | None:
         """Limits for the next runs; None: nothing changes.
@@ -293,6 +316,8 @@ class Controller:
         if not self.active or timing is None or self._results % _EVERY:
             return None
         quiet = self.trial is not None and not self.trial.speculate
+        if self.limits.take_turns:
+            return None if quiet else self._take_turns(timing, acceptance)
         if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
@@ -306,6 +331,19 @@ class Controller:
             "alternatives": alternatives_for(credit),
             "eager": size * timing.draft > 1.5 * timing.slot(size),
         }, timing)
+
+    def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
+        most = min(self.limits.exact_width - 1, SIZES[-1] - 1)
+        size = turns(timing, acceptance, most)
+        if self.trial is not None:
+            self.trial.expect(size > 0)
+        size = max(size, 1)  # whether guesses pay at all the trial finds out
+        before = self.limits.tree_max
+        now, then = (_pace(timing, acceptance, one) for one in (before, size))
+        if before <= most and then < _SWITCH * now:
+            size = before
+        return self._change({"tree_max": size, "draft_max": size,
+                             "p_min": round(least_confidence(timing, acceptance, size), 2)})
 
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
         """The limits with these values, as far as the user left them free; None: they have."""
@@ -329,7 +367,7 @@ class Controller:
         """The cutoff when nothing is issued: ask the draft only where a good one would pay."""
         good = max(speed(timing, 0.9, Setting(size), self._credit(timing, size))
                    for size in SIZES[:4])
-        return _LISTEN if good > _SWITCH * speed(timing, 0.9, Setting(0)) else _NEVER
+        return _LISTEN if good > _SWITCH * speed(timing, 0.9, Setting(0)) else NEVER
 
     def _choose(self, timing: Timing, acceptance: float, second: float) -> Setting:
         """The best setting among those that are free, keeping the present one unless clearly

@@ -45,6 +45,8 @@ class Limits:
     share: best size of the groups that share a run, by number of lanes (index: lanes - 1); empty:
         as many groups as `credit` suggests
     threads: maximum threads of a response beside its main one
+    take_turns: draft and target compute by turns, as under `synchronous`: for one stage on the
+        draft's cores, where there is no pipeline to fill
     """
 
     n_ctx: int
@@ -72,12 +74,14 @@ class Limits:
     guess_rows: int = 0
     share: tuple[int, ...] = ()
     threads: int = 0
+    take_turns: bool = False
 
     @property
     def synchronous(self) -> bool:
         """Whether drafting happens only while nothing is in flight."""
         return self.policy is Policy.SPECULATIVE or (
-            self.policy is Policy.PIPEINFER and Ablation.ASYNC in self.ablations
+            self.policy is Policy.PIPEINFER
+            and (self.take_turns or Ablation.ASYNC in self.ablations)
         )
 
     @property

@@ -11,7 +11,7 @@ import math
 
 from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
-from pipeinfer.core.policy import Ablation
+from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
@@ -72,7 +72,8 @@ class Speculation:
         """Nothing below the walk was right, `tip` is issued next: forget what hung there; whether
         the tip is to wait for guesses that travel with it."""
         self.forget(lane)
-        hopeful = self.limits.synchronous or self.limits.path_min < 1.0  # else no guess will do
+        # else no guess will do
+        hopeful = self.limits.policy is Policy.SPECULATIVE or self.limits.path_min < 1.0
         quick = self.hints is not None
         if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
                 and self._depth_left(lane, tip) > 0:

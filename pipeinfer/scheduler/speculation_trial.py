@@ -22,12 +22,14 @@ _MARGIN = 1.02  #: how much faster plain decoding has to be
 class _Kind:
     """Speeds of both kinds at some number of requests, tokens per second; 0: not tried.
 
-    left: spans until the worse one is tried again. trying: this is such a span. tokens, seconds:
-    what the present span has so far, from requests that were shorter than it.
+    promising: whether guesses are expected to pay, which counts until both were tried. left: spans
+    until the worse one, or the one that promises less, is tried. trying: this is such a span.
+    tokens, seconds: what the present span has so far, from requests that were shorter than it.
     """
 
     guessing: float = 0.0
     plain: float = 0.0
+    promising: bool = True
     left: int = 0
     patience: int = _FIRST
     trying: bool = True
@@ -43,7 +45,8 @@ class _Kind:
     def now(self) -> bool:
         """Whether to guess: first both kinds are tried."""
         if not self.guessing or not self.plain:
-            return not self.guessing
+            believed = self.guessing if self.promising else self.plain
+            return self.promising == (self.left > 0 or not believed)
         return self.better != self.trying
 
     def add(self, guessed: bool, tokens: int, seconds: float) -> None:
@@ -63,6 +66,7 @@ class _Kind:
         else:
             self.plain = new
         if not self.guessing or not self.plain:
+            self.left -= 1
             return
         if self.better != before:
             self.patience = _FIRST
@@ -76,14 +80,25 @@ class _Kind:
 
 @dataclass(slots=True)
 class SpeculationTrial:
-    """`speculate` says what to do now."""
+    """`speculate` says what to do now.
 
+    promising: whether guesses are expected to pay; where they are not, plain decoding begins.
+    sure: how many spans go by before the other kind is tried. hopeless: not even good guesses
+    would pay, so none are tried.
+    """
+
+    promising: bool = True
+    sure: int = 0
+    hopeless: bool = False
     speculate: bool = True
     _kinds: dict[int, _Kind] = field(default_factory=dict)
     _key: object = None
     _from: tuple[int, float] | None = None
     _last: tuple[int, float, int] | None = None
     _skip_to: int = 0
+
+    def __post_init__(self) -> None:
+        self.speculate = self.promising and not self.hopeless
 
     def tokens(self, total: int, now: float, lanes: int, key: object) -> bool:
         """`total` tokens have come out by `now`; whether `speculate` has changed.
@@ -92,6 +107,9 @@ class SpeculationTrial:
         would spoil a comparison). key: changes when a request comes or goes.
         """
         before = self.speculate
+        if self.hopeless:
+            self.speculate = False
+            return before
         if not lanes or key != self._key:
             self._bank()
             self._key = key
@@ -114,14 +132,24 @@ class SpeculationTrial:
             return None
         (start, since), (total, until, lanes) = self._from, self._last
         self._last = None
-        kind = self._kinds.setdefault(_bucket(lanes), _Kind())
+        kind = self._kind(lanes)
         kind.add(self.speculate, total - start, until - since)
         return kind
+
+    def _kind(self, lanes: int) -> _Kind:
+        return self._kinds.setdefault(_bucket(lanes), _Kind(promising=self.promising,
+                                                            left=self.sure))
+
+    def expect(self, promising: bool) -> None:
+        """What is expected of guesses by now."""
+        self.promising = promising
+        for kind in self._kinds.values():
+            kind.promising = promising
 
     def _settle(self, total: int, lanes: int) -> None:
         """Start over, with the setting that suits this number of requests."""
         if lanes:
-            self.speculate = self._kinds.setdefault(_bucket(lanes), _Kind()).now
+            self.speculate = self._kind(lanes).now
         self._from, self._last, self._skip_to = None, None, total + _SETTLE * lanes
 
 

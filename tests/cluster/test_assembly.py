@@ -8,6 +8,7 @@ from pipeinfer.cluster.assembly import Assembly
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Ready, Receive, Received, Rehearse, Setup
 from pipeinfer.core.messages import Tag
+from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
@@ -20,7 +21,7 @@ def answer(node, rank, message):
     if isinstance(message, Receive):
         return Received(PortName(node), rank)
     return Ready(PortName(node), rank, f"host{rank}", (message.start, message.stop), "toy", 8, 0.5,
-                 (1.0, 2.0, 3.0, 4.0), 0, 0, 1, 0, ())
+                 (1.0,) * len(CURVE_ROWS), 0, 0, 1, 0, ())
 
 
 class Port:
