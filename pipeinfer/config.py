@@ -112,6 +112,10 @@ class ModelConfig:
                       help="Map the weights into memory instead of reading them.")
     numa: str = _opt("", "--numa", kind="str",
                      choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
+    like_llama_cpp: bool = _opt(
+        False, "--like-llama-cpp", kind="flag",
+        help="Cache types, flash attention, repacking and prompt chunks as llama.cpp's defaults, "
+             "for its very tokens; few rows or none are exact together then.")
     exact: str = _opt("on", "--exact", kind="str", choices=("on", "off"),
                       help="Limit runs to the width at which decodes are bit-equal to single rows.")
 
@@ -119,6 +123,10 @@ class ModelConfig:
         kind = self.cache_type_v
         if self.flash_attn == "off" and kind not in ("auto", "f16", "f32", "bf16"):
             raise UsageError(f"-ctv {kind} needs flash attention: leave out -fa off")
+        if self.like_llama_cpp and (self.exact == "off" or self.cache_type_k != "auto"
+                                    or self.cache_type_v != "auto" or self.flash_attn != "auto"):
+            raise UsageError("--like-llama-cpp decides cache types and flash attention itself: "
+                             "leave out -ctk, -ctv, -fa and --exact off")
 
 
 @dataclass(frozen=True, slots=True)

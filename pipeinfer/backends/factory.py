@@ -73,6 +73,8 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
         "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
         "type_v": config.cache_type_v, "repack": config.repack,
     }
+    if config.like_llama_cpp and not draft:
+        values |= {"type_k": "f16", "type_v": "f16"}
     if draft or config.exact == "off":
         # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
         values |= {k: fast for k, fast in (("flash_attn", "off"), ("type_k", "f16"),

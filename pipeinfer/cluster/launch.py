@@ -38,6 +38,7 @@ from pipeinfer.cluster.sizing import (
     cells_for,
     check_proposers,
     choose_policy,
+    chunk_of,
     draft_models,
     hint_cells,
     spare_cells,
@@ -283,7 +284,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         check_splittable(model)
     width, hints = widths_for(config, EXACT_LIMIT)
     n_batch = max(
-        min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
+        chunk_of(config),
         width,
         hints,
     )

@@ -26,6 +26,7 @@ from pipeinfer.cluster.shutdown import survivable
 from pipeinfer.cluster.sizing import (
     cells_for,
     choose_policy,
+    chunk_of,
     controller_for,
     draft_models,
     hint_cells,
@@ -119,7 +120,7 @@ class LoadedCluster:
             Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
             cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
             spare,
-            min(config.speculation.chunk, config.model.ubatch or config.speculation.chunk),
+            chunk_of(config),
             ids_for(config.speculation, credit),
         )
 
@@ -397,6 +398,10 @@ def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
 def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:
     """What stages have said that a user may not expect."""
     notes = []
+    if config.like_llama_cpp:
+        rows = assembly.terms.exact
+        notes.append("computed like llama.cpp by default; of that only runs of "
+                     f"{rows} row{'s' * (rows != 1)} are exact")
     if config.exact == "off":
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:

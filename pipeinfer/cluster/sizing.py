@@ -35,9 +35,18 @@ from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
+_THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL, _GOOD = 0.7, 0.9  #: acceptance that is expected of a draft, and that few surpass
 _SURE = 8  #: spans in which an expectation is believed before the contrary is tried
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
+
+
+def chunk_of(config: JobConfig) -> int:
+    """Rows of a prompt that travel together, at most."""
+    chunk = config.speculation.chunk
+    if config.model.like_llama_cpp and "chunk" not in config.given:
+        chunk = _THEIR_CHUNK
+    return min(chunk, config.model.ubatch or chunk)
 
 
 def row_proposer(

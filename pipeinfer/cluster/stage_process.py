@@ -308,7 +308,8 @@ class StageProcess:
                 ),
             )
         try:
-            if llama is not None and not config.model.threads:
+            # an exact limit of 1 may come from sums that are split by threads
+            if llama is not None and not config.model.threads and llama.exact_limit > 1:
                 used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
             widths = known_widths(
                 backend, (setup.fingerprint, version, threads, used, *host.cpu_features()),

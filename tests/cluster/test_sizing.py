@@ -9,6 +9,8 @@ import pytest
 from pipeinfer.cluster.sizing import (
     cells_for,
     choose_policy,
+    chunk_of,
+    controller_for,
     ids_for,
     kept_for,
     limits_for,
@@ -68,3 +70,51 @@ def test_what_cannot_be():
         cells_for(SpeculationConfig(cache_tokens=999), 1000)
     with pytest.raises(UsageError, match="sequence ids"):
         ids_for(SpeculationConfig(parallel=128, partitions=200), 4)
+
+
+FOURS = ((2, 1.5), (3, 2.3), (4, 1.55), (5, 2.2), (8, 2.6))
+DEAR = ((2, 2.6), (3, 3.0), (4, 3.4), (8, 4.2))
+
+
+def shared(curve, exact=8, share=0.02, **options):
+    """Limits and controller of a job whose draft computes on the only stage's cores."""
+    config = JobConfig.of(**options).speculation
+    found, pinned = limits_for(
+        config, Policy.PIPEINFER, sizes_for(0.2), n_ctx=1000, chunk=64, exact=exact, n_stages=1,
+        curve=curve, spare=200, draft_share=share)
+    return found, controller_for(config, found, pinned, curve, 200, contended=True,
+                                 draft_share=share)
+
+
+def test_on_the_same_cores_draft_and_target_take_turns():
+    limits, controller = shared(FOURS)
+    assert limits.take_turns
+    assert limits.synchronous
+    assert limits.tree_max == 3
+    assert controller.trial.speculate
+    assert controller.limits == limits
+
+
+def test_where_no_width_can_pay_plain_decoding_begins():
+    _, controller = shared(DEAR)
+    assert not controller.trial.speculate
+    assert controller.limits.path_min > 1.0
+    assert not shared(FOURS, exact=1)[0].speculates
+
+
+@pytest.mark.parametrize("options", [{"credit": 4}, {"tip": "joined"}, {"path_min": 0.1},
+                                     {"ablate": ("cancel",)}, {"draft_max": 2}])
+def test_options_of_the_asynchronous_kind_are_taken_at_their_word(options):
+    assert not shared(FOURS, **options)[0].take_turns
+
+
+def test_a_width_that_was_asked_for_stays():
+    limits, controller = shared(FOURS, tree_max=5, draft_p_min=0.3)
+    assert (limits.take_turns, limits.tree_max, limits.p_min) == (True, 5, 0.3)
+    assert {"tree_max", "p_min"} <= set(controller.pinned)
+
+
+def test_prompts_like_llama_cpp_travel_in_its_chunks():
+    assert chunk_of(JobConfig()) == 64
+    assert chunk_of(JobConfig.of(like_llama_cpp=True)) == 512
+    assert chunk_of(JobConfig.of(like_llama_cpp=True, ubatch=32)) == 32

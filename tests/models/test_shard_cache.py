@@ -12,6 +12,7 @@ import time
 import pytest
 
 from pipeinfer.backends import exact_width
+from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ModelError
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard_cache
@@ -97,6 +98,9 @@ def test_bytes_are_read_again_only_when_the_file_may_have_changed(model, tmp_pat
 
 
 DIGEST = shard_cache.digest_of
+
+
+CURVE = tuple(1.0 + 0.5 * k for k in range(len(CURVE_ROWS)))
 
 
 @pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"blake2b": 5}', b"\xff" * 9, b"[" * 100_000,
@@ -207,10 +211,9 @@ def test_a_full_disk_loses_a_note_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("note", [None, [], [4], ["4", 1, 1, 1, 1], [99, 1, 1, 1, 1],
-                                  [True, 1, 1, 1, float("nan")], [4, 1, 1, 1, -1], {"a": 1},
-                                  [4, 1, 1, 1, 1e300]])
+@pytest.mark.parametrize("note", [
+    None, [], [4], ["4", *CURVE], [99, *CURVE], [True, *CURVE[:-1], float("nan")],
+    [4, *CURVE[:-1], -1], {"a": 1}, [4, *CURVE[:-1], 1e300], [4, *CURVE[:-1]]])
 def test_widths_that_cannot_be_are_measured_again(note):
     assert exact_width._widths_from(note, 16) is None
-    widths = exact_width._widths_from([4, 1, 1.5, 2, 3], 16)
-    assert widths == exact_width.Widths(4, (1.0, 1.5, 2.0, 3.0))
+    assert exact_width._widths_from([4, *CURVE], 16) == exact_width.Widths(4, CURVE)

@@ -40,6 +40,7 @@ def cases(count=40):
                 {"policy": "pipeinfer", "p_min": 0.2},
                 {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
                 {"policy": "pipeinfer", "adapt": True},
+                {"policy": "pipeinfer", "take_turns": True, "tree_max": 3, "p_min": 0.05},
                 {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
                 {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
                 {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},

@@ -17,8 +17,10 @@ from pipeinfer.scheduler.controller import (
     cutoff,
     factor,
     in_flight,
+    least_confidence,
     linear,
     speed,
+    turns,
 )
 from pipeinfer.scheduler.settings import Limits
 
@@ -149,3 +151,33 @@ def test_cutoff_falls_with_depth():
     values = [cutoff(credit) for credit in (2, 4, 8, 32, 256)]
     assert values == sorted(values, reverse=True)
     assert values[2] == pytest.approx(0.05)
+
+
+FOURS = Timing(1.0, 1.0, ((2, 1.5), (3, 2.3), (4, 1.55), (5, 2.2), (8, 2.6)), 0.0, 0.02)
+DEAR = replace(FOURS, curve=((2, 2.6), (4, 3.4), (8, 4.2)))
+
+
+def test_in_turns_the_width_is_where_the_curve_is_low():
+    assert turns(FOURS, 0.7, 6) == 3  # four rows, with the accepted token
+    assert turns(FOURS, 0.7, 2) in (0, 1)  # three rows cost more than four
+    assert turns(FOURS, 0.95, 15) > 3
+
+
+def test_in_turns_dear_rows_or_a_dear_draft_mean_none():
+    assert turns(DEAR, 0.7, 15) == 0
+    assert turns(replace(FOURS, draft=1.0), 0.7, 15) == 0
+
+
+@given(st.floats(0.05, 0.95), st.integers(1, 15))
+def test_the_cutoff_in_turns_is_a_probability_that_falls_with_the_price(acceptance, size):
+    dear, cheap = least_confidence(DEAR, acceptance, size), least_confidence(
+        replace(FOURS, curve=((2, 1.01), (16, 1.05))), acceptance, size)
+    assert 0.0 <= cheap <= dear <= 0.4
+
+
+def test_advice_in_turns_follows_the_times_and_what_the_user_set():
+    limits = replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
+    advice = told(limits, FOURS).advise(0.7, 0.4)
+    assert (advice.tree_max, advice.draft_max) == (3, 3)
+    pinned = frozenset({"tree_max", "draft_max", "p_min"})
+    assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None

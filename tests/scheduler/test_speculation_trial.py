@@ -80,3 +80,32 @@ def test_the_controller_falls_silent_and_speaks_again():
     assert False in changes
     pinned = Controller(Limits(n_ctx=100), pinned={"path_min"}, trial=SpeculationTrial())
     assert all(pinned.progress(total, total, 1, "a") is None for total in range(200))
+
+
+def test_guesses_that_promise_nothing_wait_for_their_turn():
+    trial = SpeculationTrial(promising=False, sure=4)
+    counts, at = run(trial, 100, 1.0, 1.0)
+    assert counts == {True: 0, False: 100}
+    counts, _ = run(trial, 3000, 3.0, 1.0, start=at)  # they pay after all
+    assert counts[True] > 0.8 * 3000
+
+
+def test_what_is_sure_to_pay_is_not_interrupted_at_once():
+    trial = SpeculationTrial(promising=True, sure=8)
+    counts, at = run(trial, 190, 2.0, 1.0)
+    assert counts[False] == 0
+    counts, _ = run(trial, 3000, 2.0, 1.0, start=at)
+    assert 0 < counts[False] < 0.1 * 3000
+
+
+def test_an_expectation_that_changes_is_followed():
+    trial = SpeculationTrial(promising=True, sure=100)
+    _, at = run(trial, 60, 1.0, 2.0)
+    trial.expect(False)
+    counts, _ = run(trial, 500, 1.0, 2.0, start=at)
+    assert counts[False] > 400
+
+
+def test_hopeless_guesses_are_never_tried():
+    counts, _ = run(SpeculationTrial(hopeless=True), 5000, 9.0, 1.0)
+    assert counts == {True: 0, False: 5000}

@@ -1,0 +1,72 @@
+"""How many threads are settled on, by the times that a backend shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeinfer.backends import thread_count
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.core.types import make_rows
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+
+
+class Timed:
+    """Takes so many seconds for a row, by the number of threads."""
+
+    class info:
+        first = True
+        n_embd = 4
+
+    def __init__(self, seconds):
+        self.seconds, self.threads, self.tried, self.now = seconds, 0, [], 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def use_threads(self, count):
+        self.threads = count
+        self.tried.append(count)
+
+    def decode(self, rows, hidden=None):
+        self.now += self.seconds[self.threads]
+
+    def seq_rm(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [
+    ({8: 0.004, 4: 0.008, 2: 0.016, 1: 0.03}, 8),
+    ({8: 0.008, 4: 0.008, 2: 0.016, 1: 0.03}, 4),
+    ({8: 0.03, 4: 0.02, 2: 0.01, 1: 0.01}, 1),
+    ({1: 0.005}, 1),
+])
+def test_the_fewest_that_are_as_fast_are_used(seconds, chosen, monkeypatch):
+    backend = Timed(seconds)
+    monkeypatch.setattr(thread_count, "time", backend)
+    assert settle_threads(backend, max(seconds)) == chosen
+    assert backend.threads == chosen
+
+
+def test_hopeless_numbers_are_not_tried(monkeypatch):
+    backend = Timed({8: 0.004, 4: 0.012, 2: 1e9, 1: 1e9})
+    monkeypatch.setattr(thread_count, "time", backend)
+    assert settle_threads(backend, 8) == 8
+    assert set(backend.tried) == {8, 4}
+
+
+def test_the_number_of_threads_does_not_change_a_bit(tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=3, qtype="Q8_0"))
+    backend = LlamaCppBackend.load(path, layers=(0, 3), n_layers_total=3, first=True, last=True,
+                                   n_ctx=1024, n_seq_max=1, n_batch=64, n_threads=2)
+    found = []
+    for count in (2, 1):
+        backend.use_threads(count)
+        for start in range(0, 640, 64):
+            backend.decode(make_rows([(i % 50, i, (0,), False)
+                                      for i in range(start, start + 64)]))
+        found.append(backend.decode(make_rows([(7, 640, (0,), True)])))
+        backend.seq_rm(0, 0, 1 << 30)
+    assert np.array_equal(*found)
+    backend.close()
