@@ -17,7 +17,7 @@ import numpy as np
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 
-_ENOUGH = 1.05  #: times the best time that is still taken for as fast
+_ENOUGH = 1.03  #: times the best time that is still taken for as fast
 _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
 _WINDOW = 0.05  #: seconds that one takes, at least

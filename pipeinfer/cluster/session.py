@@ -171,11 +171,14 @@ class SchedulerSetup:
     controller: Controller | None
 
 
+_LOOKUP = 1e-3  #: least of a `draft_share`, of proposers without a model
+
+
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """What draft and stages share. contended: a stage computes on rank 0's host, so that drafting
     may slow it down. draft_share: where the only stage does, on rank 0's own cores: the draft's
-    weights relative to the target's, about its time for a token; else 0."""
+    weights relative to the target's, about its time for a guess; else 0."""
 
     contended: bool
     draft_share: float
@@ -302,7 +305,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     worker = ground.proposers(config, job.policy)
     assembly.start()
     drafts = draft_models(config, job.draft, job.policy)
-    sharing = _sharing(config.model, assembly, hosts, drafts)
+    sharing = _sharing(config.model, assembly, hosts, drafts, guesses=worker is not None)
     notes = [*notes_on(hosts), *job.survey.notes, *filter(None, [job.plan.line()]),
              *_doubts(config.speculation, job), *map(str, assembly.changes),
              *_doubts_about(config.model, job, assembly)]
@@ -363,14 +366,14 @@ def think(
 
 
 def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
-             drafts: Sequence[Path]) -> Sharing:
+             drafts: Sequence[Path], *, guesses: bool) -> Sharing:
     stages = assembly.ready.values()
-    contended = bool(drafts) and any(one.host == hosts[0].host for one in stages)
+    contended = guesses and any(one.host == hosts[0].host for one in stages)
     alone = [holding.rank for holding in assembly.held] == [0]  # and none on another rank
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages)
-    return Sharing(contended, sum(map(_model_bytes, drafts)) / max(weights, 1))
+    return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), _LOOKUP))
 
 
 def _model_bytes(path: Path) -> int:
