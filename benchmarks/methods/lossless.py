@@ -31,6 +31,7 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (
     {"policy": "iterative"}, {"policy": "speculative"}, {"policy": "pipeinfer"},
+    {"policy": "pipeinfer", "take_turns": True},
     *({"policy": "pipeinfer", "ablations": [a]}
       for a in ("async", "continuous", "multibuffer", "cancel")),
 )
