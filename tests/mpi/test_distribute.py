@@ -9,6 +9,7 @@ import pytest
 
 from pipeinfer.experiments.inflate import inflate
 from pipeinfer.experiments.rig import launch
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -146,7 +147,8 @@ def test_survivors_get_only_the_layers_that_they_lack(head, tmp_path, tokens):
     assert received(out) == {1: before, 2: after}
 
 
-@pytest.mark.parametrize(("spares", "head_stage"), [(1, []), (2, []), (1, ["--head-stage"])])
+@pytest.mark.parametrize(("spares", "head_stage"), [
+    full(1, []), (2, []), (1, ["--head-stage"])])
 def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares, head_stage):
     stages = ["one"] if head_stage else ["one", "two"]
     hosts = [tmp_path / name for name in (*stages, *("left", "right")[:spares])]

@@ -18,6 +18,7 @@ import pytest
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -83,7 +84,7 @@ def check(answer, todo, reference):
         assert result["tokens"] == wanted, case["limits"]
 
 
-@pytest.mark.parametrize("np", [1, 2, 3, 4])
+@pytest.mark.parametrize("np", [1, full(2), 3, full(4)])
 def test_every_policy_gives_the_plain_tokens(tmp_path, reference, np):
     answer = run_matrix(tmp_path, np, {}, cases())
     check(answer, cases(), reference)
