@@ -143,9 +143,9 @@ def test_doctor_over_ranks():
 
 @pytest.mark.parametrize(("args", "code", "says"), [
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
-    (["-m", __file__], 3, "GGUF"),
+    full(["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
-    (["--branches", "0"], 2, "--branches"),
+    full(["--branches", "0"], 2, "--branches"),
     (["-m", str(EMBEDDED / "target.gguf"), "--policy", "pipeinfer"], 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
@@ -231,8 +231,8 @@ def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
 
 
 @pytest.mark.parametrize(("kind", "code", "says"), [
-    ("raise", 6, "injected fault"), ("load", 6, "out of memory (injected)"), ("kill", None, ""),
-    ("exit", None, ""),
+    ("raise", 6, "injected fault"), full("load", 6, "out of memory (injected)"),
+    full("kill", None, ""), ("exit", None, ""),
 ])
 def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
     mortal = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverable",
