@@ -39,8 +39,8 @@ def test_what_is_selected(tmp_path, args, wanted, says):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "pipeinfer.experiments.rig.fixtures", "-v", *args],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False)
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     passed = [line.split()[0] for line in done.stdout.splitlines() if " PASSED" in line]
     assert {name.partition("::test_")[2] for name in passed} == wanted
