@@ -81,7 +81,7 @@ def todo(wanted):
 
 
 @pytest.mark.parametrize(("ranks", "source"), [
-    full(1, "gguf"), (2, "folder"), (3, "gguf"), full(4, "folder")])
+    full(1, "gguf"), full(2, "folder"), (3, "gguf"), full(4, "folder")])
 def test_every_policy_gives_a_plain_torch_loops_tokens(tmp_path, wanted, folder, ranks, source):
     """With the embedded draft (on llama.cpp), with cancellations, from either kind of file."""
     config = {"backend": "torch", "device": "cpu", "draft_model": str(EMBEDDED / "draft.gguf"),
