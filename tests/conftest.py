@@ -1,16 +1,22 @@
-"""Settings of all tests: no clocks in property tests, no shards in the user's own cache."""
+"""Settings of all tests: no clocks in property tests, fewer examples in the sample."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from pipeinfer.models.llama import llama_kernels, llama_version
 
-settings.register_profile("pipeinfer", deadline=None, derandomize="CI" in os.environ,
+settings.register_profile("full", deadline=None, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("pipeinfer")
+settings.register_profile("sample", settings.get_profile("full"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are imported: `tests.support.sample` reads the profile then."""
+    settings.load_profile("full" if config.getoption("full") else "sample")
 
 
 def pytest_report_header() -> str:

@@ -5,8 +5,8 @@
 
 A random model of 0.9 B weights (four layers of 4,096, a tiny vocabulary) is quantised to each mix
 and decoded in runs of 1 to 8 rows through stock llama.cpp, the least of many repetitions.
-`LLAMA_CPP_LIB_PATH` names another build's libraries: docs/emulation.md uses one for AVX2 and one
-for AVX, without repacked weights. bytes per cycle divides by the clock that a chain of dependent
+`PIPEINFER_LLAMA_LIBRARY` names another build: docs/emulation.md uses one for AVX2 and one for AVX,
+without repacked weights. bytes per cycle divides by the clock that a chain of dependent
 multiplications shows.
 """
 

@@ -30,9 +30,10 @@ def asked():
 
 
 @pytest.mark.parametrize(("ranks", "options"), [
-    (4, ()),
+    pytest.param(4, (), marks=pytest.mark.full),
     (3, ("-c", "400", "--cache-tokens", "600", "--speculation", "on")),
-    (1, ("-c", "400", "--cache-tokens", "450", "--parallel", "5")),
+    pytest.param(1, ("-c", "400", "--cache-tokens", "450", "--parallel", "5"),
+                 marks=pytest.mark.full),
 ])
 def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):
     requests, wanted = asked

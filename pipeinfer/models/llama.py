@@ -77,7 +77,9 @@ def llama_identity() -> str:
     """Everything about the library that bits and times depend on: part of remembered figures'
     names. Two builds of one version differ in their kernels, those for GPUs among them."""
     try:
-        return f"{llama_c.loaded().name}; {llama_c.llama_print_system_info().decode()}"
+        library = llama_c.loaded()
+        name = f"{library.name}, built {library.stamp}" if library.stamp else library.name
+        return f"{name}; {llama_c.llama_print_system_info().decode()}"
     except BackendError as error:
         return f"{NO_LIBRARY}{error}"
 

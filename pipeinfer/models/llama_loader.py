@@ -2,7 +2,9 @@
 
 Of either package only the shared library is taken, never its Python code; `llama_c` binds the
 functions. Each version that is known here has been tried, and its structs are known: another one
-is refused rather than guessed at. PIPEINFER_LLAMA=prebuilt passes over a compiled library.
+is refused rather than guessed at. PIPEINFER_LLAMA=prebuilt passes over a compiled library, and
+PIPEINFER_LLAMA_LIBRARY=/path/libllama.so over both: that file is taken for a build of the compiled
+package's version.
 
 Knows packages and files; loads nothing.
 """
@@ -20,6 +22,8 @@ from pipeinfer.models.llama_platform import COMPILE, why_no_wheel, why_not_here
 
 #: what PIPEINFER_LLAMA may say
 CHOICES = ("", "native", "prebuilt")
+#: names a library by its path
+LIBRARY_VARIABLE = "PIPEINFER_LLAMA_LIBRARY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,15 @@ PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library that can be loaded. layout: of its structs; compiled: for this host, by a user."""
+    """A library that can be loaded. layout: of its structs; compiled: for this host, by a user;
+    stamp: tells builds of one name apart."""
 
     package: str
     version: str
     path: Path
     layout: str
     compiled: bool
+    stamp: str = ""
 
     @property
     def name(self) -> str:
@@ -61,6 +67,8 @@ class Library:
 
 def find_library() -> Library:
     """The library that this process runs. Raises BackendError, in one line, without one."""
+    if named := os.environ.get(LIBRARY_VARIABLE):
+        return _named(Path(named))
     choice = os.environ.get("PIPEINFER_LLAMA", "")
     if choice not in CHOICES:
         raise BackendError(f"PIPEINFER_LLAMA={choice}: not one of native, prebuilt")
@@ -77,6 +85,17 @@ def find_library() -> Library:
     if reason := why_not_here():
         raise BackendError(reason)
     return _known(PREBUILT, prebuilt, compiled=False)
+
+
+def _named(path: Path) -> Library:
+    """The library at this path; nothing tells its version but its answers (see `llama_c`)."""
+    if not path.is_absolute() or not path.is_file():
+        raise BackendError(f"{LIBRARY_VARIABLE}={path}: not the absolute path of a file")
+    like, layout = NATIVE.layouts[-1]
+    # a part of the build may be in a library beside it
+    built = max(one.stat().st_mtime_ns for one in (path, *path.parent.glob("*.so*")))
+    return Library(str(path), f"as {NATIVE.name} {like}", path, layout, compiled=True,
+                   stamp=str(built))
 
 
 def _path_of(package: Package) -> Path | None:

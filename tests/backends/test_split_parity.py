@@ -17,6 +17,7 @@ from pipeinfer.core.types import make_rows
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
+from tests.support.sample import full
 
 CASES = {
     "llama-F32": RandomSpec(qtype="F32"),
@@ -130,7 +131,7 @@ def test_the_embedded_target_splits_and_has_a_wide_exact_width(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("qtype", ["F32", "F16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("qtype", [full("F32"), "F16", "Q8_0", "Q4_K_M"])
 def test_logits_up_to_the_exact_width_ignore_neighbours_beyond_512_cells(
     qtype, tmp_path, record_property
 ):

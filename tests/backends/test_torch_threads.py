@@ -23,6 +23,7 @@ from pipeinfer.strategies.decomposers.pasta import Pasta, Positions, Spacing
 from pipeinfer.strategies.decomposers.pdos import Pdos
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import APAR, PASTA, PDOS
+from tests.support.sample import matrix
 from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
 from tests.support.tiny_torch import LAYERS, VOCAB, load, masked_forward, save
 from tests.support.tiny_torch import reference as tiny_model
@@ -37,7 +38,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma"])
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     made = tiny_model(request.param)
     return made, save(made, tmp_path_factory.mktemp("threads") / "m")
@@ -99,7 +100,8 @@ def choice(logits, params, last, pos):
     return candidates(logits, params, np.array([last]), pos).best()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("model", "method"), matrix(["llama", "qwen3", "gemma"], METHODS),
+                         indirect=["model"])
 def test_threads_of_a_real_model_equal_the_masked_reference(model, method):
     tiny, path = model
     words, make = METHODS[method]

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.cluster import shard_transfer
@@ -21,6 +21,7 @@ from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.transport.inproc import local_ports
+from tests.support.sample import examples
 
 
 class Bytes:
@@ -73,7 +74,7 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
     return outcome, sender
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(have=st.integers(0, 3 * CHUNK + 9), damage=st.booleans(), block=st.integers(1000, 2**21))
 def test_any_beginning_is_taken_up(tmp_path_factory, have, damage, block):
     directory = tmp_path_factory.mktemp("d")

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as QType
 from pipeinfer.experiments import inflate as module
 from pipeinfer.experiments.inflate import Shape, head_map, inflate, placement, verify
 from pipeinfer.models import locate
+from tests.support.sample import full
 
 EMBEDDED = locate.EMBEDDED / "target.gguf"
 VOCAB = 96
@@ -81,10 +82,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     "shape",
     [
         BIGGER,
-        BIGGER | {"n_head_kv": 2},  # larger groups
+        full(BIGGER | {"n_head_kv": 2}),  # larger groups
         BIGGER | {"n_head_kv": 8},  # no groups: key/value heads are copied
-        BIGGER | {"n_embd": 64},  # depth and heads alone
-        BIGGER | {"n_layer": 3, "n_head": 4, "n_head_kv": 2, "n_ff": 96},  # width alone
+        full(BIGGER | {"n_embd": 64}),  # depth and heads alone
+        full(BIGGER | {"n_layer": 3, "n_head": 4, "n_head_kv": 2, "n_ff": 96}),  # width alone
     ],
 )
 def test_float_outputs_are_the_sources(

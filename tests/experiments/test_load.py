@@ -13,6 +13,7 @@ from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.scenarios import Experiment, build
 from pipeinfer.experiments.emulation.virtual import prompt_of
 from pipeinfer.scheduler.controller import Controller, Timing, gaps, groups
+from tests.support.sample import full
 
 TOKENS = 64
 
@@ -33,7 +34,7 @@ def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", 
     return result
 
 
-@pytest.mark.parametrize("pair", ["dolphin-tinyllama", "goliath-xwin7b"])
+@pytest.mark.parametrize("pair", ["dolphin-tinyllama", full("goliath-xwin7b")])
 def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(pair):
     speeds = {}
     for clients in (1, 2, 4, 8, 16):

@@ -24,6 +24,7 @@ from pipeinfer.experiments.emulation.virtual import (
 )
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.settings import Limits
+from tests.support.sample import full, matrix
 
 PROFILES = load_profiles()
 
@@ -46,8 +47,7 @@ def plain(spec):
     return spec.pair.plain(prompt_of(spec), spec.tokens)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.79, 1.0])
-@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize(("acceptance", "seed"), matrix([0.0, 0.3, 0.79, 1.0], [0, 5]))
 def test_every_policy_and_ablation_gives_the_plain_tokens(acceptance, seed):
     variants = [{"policy": Policy.ITERATIVE}]
     variants += [{"policy": Policy.SPECULATIVE, "tree_max": tree, "p_min": p, "branches": branches}
@@ -170,11 +170,11 @@ GRID = [(size, join) for size in (1, 2, 4, 8) for join in (False, True)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "nodes", "pair", "more"), [
     ("c", 8, "dolphin-tinyllama", {}),
-    ("c", 8, "dolphin-tinyllama", {"acceptance": 0.3}),
-    ("c", 8, "dolphin-tinyllama", {"delay": 0.025}),
-    ("c", 8, "goliath-xwin7b", {}),
-    ("a", 8, "goliath-xwin7b", {}),
-    ("gpu", 4, "senku-tinyllama", {}),
+    full("c", 8, "dolphin-tinyllama", {"acceptance": 0.3}),
+    full("c", 8, "dolphin-tinyllama", {"delay": 0.025}),
+    full("c", 8, "goliath-xwin7b", {}),
+    full("a", 8, "goliath-xwin7b", {}),
+    full("gpu", 4, "senku-tinyllama", {}),
 ])
 def test_tuning_loses_little_against_a_pinned_grid(cluster, nodes, pair, more):
     def speed(**how):
@@ -189,8 +189,8 @@ def test_tuning_loses_little_against_a_pinned_grid(cluster, nodes, pair, more):
 
 
 @pytest.mark.parametrize(("cluster", "nodes", "pair"), [
-    ("c", 8, "dolphin-tinyllama"), ("a", 8, "dolphin-tinyllama"), ("c", 8, "falcon-40b"),
-    ("b", 13, "goliath-xwin7b"),
+    ("c", 8, "dolphin-tinyllama"), full("a", 8, "dolphin-tinyllama"), full("c", 8, "falcon-40b"),
+    full("b", 13, "goliath-xwin7b"),
 ])
 def test_a_useless_draft_that_is_sure_of_itself_costs_two_percent_at_most(cluster, nodes, pair):
     one = Experiment(cluster, pair, nodes=nodes, acceptance=0.0, claimed=0.7)

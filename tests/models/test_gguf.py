@@ -8,12 +8,13 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from tests.support.sample import examples
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_every_truncation_of_the_header_is_refused(raw, tmp_path):
 
 
 @given(position=st.integers(0, 11000), value=st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_changed_byte_is_read_or_refused(raw, tmp_path_factory, position, value):
     path = tmp_path_factory.getbasetemp() / "changed.gguf"
     changed = bytearray(raw)

@@ -31,6 +31,7 @@ def pretend(monkeypatch, tmp_path, **installed):
     monkeypatch.setattr(llama_loader, "version", versions.__getitem__)
     monkeypatch.setattr(llama_loader, "why_not_here", lambda: "")
     monkeypatch.delenv("PIPEINFER_LLAMA", raising=False)
+    monkeypatch.delenv("PIPEINFER_LLAMA_LIBRARY", raising=False)
 
 
 def test_a_compiled_library_wins(monkeypatch, tmp_path):
@@ -68,6 +69,39 @@ def test_a_choice_that_there_is_not(monkeypatch):
     monkeypatch.setenv("PIPEINFER_LLAMA", "cuda")
     with pytest.raises(BackendError, match="PIPEINFER_LLAMA=cuda"):
         find_library()
+
+
+def test_a_library_named_by_its_path(monkeypatch, tmp_path):
+    pretend(monkeypatch, tmp_path, llama_cpp="0.3.36", xllamacpp="2026.10.11549")
+    path = tmp_path / "build" / "libllama.so"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("PIPEINFER_LLAMA_LIBRARY", str(path))
+    found = find_library()
+    assert (found.path, found.layout, found.compiled) == (path, "plain", True)
+    assert found.name == f"{path} as llama-cpp-python 0.3.36"
+    beside = path.with_name("libggml.so.0")
+    beside.touch()
+    os.utime(beside, ns=(1, path.stat().st_mtime_ns + 1))
+    assert find_library().stamp != found.stamp
+    for wrong in (tmp_path / "none.so", tmp_path, Path("libllama.so")):
+        monkeypatch.setenv("PIPEINFER_LLAMA_LIBRARY", str(wrong))
+        with pytest.raises(BackendError, match="not the absolute path of a file"):
+            find_library()
+
+
+@pytest.mark.slow
+def test_a_named_library_is_checked_and_part_of_the_identity():
+    """The prebuilt one would do as well, were its structs not laid out otherwise."""
+    program = "from pipeinfer.models.llama import llama_identity; print(llama_identity())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env=os.environ | {"PIPEINFER_LLAMA_LIBRARY": str(LIBRARY.path)})
+    if LIBRARY.layout == dict(NATIVE.layouts)[NATIVE.newest]:
+        assert done.stdout.startswith(f"{LIBRARY.path} as llama-cpp-python {NATIVE.newest}, built ")
+        assert " = 1" in done.stdout
+    else:
+        assert "lays out llama_context_params differently" in done.stdout
 
 
 def test_the_pins_are_those_of_the_package_and_of_constraints():

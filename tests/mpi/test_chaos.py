@@ -12,6 +12,7 @@ from pipeinfer.experiments.chaos.command import plan
 from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.experiments.rig import launch
+from tests.support.sample import full
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
 
@@ -66,18 +67,11 @@ def test_wrong_use(args, says):
     assert says in done.stderr
 
 
-def chaos(*args, ranks=3):
-    done = launch.run(1, [*CHAOS, "--ranks", str(ranks), "--runs", "1", "--requests", "2",
+def chaos(*args, ranks=3, runs=1):
+    done = launch.run(1, [*CHAOS, "--ranks", str(ranks), "--runs", str(runs), "--requests", "2",
                           "--tokens", "40", "--json", *args], timeout=200)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_a_storm_of_bad_clients_costs_nobody_a_token():
-    code, found = chaos("--fault", "storm")
-    assert (code, found["clean"], found["exit_codes"]) == (0, 1, {"0": 1}), found
 
 
 @pytest.mark.mpi
@@ -96,8 +90,11 @@ def test_what_cannot_be_survived_is_called_lost(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_a_killed_stage_costs_nobody_a_token():
-    moments = [word for moment in MOMENTS for word in ("--moment", moment)]
-    code, found = chaos("--fault", "kill", *moments, "--runs", "4", ranks=4)
-    assert {run["moment"] for run in found["outcomes"]} == set(MOMENTS)
-    assert (code, found["clean"]) == (0, 4), found
+@pytest.mark.parametrize("moments", [("decode",), full(MOMENTS)], ids=["decode", "every moment"])
+def test_neither_a_killed_stage_nor_a_storm_of_bad_clients_costs_anybody_a_token(moments):
+    options = [word for moment in moments for word in ("--moment", moment)]
+    runs = 2 * len(moments)
+    code, found = chaos("--fault", "kill", "--fault", "storm", *options, ranks=4, runs=runs)
+    assert {(run["fault"], run["moment"]) for run in found["outcomes"]} == {
+        ("storm", "always"), *(("kill", moment) for moment in moments)}
+    assert (code, found["clean"], found["exit_codes"]) == (0, runs, {"0": runs}), found

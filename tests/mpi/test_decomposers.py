@@ -5,6 +5,7 @@ One job compares several methods on the embedded task model (`pipeinfer compare`
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TORCH = ("plain", "pasta", "pdos", "skeleton", "apar", "pasta+lookahead@speculative",
@@ -35,30 +37,34 @@ def texts(answers, method):
     return [answer["text"] for answer in answers[method]]
 
 
+METHODS = {"torch": TORCH, "llamacpp": LLAMA}
+WAYS = {"greedy": ("--temp", "0"), "sampled": SAMPLED}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Every method in one process, greedy and sampled, by backend."""
-    found = {}
-    for backend, methods in (("torch", TORCH), ("llamacpp", LLAMA)):
-        for name, extra in (("greedy", ("--temp", "0")), ("sampled", SAMPLED)):
-            folder = tmp_path_factory.mktemp(f"{backend}-{name}")
-            found[backend, name] = compare(folder, 1, backend, methods, *extra)
-    return found
+    """Every method in one process by backend and way, each when it is first asked for."""
+    @functools.cache
+    def answers(backend, way):
+        folder = tmp_path_factory.mktemp(f"{backend}-{way}")
+        return compare(folder, 1, backend, METHODS[backend], *WAYS[way])
+
+    return answers
 
 
 @pytest.mark.parametrize(("backend", "ranks", "way"), [
-    ("llamacpp", 2, "greedy"), ("llamacpp", 3, "sampled"), ("llamacpp", 4, "greedy"),
-    ("torch", 2, "sampled"), ("torch", 4, "greedy")])
+    full("llamacpp", 2, "greedy"), ("llamacpp", 3, "sampled"), full("llamacpp", 4, "greedy"),
+    ("torch", 2, "greedy"), full("torch", 4, "sampled")])
 def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ranks, way):
-    methods = TORCH if backend == "torch" else LLAMA
-    extra = SAMPLED if way == "sampled" else ("--temp", "0")
-    found, wanted = compare(tmp_path, ranks, backend, methods, *extra), alone[backend, way]
+    methods = METHODS[backend]
+    found = compare(tmp_path, ranks, backend, methods, *WAYS[way])
+    wanted = alone(backend, way)
     for method in methods:
         assert texts(found, method) == texts(wanted, method.partition("+")[0]), method
 
 
 def test_threads_take_fewer_steps_than_plain_decoding(alone):
-    answers = alone["torch", "greedy"]
+    answers = alone("torch", "greedy")
     steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
     for method in ("pasta", "pdos", "apar"):
         assert steps[method] < 0.7 * steps["plain"], steps
@@ -67,7 +73,7 @@ def test_threads_take_fewer_steps_than_plain_decoding(alone):
         assert all(answer["text"].strip() for answer in found)
 
 
-def test_pasta_runs_on_llamacpp_with_positions_that_rise(tmp_path, alone):
+def test_pasta_runs_on_llamacpp_with_positions_that_rise(tmp_path):
     answers = compare(tmp_path, 2, "llamacpp", ("plain", "pasta"), "--temp", "0")
     steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
     assert steps["pasta"] < 0.7 * steps["plain"]

@@ -16,6 +16,7 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "settings = ", 40
@@ -58,7 +59,7 @@ def plain(loop, vocabulary, prompt, params):
     return path[len(prompt):]
 
 
-@pytest.mark.parametrize("np", [1, 4])
+@pytest.mark.parametrize("np", [full(1), 4])
 def test_tokens_under_a_grammar_are_those_of_a_plain_loop(tmp_path, wanted, np):
     todo = [{"prompt": PROMPT, "params": dataclasses.asdict(params), "limits": limits,
              "count": COUNT, "ignore_eos": False}

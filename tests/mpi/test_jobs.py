@@ -18,6 +18,7 @@ import pytest
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -84,7 +85,7 @@ def check(answer, todo, reference):
         assert result["tokens"] == wanted, case["limits"]
 
 
-@pytest.mark.parametrize("np", [1, 2, 3, 4])
+@pytest.mark.parametrize("np", [1, full(2), 3, full(4)])
 def test_every_policy_gives_the_plain_tokens(tmp_path, reference, np):
     answer = run_matrix(tmp_path, np, {}, cases())
     check(answer, cases(), reference)
@@ -143,9 +144,9 @@ def test_doctor_over_ranks():
 
 @pytest.mark.parametrize(("args", "code", "says"), [
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
-    (["-m", __file__], 3, "GGUF"),
+    full(["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
-    (["--branches", "0"], 2, "--branches"),
+    full(["--branches", "0"], 2, "--branches"),
     (["-m", str(EMBEDDED / "target.gguf"), "--policy", "pipeinfer"], 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
@@ -231,8 +232,8 @@ def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
 
 
 @pytest.mark.parametrize(("kind", "code", "says"), [
-    ("raise", 6, "injected fault"), ("load", 6, "out of memory (injected)"), ("kill", None, ""),
-    ("exit", None, ""),
+    ("raise", 6, "injected fault"), full("load", 6, "out of memory (injected)"),
+    full("kill", None, ""), ("exit", None, ""),
 ])
 def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
     mortal = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverable",

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.experiments.rig import launch
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]
@@ -27,7 +28,7 @@ def tokens():
 
 
 @pytest.mark.parametrize(("np", "layers", "ranks"), [
-    (4, "7,0,5", [1, 3]), (4, "1,10,1", [1, 2, 3]), (3, "0,12", [2]),
+    (4, "7,0,5", [1, 3]), full(4, "1,10,1", [1, 2, 3]), full(3, "0,12", [2]),
 ])
 def test_a_split_from_the_command_line(np, layers, ranks, tokens):
     found = generate(np, "--layers", layers)

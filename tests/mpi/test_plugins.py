@@ -12,6 +12,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import PIPEINFER, serve
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = ("-p", "import os", "-n", "24", "--temp", "0", "-c", "512")
@@ -37,7 +38,7 @@ def generate(ranks, installed, *args):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [full(1), 3])
 def test_generate(ranks, installed):
     plain = generate(ranks, installed, *PROMPT, "--ignore-eos", "--policy", "iterative")
     stuttered = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter",
@@ -51,7 +52,7 @@ def test_generate(ranks, installed):
     assert shouted["tokens"] == plain["tokens"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, full(3)])
 def test_serve(ranks, installed):
     with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",
                "1024", **installed) as server:
@@ -67,7 +68,7 @@ def test_serve(ranks, installed):
                 create(**ask, extra_body={"decomposer": "whisper"})
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, full(3)])
 def test_compare(ranks, installed, tmp_path):
     done = launch.run(ranks, [
         sys.executable, "-m", "pipeinfer", "compare", "--tasks", "1", "-n", "40", "-c", "1024",

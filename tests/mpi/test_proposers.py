@@ -14,6 +14,7 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import run_matrix
+from tests.support.sample import full, matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -37,10 +38,10 @@ def wanted():
     return tokens
 
 
-@pytest.mark.parametrize(("ranks", "policy", "temperature"), [
-    (1, "speculative", 0.0), (1, "pipeinfer", 0.8), (3, "pipeinfer", 0.0), (3, "pipeinfer", 0.8)])
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_do_not_depend_on_who_guesses(wanted, way, ranks, policy, temperature):
+@pytest.mark.parametrize(("way", "how"), matrix(WAYS, [
+    (1, "speculative", 0.0), (1, "pipeinfer", 0.8), (3, "pipeinfer", 0.0), (3, "pipeinfer", 0.8)]))
+def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
+    ranks, policy, temperature = how
     done = launch.run(ranks, [
         sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--json",
         "--ignore-eos", "--no-adapt", "--seed", "3", "--temp", str(temperature), "--policy",
@@ -52,7 +53,7 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, ranks, policy, tempera
 
 
 @pytest.mark.parametrize(("ranks", "backend", "drafts"), [
-    (1, "llamacpp", ()), (2, "torch", ("draft",)), (3, "llamacpp", ("draft",)),
+    full(1, "llamacpp", ()), (2, "torch", ("draft",)), full(3, "llamacpp", ("draft",)),
     (4, "llamacpp", ())])
 def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, drafts):
     """A window beside the rows that verify or, where it does not fit, behind them (R of 4)."""
@@ -90,8 +91,8 @@ def adapter_at(path, prompts):
     return str(path)
 
 
-@pytest.mark.parametrize(("ranks", "prompts", "drafts"), [(1, 16, ()), (2, 0, ("draft",)),
-                                                          (4, 16, ())])
+@pytest.mark.parametrize(("ranks", "prompts", "drafts"), [
+    (1, 16, ()), (2, 0, ("draft",)), full(4, 16, ())])
 def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, drafts):
     """In one run with the rows that verify, behind them, and under policies that do not wait."""
     for package in ("torch", "transformers", "safetensors"):

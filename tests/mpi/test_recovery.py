@@ -10,6 +10,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
@@ -32,10 +33,10 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(("np", "more"), [
-    (4, ("--fault", "kill@3:decode=10", "--policy", "iterative")),
-    (4, ("--fault", "kill@1:decode=10", "--policy", "speculative")),
-    (4, ("--fault", "kill@2:decode=12", "--no-adapt", "--alternatives", "3", "--path-min",
-         "0.001")),
+    full(4, ("--fault", "kill@3:decode=10", "--policy", "iterative")),
+    full(4, ("--fault", "kill@1:decode=10", "--policy", "speculative")),
+    full(4, ("--fault", "kill@2:decode=12", "--no-adapt", "--alternatives", "3", "--path-min",
+             "0.001")),
     (4, ("--fault", "error@2:prefill=9", "--proposer", "lookahead")),
     (4, ("--fault", "kill@2:decode=12", "--fault", "kill@3:recovery=1")),
     (3, ("--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward")),

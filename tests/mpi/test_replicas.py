@@ -13,6 +13,7 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
@@ -37,22 +38,29 @@ def answers(tmp_path, ranks, config):
     return run_matrix(tmp_path, ranks, {**sizes, **config}, todo)
 
 
-def test_tokens_and_steps_are_those_of_one_rank(tmp_path, wanted):
-    """The scheduler's synchronous policy on one rank counts the same steps."""
-    base = answers(tmp_path, 1, {"policy": "speculative", "proposer": ["lookahead"]})
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory, wanted):
+    """As the scheduler's synchronous policy on one rank counts them."""
+    base = answers(tmp_path_factory.mktemp("alone"), 1,
+                   {"policy": "speculative", "proposer": ["lookahead"]})
     assert [result["tokens"] for result in base["results"]] == wanted
-    steps = [result["runs"] - result["speculative_runs"] for result in base["results"]]
-    assert steps[0] < 60 / 1.3
-    for ranks in (1, 2, 3, 5):  # 1, 1, 2 and 4 replicas: of several ranks the first is the head
-        found = answers(tmp_path, ranks, {"policy": "", "layout": "replicate"})
-        assert [result["tokens"] for result in found["results"]] == wanted
-        assert [result["runs"] for result in found["results"]] == steps
-        reports = found["reports"].values()
-        assert len(reports) == max(ranks - 1, 1)
-        assert all(report["layers"] == [0, 12] for report in reports)
-        if ranks > 3:  # the rows are really dealt out
-            rows = [report["rows"] for report in reports]
-            assert max(rows) < 0.8 * sum(rows)
+    found = [result["runs"] - result["speculative_runs"] for result in base["results"]]
+    assert found[0] < 60 / 1.3
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, full(2), full(3), 5])
+def test_tokens_and_steps_are_those_of_one_rank(tmp_path, wanted, steps, ranks):
+    """1, 1, 2 and 4 replicas: of several ranks the first is the head."""
+    found = answers(tmp_path, ranks, {"policy": "", "layout": "replicate"})
+    assert [result["tokens"] for result in found["results"]] == wanted
+    assert [result["runs"] for result in found["results"]] == steps
+    reports = found["reports"].values()
+    assert len(reports) == max(ranks - 1, 1)
+    assert all(report["layers"] == [0, 12] for report in reports)
+    if ranks > 3:  # the rows are really dealt out
+        rows = [report["rows"] for report in reports]
+        assert max(rows) < 0.8 * sum(rows)
 
 
 def test_the_command_line_with_a_replica_on_rank_0_and_torch():

@@ -22,6 +22,7 @@ from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "class Stack:\n    def __init__(self):\n" * 6, 24
@@ -79,8 +80,8 @@ def todo(wanted):
             for params, _ in wanted for limits in LIMITS]
 
 
-@pytest.mark.parametrize(("ranks", "source"), [(1, "gguf"), (2, "folder"), (3, "gguf"),
-                                               (4, "folder")])
+@pytest.mark.parametrize(("ranks", "source"), [
+    full(1, "gguf"), full(2, "folder"), (3, "gguf"), full(4, "folder")])
 def test_every_policy_gives_a_plain_torch_loops_tokens(tmp_path, wanted, folder, ranks, source):
     """With the embedded draft (on llama.cpp), with cancellations, from either kind of file."""
     config = {"backend": "torch", "device": "cpu", "draft_model": str(EMBEDDED / "draft.gguf"),

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.experiments.rig import launch
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]
@@ -21,7 +22,8 @@ def bench(np, *args):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("np", "policy"), [(3, "pipeinfer"), (4, "iterative"), (4, "published")])
+@pytest.mark.parametrize(("np", "policy"), [
+    (3, "pipeinfer"), full(4, "iterative"), full(4, "published")])
 def test_the_real_runtime_gives_the_tokens_of_virtual_time(np, policy):
     found = bench(np, "--policy", policy, "--scale", "0.3")
     wall, virtual = found["wall"], found["virtual"]

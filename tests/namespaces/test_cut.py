@@ -15,6 +15,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.namespaces import Cluster
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "class Queue:\n    def __init__(self):\n"
@@ -42,7 +43,7 @@ def read_until(process, enough, seconds):
     return text
 
 
-@pytest.mark.parametrize(("spares", "node"), [(0, 3), (1, 2)])
+@pytest.mark.parametrize(("spares", "node"), [(0, 3), full(1, 2)])
 def test_a_cut_link_costs_no_character(undisturbed, spares, node):
     more = ["--spares", str(spares)] if spares else []
     with Cluster(4) as cluster:

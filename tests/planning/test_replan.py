@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.replan import Holding, replan
+from tests.support.sample import examples
 
 
 def load(n, last=0.0):
@@ -111,7 +112,7 @@ def best(work, who, order):
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(situations())
 def test_no_split_of_the_same_order_is_better(situation):
     from pipeinfer.planning.replan import _with_spares

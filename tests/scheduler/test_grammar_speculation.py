@@ -28,6 +28,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from tests.support.sample import matrix
 
 pytestmark = pytest.mark.slow
 TEXTS = ['{', '}', '[', ']', '"', ':', ',', ' ', '"a":', '"b":', 'true', 'false', 'tr', 'ue', '1',
@@ -118,8 +119,7 @@ class Pipeline:
             thread.join(10)
 
 
-@pytest.mark.parametrize("n_stages", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "n_stages"), matrix(POLICIES, [1, 3]))
 def test_tokens_under_a_grammar_are_those_of_a_plain_loop(compiled, policy, n_stages):
     limits = Limits(n_ctx=128, exact_width=4, parallel=2, **POLICIES[policy])
     pipeline = Pipeline(n_stages, limits)

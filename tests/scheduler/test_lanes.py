@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.drafting import StartDraft
@@ -18,6 +18,7 @@ from pipeinfer.core.types import Request
 from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, StopDraft, Submit
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
+from tests.support.sample import examples
 from tests.support.simulated import Pipeline, plain
 
 N_VOCAB = 7
@@ -57,7 +58,7 @@ def prompts(draw):
 
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]),
        accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(400)
 def test_each_request_gets_its_own_tokens(data, limits, n_stages, accuracy, seed):
     pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed)
     asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([0, 1, 6, 30])),

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.policy import Policy
@@ -18,6 +18,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.strategies.test_lookahead import Watched
 from tests.support import simulated
+from tests.support.sample import examples, matrix
 from tests.support.simulated import KvModel, Pipeline, Stage, next_token, plain
 
 LIMITS = Limits(n_ctx=300, policy=Policy.SPECULATIVE, exact_width=16, partitions=40)
@@ -80,8 +81,8 @@ def repeats(path, n_vocab, salt=0):
     return (path[-1] * 5 + path[-2] * 3 + (len(path) % 13 == 0)) % n_vocab
 
 
-@pytest.mark.parametrize("width", [64, 12])
-@pytest.mark.parametrize("setting", [(5, 3, 2), (4, 4, 3), (1, 3, 4), (7, 2, 5), (0, 4, 3)])
+@pytest.mark.parametrize(("setting", "width"), matrix(
+    [(5, 3, 2), (4, 4, 3), (1, 3, 4), (7, 2, 5), (0, 4, 3)], [64, 12]))
 def test_steps_tokens_and_pool_are_those_of_one_node(monkeypatch, setting, width):
     monkeypatch.setattr(simulated, "next_token", repeats)
     limits = dataclasses.replace(LIMITS, exact_width=width)
@@ -181,7 +182,7 @@ def test_a_replica_that_did_not_win_computes_the_accepted_tokens_with_its_next_s
        window=st.sampled_from([0, 1, 5]), ngram=st.sampled_from([2, 3, 5]),
        most=st.sampled_from([0, 1, 4]), width=st.sampled_from([1, 2, 5, 16]),
        partitions=st.sampled_from([0, 3, 40]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ngram, most, width,
                                                    partitions):
     n_vocab = data.draw(st.sampled_from([2, 3, 11]))

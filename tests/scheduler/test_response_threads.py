@@ -17,6 +17,7 @@ from pipeinfer.strategies.decomposers.pdos import Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.scheduler.test_lanes import check_at_rest
+from tests.support.sample import matrix, mostly_full
 from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
 
 N_CTX, MOST = 400, 90
@@ -102,8 +103,7 @@ def text_of(pipeline, request):
     return b"".join(e.text for e in pipeline.emitted if e.request_id == request)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "limits"), matrix(METHODS, LIMITS))
 def test_every_interleaving_gives_the_reference(method, limits):
     for seed in range(24):
         pipeline = run(method, LIMITS[limits], [seed], order=seed, n_stages=1 + seed % 4)
@@ -118,7 +118,7 @@ def test_every_interleaving_gives_the_reference(method, limits):
         check_at_rest(pipeline)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_full(METHODS, "pasta", "apar"))
 def test_lookahead_works_inside_threads(method):
     issued = 0
     for seed in range(12):
@@ -144,7 +144,7 @@ def test_the_programs_are_worth_testing(method):
         assert joined  # something that looks like a tag stayed text
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_full(METHODS, "pdos", "skeleton"))
 def test_several_responses_share_the_pipeline_and_a_cache_that_is_too_small(method):
     longest = 0
     for order in range(6):

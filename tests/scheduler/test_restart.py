@@ -17,6 +17,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import METHODS, MOST, N_CTX, expected, prompt_of, text_of
+from tests.support.sample import matrix
 from tests.support.simulated import Pipeline, Stage, plain
 from tests.support.threaded import EOS, KvModel, ThreadedPipeline
 
@@ -176,8 +177,7 @@ def test_guesses_of_lookahead_survive_no_loss_and_change_nothing():
         check_at_rest(pipeline)
 
 
-@pytest.mark.parametrize("name", ["pipeinfer", "small"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "name"), matrix(METHODS, ["pipeinfer", "small"]))
 def test_losses_in_responses_with_threads(method, name):
     limits = {"pipeinfer": Limits(n_ctx=N_CTX, exact_width=4, credit=5, threads=5),
               "small": Limits(n_ctx=N_CTX, exact_width=4, credit=6, parallel=3, threads=4,

@@ -7,7 +7,7 @@ that applied exactly the operations and rows it was sent, so wrong cells mean wr
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -30,6 +30,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
+from tests.support.sample import examples
 from tests.support.simulated import Pipeline, plain
 
 LIMITS = st.builds(
@@ -68,7 +69,7 @@ def requests(draw, n_vocab):
 
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 3, 5]),
        accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300)
 def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, accuracy, seed):
     n_vocab = data.draw(st.sampled_from([3, 11]))
     pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.drafting import Prefix, StartDraft
@@ -21,6 +21,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
 from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
+from tests.support.sample import examples
 from tests.support.simulated import Cell, KvModel, Pipeline, next_token, plain
 
 MASK, PROMPT_ID = 1000, 99  #: the first mask's token id; the prompts' sequence id
@@ -217,7 +218,7 @@ class WithMasks(Pipeline):
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]), drafts=st.booleans(),
        shape=st.sampled_from(Shape), masks=st.sampled_from([1, 2, 3]), top=st.sampled_from([1, 3]),
        accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
                                                    top, accuracy, seed):
     rows = Bita(MASK, masks, top, None, shape)

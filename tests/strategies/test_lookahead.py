@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.policy import Policy
@@ -21,6 +21,7 @@ from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import Lookahead, Pool, Window, window_rows
 from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
 from tests.support import simulated
+from tests.support.sample import examples
 from tests.support.simulated import Pipeline, next_token, plain
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
@@ -233,7 +234,7 @@ PROPOSERS = st.builds(Lookahead, st.sampled_from([0, 1, 2, 5]), st.sampled_from(
 @given(data=st.data(), limits=LIMITS, rows=PROPOSERS, n_stages=st.sampled_from([1, 2, 4]),
        drafts=st.booleans(), accuracy=st.sampled_from([0.0, 0.5, 1.0]),
        seed=st.integers(0, 2**32), parallel=st.sampled_from([1, 1, 3]))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(200)
 def test_every_interleaving_gives_the_plain_tokens(data, limits, rows, n_stages, drafts, accuracy,
                                                    seed, parallel):
     """Alone and with a draft, with cancellations that arrive at any time."""

@@ -255,6 +255,21 @@ def test_commands_say_what_to_install(tmp_path: Path, monkeypatch: pytest.Monkey
         CliRunner().invoke(main, arguments, catch_exceptions=False)
 
 
+def test_command_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr("pipeinfer.training.pair.embedded.run",
+                        lambda settings, report: seen.append(settings))
+    arguments = ["embedded", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    arguments += ["--steps", "8", "--eval-tokens", "2048", "--stdlib", str(tmp_path)]
+    CliRunner().invoke(main, arguments, catch_exceptions=False)
+    (found,) = seen
+    assert (found.out, found.work) == (tmp_path / "out", tmp_path / "work")
+    assert (found.steps, found.minutes, found.eval_tokens) == (8, None, 2048)
+    assert found.root == tmp_path
+    assert (found.target, found.draft) == (TARGET, DRAFT)
+
+
+@pytest.mark.full
 @pytest.mark.slow
 def test_command_takes_a_few_real_steps(tmp_path: Path) -> None:
     arguments = ["embedded", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]

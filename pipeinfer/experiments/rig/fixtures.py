@@ -1,4 +1,9 @@
-"""Fixtures of every session of tests; a pytest plugin, so that each is there once."""
+"""Fixtures of every session of tests, and which tests it runs; a pytest plugin, so that each is
+there once.
+
+Tests and cells of matrices that only repeat, in another size or place, what others show are marked
+`full`. They are left out unless --full is given or they are named by node id.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,41 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+#: node ids of what this session leaves out
+LEFT_OUT = pytest.StashKey[tuple[str, ...]]()
 _MARK = "PIPEINFER_TEST_SESSION"
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "pipeinfer.models.text.")
 _PATIENCE = 20.0  # seconds for what is already on its way out
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--full."""
+    parser.addoption("--full", action="store_true",
+                     help="run every test and property example, not the sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the full run makes."""
+    if config.getoption("full"):
+        return
+    named = tuple(part for part in config.args if "::" in part)
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        repeats = item.get_closest_marker("full") is not None
+        (left_out if repeats and not item.nodeid.startswith(named) else kept).append(item)
+    config.stash[LEFT_OUT] = tuple(item.nodeid for item in left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """How much of the tests this is."""
+    if config.getoption("full"):
+        return "full run: every test and property example"
+    count = len(config.stash.get(LEFT_OUT, ()))
+    return f"sample: {count} tests are left out, properties try fewer examples; --full runs all"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,75 @@
+"""Which tests run: the sample shows every behaviour, `--full` runs everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeinfer.experiments.rig.fixtures import LEFT_OUT
+from pipeinfer.experiments.rig.launch import ROOT
+from tests.support.sample import FULL, matrix, mostly_full
+
+#: tests of which the sample has no case at all, and what shows the same there
+ALONE = {
+    "tests/training/test_pair.py::test_command_takes_a_few_real_steps":
+        "test_run_makes_both_files_and_resumes, test_command_passes_its_options_on",
+}
+TESTS = """
+import pytest
+@pytest.mark.full
+def test_long(): pass
+def test_short(): pass
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_cells(n): pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("args", "wanted", "says"), [
+    (["test_it.py"], {"short", "cells[1]"}, "sample: 2 tests are left out"),
+    (["test_it.py", "--full"], {"long", "short", "cells[1]", "cells[2]"}, "full run"),
+    (["test_it.py::test_long", "test_it.py::test_cells[2]"], {"long", "cells[2]"}, "sample: 0"),
+    (["test_it.py::test_cells"], {"cells[1]", "cells[2]"}, "sample: 0"),
+])
+def test_what_is_selected(tmp_path, args, wanted, says):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "pipeinfer.experiments.rig.fixtures", "-v", *args],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = [line.split()[0] for line in done.stdout.splitlines() if " PASSED" in line]
+    assert {name.partition("::test_")[2] for name in passed} == wanted
+    assert says in done.stdout
+    assert ("deselected" in done.stdout) == ("2 tests" in says)
+
+
+def test_what_is_left_out_has_a_sibling_that_runs(request):
+    options = request.config.option
+    if options.keyword or options.markexpr or any("::" in arg for arg in request.config.args):
+        pytest.skip("something else chose the tests")
+    run = {item.nodeid.partition("[")[0] for item in request.session.items}
+    left_out = {name.partition("[")[0] for name in request.config.stash.get(LEFT_OUT, ())}
+    assert left_out - run - set(ALONE) == set()
+
+
+def left_out(cells):
+    return {cell.values for cell in cells if FULL in cell.marks}
+
+
+def test_a_matrix_shows_each_value_of_each_axis():
+    cells = matrix("abc", [1, 2], "xyzw")
+    assert len(cells) == 24
+    shown = {cell.values for cell in cells} - left_out(cells)
+    assert shown == {("a", 1, "x"), ("b", 2, "y"), ("c", 1, "z"), ("a", 2, "w")}
+
+
+def test_most_cells_can_be_left_out():
+    kept, other = mostly_full([1, 2], 2)[1], mostly_full([1, 2], 2)[0]
+    assert (kept, left_out([other])) == (2, {(1,)})
+    with pytest.raises(AssertionError):
+        mostly_full([1, 2], 3)
