@@ -14,6 +14,9 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/mpi/test_replicas.py::test_the_command_line_with_a_replica_on_rank_0_and_torch":
+        "replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead on torch "
+        "in tests/mpi/test_proposers.py",
     "tests/training/test_pair.py::test_command_takes_a_few_real_steps":
         "test_run_makes_both_files_and_resumes, test_command_passes_its_options_on",
 }

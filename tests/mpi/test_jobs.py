@@ -217,7 +217,7 @@ def faulty_processes(kind, seconds=10.0):
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("raise", "injected fault"), ("load", "out of memory (injected)"),
-    ("hang", "has worked on run"), ("kill", "is dead"),
+    ("hang", "has worked on run"), full("kill", "is dead"),
 ])
 def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
     done = launch.run(4, [*FAULTY, "2", kind, *LONGER, "--timeout", "8"], timeout=60)

@@ -54,7 +54,7 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
 
 @pytest.mark.parametrize(("ranks", "backend", "drafts"), [
     full(1, "llamacpp", ()), (2, "torch", ("draft",)), full(3, "llamacpp", ("draft",)),
-    (4, "llamacpp", ())])
+    full(4, "llamacpp", ())])
 def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, drafts):
     """A window beside the rows that verify or, where it does not fit, behind them (R of 4)."""
     if backend == "torch":
@@ -92,7 +92,7 @@ def adapter_at(path, prompts):
 
 
 @pytest.mark.parametrize(("ranks", "prompts", "drafts"), [
-    (1, 16, ()), (2, 0, ("draft",)), full(4, 16, ())])
+    full(1, 16, ()), (2, 0, ("draft",)), full(4, 16, ())])
 def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, drafts):
     """In one run with the rows that verify, behind them, and under policies that do not wait."""
     for package in ("torch", "transformers", "safetensors"):
