@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends import thread_count
+from pipeinfer.backends.llamacpp import backend as llama_backend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.core.types import make_rows
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models import llama_c
 
 
 class Timed:
@@ -56,17 +58,23 @@ def test_hopeless_numbers_are_not_tried(monkeypatch):
     assert set(backend.tried) == {8, 4}
 
 
-def test_the_number_of_threads_does_not_change_a_bit(tmp_path):
+def test_the_number_of_threads_does_not_change_a_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_backend, "_LONG", 641)
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=3, qtype="Q8_0"))
     backend = LlamaCppBackend.load(path, layers=(0, 3), n_layers_total=3, first=True, last=True,
                                    n_ctx=1024, n_seq_max=1, n_batch=64, n_threads=2)
     found = []
     for count in (2, 1):
         backend.use_threads(count)
+        assert llama_c.llama_n_threads(backend._ctx) == count
         for start in range(0, 640, 64):
             backend.decode(make_rows([(i % 50, i, (0,), False)
                                       for i in range(start, start + 64)]))
         found.append(backend.decode(make_rows([(7, 640, (0,), True)])))
+        for position, threads in ((640, count), (641, 2), (600, count)):
+            backend.seq_rm(0, position, 1 << 30)
+            backend.decode(make_rows([(7, position, (0,), True)]))
+            assert llama_c.llama_n_threads(backend._ctx) == threads
         backend.seq_rm(0, 0, 1 << 30)
     assert np.array_equal(*found)
     backend.close()

@@ -38,6 +38,9 @@ from pipeinfer.models.llama import clear_log, ensure_llama, last_log
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
 
+_LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
+
+
 class LlamaCppBackend:
     """One shard, or a whole model, on llama.cpp. See `backends.base.Backend` for the contract."""
 
@@ -52,7 +55,8 @@ class LlamaCppBackend:
         self._model, self._ctx, self._probe = model, context, probe
         self._memory = llama_c.llama_get_memory(context)
         self.info, self.options = info, options
-        self._most_threads = llama_c.llama_n_threads(context)
+        self._most_threads = self._few_threads = llama_c.llama_n_threads(context)
+        self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
@@ -166,6 +170,9 @@ class LlamaCppBackend:
         if self.options.validate:
             check_rows(rows, info.n_seq_max)
         keep = self._fill(rows, hidden)
+        long = bool(self._positions[0] >= _LONG)
+        if long != self._all_at_work:
+            self._set_threads(all_of_them=long)
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
         probe = self._probe
         if probe is not None:
@@ -263,9 +270,16 @@ class LlamaCppBackend:
         return None if low < 0 else (low, high)
 
     def use_threads(self, count: int) -> None:
-        """Decode single rows with so many threads from now on, others with as many as `load` was
-        given. Bits stay the same where `exact_limit` is above 1."""
+        """Decode single rows with so many threads from now on, others, and rows that see a long
+        text, with as many as `load` was given: attention has work for all. Bits stay the same
+        where `exact_limit` is above 1."""
+        self._few_threads = count
+        self._set_threads(all_of_them=False)
+
+    def _set_threads(self, *, all_of_them: bool) -> None:
+        count = self._most_threads if all_of_them else self._few_threads
         llama_c.llama_set_n_threads(self._ctx, count, self._most_threads)
+        self._all_at_work = all_of_them
 
     def close(self) -> None:
         """See `Backend.close`."""
