@@ -317,7 +317,7 @@ class Controller:
             return None
         quiet = self.trial is not None and not self.trial.speculate
         if self.limits.take_turns:
-            return None if quiet else self._take_turns(timing, acceptance)
+            return self._change({}, timing) if quiet else self._take_turns(timing, acceptance)
         if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
@@ -343,7 +343,8 @@ class Controller:
         if before <= most and then < _SWITCH * now:
             size = before
         return self._change({"tree_max": size, "draft_max": size,
-                             "p_min": round(least_confidence(timing, acceptance, size), 2)})
+                             "p_min": round(least_confidence(timing, acceptance, size), 2)},
+                            timing)
 
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
         """The limits with these values, as far as the user left them free; None: they have."""
