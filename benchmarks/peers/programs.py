@@ -37,7 +37,7 @@ def find(folder: Path | None, work: Path) -> Path:
         return folder
     build = work / f"llama.cpp-{NATIVE.newest}"
     if _lacking(build / "bin"):
-        _build(_source(work), build)
+        _build(sources(work), build)
     return build / "bin"
 
 
@@ -64,7 +64,9 @@ def fetch(package: str, folder: Path, *options: str) -> None:
           package], _DOWNLOAD_SECONDS, f"put the file of {package} from PyPI into {folder}")
 
 
-def _source(work: Path) -> Path:
+def sources(work: Path) -> Path:
+    """llama.cpp's sources, downloaded and unpacked below `work` on first use. Raises
+    ClickException."""
     name = PACKAGE.replace("llama-cpp-python==", "llama_cpp_python-")
     source = work / name / "vendor" / "llama.cpp"
     if not (source / "CMakeLists.txt").is_file():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
-from pipeinfer.models.llama_loader import NATIVE
+from benchmarks.peers.programs import sources
 
 _LATER = ("AVX2", "FMA", "F16C", "BMI2")
 #: name -> cmake's options of ggml
@@ -35,22 +33,10 @@ def library(name: str, work: Path, source: Path | None, jobs: int) -> Path:
              "CMAKE_BUILD_RPATH_USE_ORIGIN": "ON",  # copies find each other, not the tree's
              "GGML_LLAMAFILE": "ON",
              **{f"GGML_{key}": value for key, value in FLAGS[name].items()}}
-    subprocess.run(["cmake", "-S", source or _source(work), "-B", tree,
+    subprocess.run(["cmake", "-S", source or sources(work), "-B", tree,
                     *(f"-D{key}={value}" for key, value in flags.items())], check=True)
     subprocess.run(["cmake", "--build", tree, "--target", "llama", "-j", str(jobs)], check=True)
     partial = built.parent.with_suffix(".partial")
     shutil.copytree(tree / "bin", partial, symlinks=True, dirs_exist_ok=True)
     partial.rename(built.parent)
     return built
-
-
-def _source(work: Path) -> Path:
-    """llama.cpp's sources, of the version whose layout pipeinfer knows."""
-    name = f"llama_cpp_python-{NATIVE.newest}"
-    folder = work / name
-    if not folder.is_dir():
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary",
-                        ":all:", "--dest", work, f"{NATIVE.name}=={NATIVE.newest}"], check=True)
-        with tarfile.open(work / f"{name}.tar.gz") as archive:
-            archive.extractall(work, filter="data")
-    return folder / "vendor" / "llama.cpp"

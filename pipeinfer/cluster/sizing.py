@@ -187,7 +187,7 @@ def limits_for(
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
     if take_turns and exact > 1:
-        timing = Timing(1.0, 1.0, curve, 0.0, draft_share)
+        timing = _at_load(curve, draft_share)
         size = turns(timing, _USUAL, exact - 1) or 1
         values |= {"draft_max": size, "tree_max": size,
                    "p_min": least_confidence(timing, _USUAL, size)}
@@ -216,17 +216,20 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
     """
     trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
-    if limits.take_turns and trial and config.adapt:
-        timing, most = Timing(1.0, 1.0, curve, 0.0, draft_share), limits.exact_width - 1
+    judge = SpeculationTrial() if trial else None
+    if judge is not None and limits.take_turns:
+        timing, most = _at_load(curve, draft_share), limits.exact_width - 1
         judge = SpeculationTrial(promising=turns(timing, _USUAL, most) > 0, sure=_SURE,
                                  hopeless=turns(timing, _GOOD, most) == 0)
         if not judge.speculate:
             limits = replace(limits, path_min=NEVER)
-        return Controller(limits, pinned, curve, cells // 2, judge)
-    controller = Controller(
-        limits, pinned, curve, cells // 2, SpeculationTrial() if trial else None
-    )
+    controller = Controller(limits, pinned, curve, cells // 2, judge)
     return controller if config.adapt and controller.active else None
+
+
+def _at_load(curve: Curve, draft_share: float) -> Timing:
+    """What one stage takes, in times of a single row, as far as loading has shown it."""
+    return Timing(1.0, 1.0, curve, 0.0, draft_share)
 
 
 def _given(value: float, otherwise: float) -> float:
