@@ -46,6 +46,7 @@ from pipeinfer.core.messages import (
     LaneOpen,
     Message,
     Op,
+    Part,
     RunCancelled,
     RunFinished,
     ShardChunk,
@@ -53,6 +54,7 @@ from pipeinfer.core.messages import (
     ShardHave,
     Shutdown,
     Spans,
+    Verdict,
     WorkerFailed,
 )
 from pipeinfer.core.types import (
@@ -69,7 +71,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 7
+VERSION = 8
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -83,6 +85,7 @@ _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows look through other ids than they are stored under
 _FLAGS = 15  # all of them
+_SHORT = 4  # of a PART frame: its numbers have 16 bits; the two bits below are its verdict
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
@@ -112,9 +115,13 @@ def encode(message: Message) -> bytes:
         case Cancel(run_ids):
             body = np.asarray(run_ids, "<i8").tobytes()
             return _frame(Op.CANCEL, body, n_rows=len(run_ids))
+        case Part(turn, run_id, place, verdict, data):
+            flags = verdict | (0 if data.dtype == np.float32 else _SHORT)
+            return _frame(Op.PART, data.tobytes(), flags=flags, run_id=run_id, parent_id=turn,
+                          n_ops=place, d=data.size)
         case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
-            data = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
-            return _frame(Op.WORKER_FAILED, json.dumps(data).encode(), run_id=run_id,
+            words = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
+            return _frame(Op.WORKER_FAILED, json.dumps(words).encode(), run_id=run_id,
                           parent_id=node)
         case ShardHave(node, offset, digest):
             return _frame(Op.SHARD_HAVE, digest, run_id=offset, parent_id=node)
@@ -170,18 +177,28 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
         case Op.WORKER_FAILED:
             message = _decode_failure(reader, run_id, parent_id)
+        case Op.PART:
+            verdict = Verdict(flags & 3)
+            kind = "<u2" if flags & _SHORT else "<f4"
+            message = Part(parent_id, run_id, n_ops, verdict, reader.array(kind, d))
         case Op.CONTROL:
             message = _decode_control(reader)
-        case Op.SHARD_HAVE:
-            message = ShardHave(parent_id, run_id, bytes(reader.rest()))
-        case Op.SHARD_CHUNK:
-            message = ShardChunk(run_id, reader.rest())
-        case Op.SHARD_END:
-            message = ShardEnd(bytes(reader.rest()))
+        case Op.SHARD_HAVE | Op.SHARD_CHUNK | Op.SHARD_END:
+            message = _decode_shard(op, reader, run_id, parent_id)
         case _:
             raise ProtocolError(f"unknown operation {op}")
     reader.finish()
     return message
+
+
+def _decode_shard(op: int, reader: _Reader, run_id: int, parent_id: int) -> Message:
+    match op:
+        case Op.SHARD_HAVE:
+            return ShardHave(parent_id, run_id, bytes(reader.rest()))
+        case Op.SHARD_CHUNK:
+            return ShardChunk(run_id, reader.rest())
+        case _:
+            return ShardEnd(bytes(reader.rest()))
 
 
 def check_decode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ class Tag(enum.IntEnum):
     CANCEL = 2
     RESULT = 3
     ERROR = 4
+    SUM = 5
 
 
 class Op(enum.IntEnum):
@@ -42,6 +43,7 @@ class Op(enum.IntEnum):
     SHARD_HAVE = 11
     SHARD_CHUNK = 12
     SHARD_END = 13
+    PART = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,41 @@ class Cancel:
     run_ids: tuple[int, ...]
 
 
+class Verdict(enum.IntEnum):
+    """What a member of a wide stage says of a run in the header of its part."""
+
+    GO = 0
+    SKIP = 1  #: the leader: nobody begins with it
+    STOP = 2  #: the leader: everybody leaves it here
+    FAILED = 3  #: any member: it cannot go on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a member of a wide stage has of one sum, or a verdict without it.
+
+    turn: counts the sums of an epoch, equally at all members. run_id: the run it belongs to. place:
+    which sum of the model (`sums.place_of`), so that none is taken for another. verdict: see there.
+    data: float32, or uint16 with the bits of shorter floats; the member's slices one after the
+    other.
+    """
+
+    turn: int
+    run_id: int
+    place: int
+    verdict: Verdict
+    data: npt.NDArray[Any]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Part):
+            return NotImplemented
+        return (self.turn, self.run_id, self.place, self.verdict, self.data.dtype,
+                self.data.tobytes()) == (other.turn, other.run_id, other.place, other.verdict,
+                                         other.data.dtype, other.data.tobytes())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
     """A node's last words: where it failed, in which run, and its traceback."""
@@ -199,5 +236,5 @@ class ShardEnd:
 
 Message: TypeAlias = (
     Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
-    | WorkerFailed | ShardHave | ShardChunk | ShardEnd | PortMessage
+    | Part | WorkerFailed | ShardHave | ShardChunk | ShardEnd | PortMessage
 )

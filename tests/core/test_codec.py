@@ -18,12 +18,14 @@ from pipeinfer.core.messages import (
     Decode,
     LaneClose,
     LaneOpen,
+    Part,
     RunCancelled,
     RunFinished,
     ShardChunk,
     ShardEnd,
     ShardHave,
     Shutdown,
+    Verdict,
     WorkerFailed,
 )
 from pipeinfer.core.types import (
@@ -73,6 +75,16 @@ def decodes(draw):
                   draw(st.booleans()), hidden, draw(spans))
 
 
+@st.composite
+def parts(draw):
+    kind = draw(st.sampled_from(("<f4", "<u2")))
+    bits = draw(st.binary(max_size=40))
+    size = np.dtype(kind).itemsize
+    data = np.frombuffer(bits[:len(bits) // size * size], kind)
+    return Part(draw(run_ids), draw(run_ids), draw(st.integers(0, 2**24)),
+                draw(st.sampled_from(Verdict)), data)
+
+
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),
                            lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 
@@ -86,7 +98,7 @@ st.register_type_strategy(dict, mappings)
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(-2**63, 2**63 - 1))
 messages = st.one_of(
-    decodes(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
+    decodes(), parts(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
     st.builds(LaneClose, run_ids), st.builds(Shutdown),
     st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), spans),
     st.builds(RunCancelled, run_ids, spans),
