@@ -7,8 +7,9 @@ from setuptools import Extension, setup
 
 setup(ext_modules=[Extension(
     "pipeinfer.backends.llamacpp._layer_filter",
-    ["pipeinfer/backends/llamacpp/layer_filter.c"],
-    extra_compile_args=["-O2"],
+    ["pipeinfer/backends/llamacpp/layer_filter.c", "pipeinfer/backends/llamacpp/sums.c"],
+    depends=["pipeinfer/backends/llamacpp/sums.h"],
+    extra_compile_args=["-O3"],
     optional=True,
     py_limited_api=True,
 )])

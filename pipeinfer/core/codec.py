@@ -115,10 +115,10 @@ def encode(message: Message) -> bytes:
         case Cancel(run_ids):
             body = np.asarray(run_ids, "<i8").tobytes()
             return _frame(Op.CANCEL, body, n_rows=len(run_ids))
-        case Part(turn, run_id, place, verdict, data):
+        case Part(member, turn, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == np.float32 else _SHORT)
             return _frame(Op.PART, data.tobytes(), flags=flags, run_id=run_id, parent_id=turn,
-                          n_ops=place, d=data.size)
+                          n_rows=member, n_ops=place, d=data.size)
         case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
             words = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
             return _frame(Op.WORKER_FAILED, json.dumps(words).encode(), run_id=run_id,
@@ -180,7 +180,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         case Op.PART:
             verdict = Verdict(flags & 3)
             kind = "<u2" if flags & _SHORT else "<f4"
-            message = Part(parent_id, run_id, n_ops, verdict, reader.array(kind, d))
+            message = Part(n_rows, parent_id, run_id, n_ops, verdict, reader.array(kind, d))
         case Op.CONTROL:
             message = _decode_control(reader)
         case Op.SHARD_HAVE | Op.SHARD_CHUNK | Op.SHARD_END:

@@ -176,12 +176,13 @@ class Verdict(enum.IntEnum):
 class Part:
     """What a member of a wide stage has of one sum, or a verdict without it.
 
-    turn: counts the sums of an epoch, equally at all members. run_id: the run it belongs to. place:
-    which sum of the model (`sums.place_of`), so that none is taken for another. verdict: see there.
-    data: float32, or uint16 with the bits of shorter floats; the member's slices one after the
-    other.
+    member: which sends it. turn: counts the sums of an epoch, equally at all members. run_id: the
+    run it belongs to. place: which sum of the model (`layer_probe.place_of`), so that none is taken
+    for another. data: float32, or uint16 with the bits of shorter floats; the member's slices one
+    after the other.
     """
 
+    member: int
     turn: int
     run_id: int
     place: int
@@ -191,9 +192,10 @@ class Part:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Part):
             return NotImplemented
-        return (self.turn, self.run_id, self.place, self.verdict, self.data.dtype,
-                self.data.tobytes()) == (other.turn, other.run_id, other.place, other.verdict,
-                                         other.data.dtype, other.data.tobytes())
+        mine, theirs = self.data, other.data
+        return (self.member, self.turn, self.run_id, self.place, self.verdict, mine.dtype,
+                mine.tobytes()) == (other.member, other.turn, other.run_id, other.place,
+                                    other.verdict, theirs.dtype, theirs.tobytes())
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -86,6 +86,12 @@ class llama_batch(ctypes.Structure):
     )
 
 
+class ggml_init_params(ctypes.Structure):
+    """Memory for tensors outside of any model."""
+
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
 class llama_model_params(ctypes.Structure):
     """How a model is loaded."""
 
@@ -128,11 +134,17 @@ _CONTEXT = "llama_context_params"  #: stands for that struct, whose layout the l
 #: name -> result, arguments
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
+    "ggml_free": (None, (_P,)),
+    "ggml_get_data": (_P, (_P,)),
     "ggml_get_name": (c_char_p, (_P,)),
+    "ggml_init": (_P, (ggml_init_params,)),
+    "ggml_mul_mat": (_P, (_P, _P, _P)),
     "ggml_nbytes": (c_size_t, (_P,)),
+    "ggml_new_tensor_2d": (_P, (_P, c_int, c_int64, c_int64)),
     "ggml_quantize_chunk": (
         c_size_t, (c_int, POINTER(c_float), _P, c_int64, c_int64, c_int64, POINTER(c_float))),
     "ggml_row_size": (c_size_t, (c_int, c_int64)),
+    "ggml_tensor_overhead": (c_size_t, ()),
     "ggml_version": (c_char_p, ()),
     "llama_backend_init": (None, ()),
     "llama_batch_free": (None, (llama_batch,)),

@@ -105,10 +105,11 @@ class Port(Protocol):
     def new_losses(self) -> set[int]:
         """Ranks that were found dead since the last time this was asked."""
 
-    def wait(self, timeout: float, *, live: bool = True) -> None:
+    def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed.
 
-        live: something is under way, so look often; otherwise save the processor.
+        live: something is under way, so look often; otherwise save the processor. tag: messages of
+        others do not end it, and neither does `wake`.
         """
 
     def wake(self) -> None:
@@ -205,3 +206,7 @@ class Mailbox:
     def empty(self) -> bool:
         """Whether nothing has arrived."""
         return not any(self._frames.values())
+
+    def has(self, tag: Tag | None) -> bool:
+        """Whether a message of `tag` has arrived; None: any."""
+        return bool(self._frames[tag]) if tag is not None else not self.empty

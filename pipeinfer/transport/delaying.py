@@ -47,14 +47,15 @@ class DelayingPort:
             return held.popleft()[1]
         return None
 
-    def wait(self, timeout: float, *, live: bool = True) -> None:
+    def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """See `Port.wait`."""
-        for tag in Tag:
-            self._collect(tag)
-        due = min((held[0][0] for held in self._held.values() if held), default=None)
+        for kind in Tag:
+            self._collect(kind)
+        due = min((held[0][0] for kind, held in self._held.items()
+                   if held and tag in (None, kind)), default=None)
         left = timeout if due is None else min(timeout, due - time.monotonic())
         if left > 0:
-            self._inner.wait(left, live=live)
+            self._inner.wait(left, live=live, tag=tag)
 
     def adopt(self) -> None:
         """See `Port.adopt`; what was held back belongs to an earlier epoch."""

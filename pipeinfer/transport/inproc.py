@@ -7,6 +7,7 @@ for a stage hosted by rank 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 
 from pipeinfer.core import codec
@@ -77,11 +78,18 @@ class LocalPort:
         """See `Port.new_losses`."""
         return set()
 
-    def wait(self, timeout: float, *, live: bool = True) -> None:
+    def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """See `Port.wait`."""
         del live
-        if self._own.empty:
-            self._own.arrived.wait(timeout)
+        deadline = time.monotonic() + timeout
+        while not self._own.has(tag):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._called != self._epoch:
+                break
+            self._own.arrived.wait(left)
+            self._own.arrived.clear()
+            if tag is None:
+                return
         self._own.arrived.clear()
 
     def wake(self) -> None:

@@ -192,14 +192,16 @@ class MpiPort:
             raise Regrouped
         return self._own.take(tag)
 
-    def wait(self, timeout: float, *, live: bool = True) -> None:
+    def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """See `Port.wait`."""
         start = time.monotonic()
         cap = _LIVE_CAP if live else IDLE_CAP
         while True:
             self.pump()
-            if not self._own.empty or self._own.arrived.is_set() or self._has_orders:
+            rung = self._own.arrived.is_set()
+            if rung:
                 self._own.arrived.clear()
+            if self._own.has(tag) or (rung and tag is None) or self._has_orders:
                 return
             waited = time.monotonic() - start
             if waited >= timeout:

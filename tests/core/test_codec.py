@@ -81,7 +81,7 @@ def parts(draw):
     bits = draw(st.binary(max_size=40))
     size = np.dtype(kind).itemsize
     data = np.frombuffer(bits[:len(bits) // size * size], kind)
-    return Part(draw(run_ids), draw(run_ids), draw(st.integers(0, 2**24)),
+    return Part(draw(st.integers(0, 1000)), draw(run_ids), draw(run_ids), draw(st.integers(0, 2**24)),
                 draw(st.sampled_from(Verdict)), data)
 
 

@@ -29,7 +29,7 @@ from pipeinfer.backends.llamacpp.context import (
     make_context,
     metadata,
 )
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
@@ -51,10 +51,12 @@ class LlamaCppBackend:
         probe: LayerProbe | None,
         info: ShardInfo,
         options: LlamaOptions,
+        n_logits: int = 0,
     ) -> None:
         self._model, self._ctx, self._probe = model, context, probe
         self._memory = llama_c.llama_get_memory(context)
         self.info, self.options = info, options
+        self._n_logits = n_logits or info.n_vocab  # a slice of the output head has fewer
         self._most_threads = self._few_threads = llama_c.llama_n_threads(context)
         self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
@@ -126,7 +128,9 @@ class LlamaCppBackend:
                     f"but layers {layers[0]} to {layers[1]} were expected"
                 )
             options = options.resolved(head_size(model), head_size(model, "key"))
-            probe = LayerProbe(n_layers - 1) if not last or options.layer_callbacks else None
+            sliced = bool(metadata(model, "pipeinfer.piece"))
+            probe = LayerProbe(n_layers - 1, layers[0]) \
+                if not last or options.layer_callbacks or sliced else None
             sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
             context = make_context(os.fspath(path), model, probe, sizes, options)
         except BaseException:
@@ -151,7 +155,16 @@ class LlamaCppBackend:
             weight_bytes=llama_c.llama_model_size(model),
             cache_bytes=cache_bytes(model, llama_c.llama_n_ctx(context), options),
         )
-        return cls(model, context, probe, info, options)
+        return cls(model, context, probe, info, options,
+                   llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+
+    def sum_with(self, sums: PartSum | None) -> None:
+        """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
+        if sums is not None and not self.options.on_cpu:
+            raise BackendError("slices of layers are summed up in the processor's memory: leave "
+                               "out -ngl, or the grid")
+        if self._probe is not None:
+            self._probe.sum_with(sums)
 
     def decode(
         self,
@@ -187,7 +200,8 @@ class LlamaCppBackend:
             self._order.place(rows)
         del keep
         if probe is not None:
-            error, stopped, taken = probe.error, probe.stopped, probe.hidden_done
+            error, taken = probe.error, probe.hidden_done
+            stopped = probe.stopped or (probe.ended and not taken)
             probe.arm(None, None)  # holds neither the caller's array nor its callback
             if error is not None or stopped:
                 if status == 0:
@@ -322,7 +336,7 @@ class LlamaCppBackend:
         return keep
 
     def _logits(self, count: int) -> FloatArray:
-        out = np.empty((count, self.info.n_vocab), np.float32)
+        out = np.empty((count, self._n_logits), np.float32)
         if count:
             source = llama_c.llama_get_logits(self._ctx)
             if not source:

@@ -1,12 +1,15 @@
 /* Answers llama.cpp's evaluation callback for the nodes of a graph that nobody asked for.
 
    llama.cpp asks for every node whether it is wanted; on a deep model these are thousands of
-   questions per token. Only outputs of layers reach Python. See layer_probe.py, whose struct
-   Filter has the same fields. Loaded with ctypes: needs neither Python's nor llama.cpp's headers. */
+   questions per token. Only outputs of layers reach Python; parts of sums go to sums.c. See
+   layer_probe.py, whose struct Filter has the same fields. Loaded with ctypes: needs neither
+   Python's nor llama.cpp's headers. */
 
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "sums.h"
 
 enum { NOTHING, LAST, SOME, ENDED };
 
@@ -16,25 +19,63 @@ struct filter {
     const char *last;                                     /* name of the last layer's output */
     int wants;
     int stride;  /* SOME: the output of each so many layers, and the last */
+    int sliced;  /* whether attn_output and ffn_down give parts that are to be summed up */
+    int first;   /* the file's first layer in the model */
+    size_t source;                                        /* where a tensor names its source */
+    void *(*data_of)(const void *tensor);                 /* ggml_get_data */
+    size_t (*bytes_of)(const void *tensor);               /* ggml_nbytes */
+    struct sums *sums;                                    /* NULL: Python sums up */
 };
+
+static bool ends(const char *text, const char *with)
+{
+    size_t length = strlen(text), own = strlen(with);
+    return length >= own && strcmp(text + length - own, with) == 0;
+}
+
+/* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
+static int place_of(const struct filter *filter, const char *tensor)
+{
+    const void *source = *(void *const *)(tensor + filter->source);
+    const char *name;
+    if (source == NULL)
+        return -1;
+    name = filter->name_of(source);
+    if (strncmp(name, "blk.", 4) != 0)
+        return -1;
+    if (ends(name, ".attn_output.weight"))
+        return 2 * (filter->first + atoi(name + 4));
+    if (ends(name, ".ffn_down.weight"))
+        return 2 * (filter->first + atoi(name + 4)) + 1;
+    return -1;
+}
 
 bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
 {
-    const struct filter *filter = data;
+    struct filter *filter = data;
     const char *name;
+    int place;
 
-    switch (filter->wants) {
-    case NOTHING:
-        return false;
-    case ENDED:  /* see LayerProbe._call */
+    if (filter->wants == ENDED)  /* see LayerProbe._call */
         return ask;
-    default:
-        if (!ask)
+    if (filter->sliced && (place = place_of(filter, tensor)) >= 0) {
+        if (ask)
+            return true;
+        if (filter->sums == NULL)
             return filter->reached(tensor, ask, NULL);
-        name = filter->name_of(tensor);
-        if (strncmp(name, "l_out-", 6) != 0)
-            return false;
-        return (filter->wants == SOME && (atoi(name + 6) + 1) % filter->stride == 0)
-            || strcmp(name, filter->last) == 0;
+        if (pipeinfer_sum(filter->sums, filter->data_of(tensor),
+                          filter->bytes_of(tensor) / sizeof(float), place) == GO)
+            return true;
+        filter->wants = ENDED;
+        return false;
     }
+    if (filter->wants == NOTHING)
+        return false;
+    if (!ask)
+        return filter->reached(tensor, ask, NULL);
+    name = filter->name_of(tensor);
+    if (strncmp(name, "l_out-", 6) != 0)
+        return false;
+    return (filter->wants == SOME && (atoi(name + 6) + 1) % filter->stride == 0)
+        || strcmp(name, filter->last) == 0;
 }

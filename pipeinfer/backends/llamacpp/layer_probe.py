@@ -1,4 +1,5 @@
-"""llama.cpp's evaluation callback: takes a shard's hidden rows out, and stops a decode inside.
+"""llama.cpp's evaluation callback: takes a shard's hidden rows out, stops a decode inside, and has
+the parts of a wide stage's sums added up.
 
 llama.cpp calls it for every node of a graph, thousands of times per token on a deep model. Where
 `layer_filter.c` was compiled, it answers those that are not a layer's output; else Python does, at
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
@@ -25,24 +28,41 @@ _NOTHING, _LAST, _SOME, _ENDED = range(4)
 _CUTS = 8
 
 
+_SUMMED = (b".attn_output.weight", b".ffn_down.weight")
+
+
+class PartSum(Protocol):
+    """What adds up one slice's parts with those of the others of its stage."""
+
+    @property
+    def address(self) -> int | None:
+        """Of struct sums, where sums.c does it; None: `add` does."""
+
+    def add(self, part: FloatArray, place: int) -> bool:
+        """Put the sum into `part`, float32[n]. place: which one of the model. False: leave."""
+
+
 class Filter(ctypes.Structure):
     """What `layer_filter.c` knows: struct filter."""
 
     _fields_ = (("name_of", ctypes.c_void_p), ("reached", ctypes.c_void_p),
                 ("last", ctypes.c_char_p), ("wants", ctypes.c_int),
-                ("stride", ctypes.c_int))
+                ("stride", ctypes.c_int), ("sliced", ctypes.c_int), ("first", ctypes.c_int),
+                ("source", ctypes.c_size_t), ("data_of", ctypes.c_void_p),
+                ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p))
 
 
 class LayerProbe:
     """One context's callback; `arm` it before a decode and read the outcome afterwards.
 
-    callback, data: for llama.cpp. hidden_done: the rows were copied. stopped: `should_stop` said
-    True. error: what it raised.
+    first_layer: which of the model's the file's first one is. callback, data: for llama.cpp.
+    hidden_done: the rows were copied. stopped: `should_stop` said True, or the sums did. error:
+    what it raised.
     llama.cpp calls it twice per tensor: `ask` - do you want it (the graph is cut there) - and,
     when wanted, once the tensor is computed; answering False then ends the graph.
     """
 
-    def __init__(self, last_layer: int) -> None:
+    def __init__(self, last_layer: int, first_layer: int = 0) -> None:
         self.last_name = b"l_out-%d" % last_layer
         self.should_stop: Callable[[], bool] | None = None
         self.hidden: FloatArray | None = None
@@ -52,11 +72,29 @@ class LayerProbe:
         self._own = kind(self._call)
         self._filter = Filter(_address(llama_c.ggml_get_name), _address(self._own),
                               self.last_name, _NOTHING, max(1, (last_layer + 1) // _CUTS))
+        self._filter.first = first_layer
+        self._sums: PartSum | None = None
         function = compiled_filter()
         if function is None:
             self.callback, self.data = self._own, None
         else:
             self.callback, self.data = kind(_address(function)), ctypes.addressof(self._filter)
+
+    def sum_with(self, sums: PartSum | None) -> None:
+        """The file is a slice: have its parts summed up from now on; None: the parts are taken
+        for the sums. Raises BackendError where tensors' sources cannot be found."""
+        self._sums, own = sums, self._filter
+        own.sliced = sums is not None
+        if sums is not None:
+            own.source = source_offset()
+            own.data_of = _address(llama_c.ggml_get_data)
+            own.bytes_of = _address(llama_c.ggml_nbytes)
+            own.sums = None if compiled_filter() is None else sums.address
+
+    @property
+    def ended(self) -> bool:
+        """Whether the decode was left before its end."""
+        return bool(self._filter.wants == _ENDED)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None) -> None:
         """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run."""
@@ -69,12 +107,14 @@ class LayerProbe:
     def _call(self, tensor: int, ask: bool, _data: int | None) -> bool:
         """With the compiled filter: never asked, only told of tensors that were wanted."""
         try:
-            if self._filter.wants == _NOTHING:
-                return False
             if self._filter.wants == _ENDED:
                 # With offloaded layers the graph has several splits, and False ends only one:
                 # ask for the first tensor of the next, and end that one, too.
                 return ask
+            if self._sums is not None and (place := self._place_of(tensor)) >= 0:
+                return ask or self._sum(self._sums, tensor, place)
+            if self._filter.wants == _NOTHING:
+                return False
             name = llama_c.ggml_get_name(tensor)
             if ask:
                 if not name.startswith(b"l_out-"):
@@ -99,21 +139,75 @@ class LayerProbe:
             return self._end()
         return True
 
+    def _place_of(self, tensor: int) -> int:
+        """Which sum a tensor is a part of, -1 for none."""
+        source = ctypes.c_void_p.from_address(tensor + self._filter.source).value
+        if not source:
+            return -1
+        name = llama_c.ggml_get_name(source)
+        if not name.startswith(b"blk.") or not name.endswith(_SUMMED):
+            return -1
+        layer = self._filter.first + int(name.split(b".", 2)[1])
+        return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
+
+    def _sum(self, sums: PartSum, tensor: int, place: int) -> bool:
+        count = llama_c.ggml_nbytes(tensor) // 4
+        data = (ctypes.c_float * count).from_address(llama_c.ggml_get_data(tensor))
+        if sums.add(np.frombuffer(data, np.float32), place):
+            return True
+        self.stopped = True
+        return self._end()
+
     def _end(self) -> bool:
         self._filter.wants = _ENDED
         return False
 
 
+def place_of(layer: int, *, feed_forward: bool) -> int:
+    """The number of one of the model's sums: two a layer, attention's and the feed forward's."""
+    return 2 * layer + feed_forward
+
+
 @cache
+def source_offset() -> int:
+    """Where a tensor of llama.cpp's has the address of its first source, in bytes.
+
+    Found by looking at a product of two tensors, as no function tells it. Raises BackendError.
+    """
+    room = 4 * llama_c.ggml_tensor_overhead() + 4096
+    context = llama_c.ggml_init(llama_c.ggml_init_params(room, None, True))
+    try:
+        first, second = (llama_c.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
+        product = llama_c.ggml_mul_mat(context, first, second)
+        words = llama_c.ggml_tensor_overhead() // 8
+        values = list((ctypes.c_uint64 * words).from_address(product))
+    finally:
+        llama_c.ggml_free(context)
+    found = [8 * i for i, value in enumerate(values) if value == first]
+    if len(found) != 1 or values.count(second) != 1 or values.index(second) != found[0] // 8 + 1:
+        raise BackendError("tensors of this llama.cpp are laid out in an unknown way, so it cannot "
+                           "hold slices: install the version that constraints.txt names")
+    return found[0]
+
+
 def compiled_filter() -> Any | None:
     """The function of `layer_filter.c`, None where it was not compiled or cannot be loaded."""
+    library = compiled()
+    return None if library is None else library.pipeinfer_layer_filter
+
+
+@cache
+def compiled() -> Any | None:
+    """The library of the C part, None where it was not compiled or cannot be loaded."""
     spec = PathFinder.find_spec("_layer_filter", [str(Path(__file__).parent)])
     if spec is None or spec.origin is None:
         return None
     try:
-        return ctypes.CDLL(spec.origin).pipeinfer_layer_filter
+        library = ctypes.CDLL(spec.origin)
+        library.pipeinfer_sums_bytes.restype = ctypes.c_size_t  # the newest of its functions
     except (OSError, AttributeError):
         return None
+    return library
 
 
 def _address(function: Any) -> int:

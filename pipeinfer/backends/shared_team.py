@@ -1,0 +1,267 @@
+"""A team whose members share memory: ranks of one host, or slices within one process.
+
+sums.c does the work, from within llama.cpp's callback and without Python's lock; here the memory
+is made, and what C cannot know is asked: whether to stop, whether to wait any longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.backends.llamacpp.layer_probe import compiled
+from pipeinfer.backends.team import (
+    GATHER,
+    SUM_TYPES,
+    PeerFailed,
+    TeamShape,
+    check_logits,
+)
+from pipeinfer.core.messages import Verdict
+from pipeinfer.core.types import FloatArray
+from pipeinfer.errors import BackendError, ProtocolError
+
+_GIVEN_UP, _UNLIKE = 4, 5
+_FOLDER = Path("/dev/shm")  #: memory that has names
+_PREFIX = "pipeinfer-sums-"
+_SPIN_NS = 20_000  #: how long to wait before the processor is offered to others
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+class Sums(ctypes.Structure):
+    """What sums.c knows of one slice: struct sums."""
+
+    _fields_ = (
+        ("region", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("capacity", ctypes.c_size_t),
+        ("n", ctypes.c_int32), ("me", ctypes.c_int32), ("leader", ctypes.c_int32),
+        ("kind", ctypes.c_int32), ("alone", ctypes.c_int32), ("looks", ctypes.c_int32),
+        ("layers", ctypes.c_int32), ("verdict", ctypes.c_int32), ("awaited", ctypes.c_int32),
+        ("unused", ctypes.c_int32), ("turn", ctypes.c_uint64), ("run", ctypes.c_int64),
+        ("spin_ns", ctypes.c_uint64), ("idle", _CALL), ("look", _CALL),
+        ("waited_ns", ctypes.c_uint64), ("count", ctypes.c_uint64),
+    )
+
+
+class Region:
+    """Memory for all slices of a stage; name: empty where only this process has it."""
+
+    def __init__(self, memory: mmap.mmap, name: str = "") -> None:
+        self._memory, self.name = memory, name
+        self._view: Any = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self.address = ctypes.addressof(self._view)
+
+    @staticmethod
+    def size(shape: TeamShape) -> int:
+        """Bytes that a team needs."""
+        return slice_bytes(shape) * shape.n_slices
+
+    @classmethod
+    def private(cls, shape: TeamShape) -> Region:
+        """For slices of one process."""
+        return cls(mmap.mmap(-1, cls.size(shape)))
+
+    @classmethod
+    def create(cls, shape: TeamShape) -> Region | None:
+        """For processes of one host; None where there is no room for it."""
+        name = f"{_PREFIX}{secrets.token_hex(8)}"
+        path = _FOLDER / name
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError:
+            return None
+        try:
+            os.posix_fallocate(handle, 0, cls.size(shape))  # a hole would kill who touches it
+            return cls(mmap.mmap(handle, cls.size(shape)), name)
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        finally:
+            os.close(handle)
+
+    @classmethod
+    def open(cls, name: str, shape: TeamShape) -> Region:
+        """What another process has created. Raises BackendError."""
+        if not name.startswith(_PREFIX) or "/" in name:
+            raise ProtocolError(f"{name!r} is no name of shared memory")
+        try:
+            handle = os.open(_FOLDER / name, os.O_RDWR)
+            try:
+                return cls(mmap.mmap(handle, cls.size(shape)), name)
+            finally:
+                os.close(handle)
+        except (OSError, ValueError) as error:
+            raise BackendError(f"the memory that members of a stage share cannot be opened "
+                               f"({error}): use --sum-path messages") from error
+
+    def forget_name(self) -> None:
+        """Everybody has it: nothing is left behind when the processes end."""
+        if self.name:
+            with contextlib.suppress(OSError):
+                (_FOLDER / self.name).unlink()
+            self.name = ""
+
+    def close(self) -> None:
+        """Unmap it."""
+        self.forget_name()
+        self.address = 0
+        self._view = None
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+def slice_bytes(shape: TeamShape) -> int:
+    """Bytes of one slice's place in the region."""
+    return int(_library().pipeinfer_sums_bytes(ctypes.c_size_t(shape.capacity)))
+
+
+def available() -> bool:
+    """Whether the C part is there."""
+    return compiled() is not None
+
+
+class SharedTeam:
+    """See `team.Team`. watch: called every few milliseconds while waiting, with the slice that is
+    awaited; raises what ends the waiting."""
+
+    def __init__(self, shape: TeamShape, region: Region, watch: Callable[[int], None]) -> None:
+        self.shape = shape
+        self._region, self._watch = region, watch
+        self._should_stop: Callable[[], bool] | None = None
+        self._error: BaseException | None = None
+        self._callbacks = (_CALL(self._idle), _CALL(self._wait_too), _CALL(self._look))
+        leader = shape.holders[0][0]
+        self._sums = {index: Sums(
+            region=region.address, bytes=slice_bytes(shape), capacity=shape.capacity,
+            n=shape.n_slices, me=index, leader=leader, kind=SUM_TYPES[shape.kind],
+            layers=max(1, shape.layers_between_looks), spin_ns=_SPIN_NS,
+            idle=self._callbacks[turn > 0], look=self._callbacks[2])
+            for turn, index in enumerate(shape.own)}
+        self._first = self._sums[shape.own[0]]
+
+    @property
+    def waited(self) -> float:
+        """See `Team`."""
+        return float(self._first.waited_ns) / 1e9
+
+    @property
+    def count(self) -> int:
+        """See `Team`."""
+        return int(self._first.count)
+
+    def begin(self, run_id: int, *, cancelled: bool) -> bool:
+        """See `Team`."""
+        self._region.forget_name()
+        self._error = None
+        for sums in self._sums.values():
+            sums.run = run_id
+        library = _library()
+        first = ctypes.byref(self._first)
+        if self.shape.leads:
+            if not cancelled:
+                return False
+            library.pipeinfer_sums_say(first, int(Verdict.SKIP))
+            self.check()
+            others = [sums for sums in self._sums.values() if sums is not self._first]
+        elif library.pipeinfer_sums_skipped(first):
+            others = list(self._sums.values())
+        else:
+            return False
+        for sums in others:
+            library.pipeinfer_sums_pass(ctypes.byref(sums))
+        return True
+
+    def part(self, index: int) -> _SharedPart:
+        """See `Team`."""
+        return _SharedPart(self._sums[index])
+
+    def arm(self, should_stop: Callable[[], bool] | None) -> None:
+        """See `Team`."""
+        self._should_stop = should_stop
+        self._first.looks = should_stop is not None and self.shape.leads
+
+    def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
+        """See `Team`."""
+        shape, sums = self.shape, self._sums[index]
+        check_logits(shape, index, logits)
+        leads = index == shape.holders[0][0]
+        count = shape.n_slices
+        starts = (ctypes.c_size_t * count)(*(start for start, _ in shape.vocabulary))
+        counts = (ctypes.c_size_t * count)(*(stop - start for start, stop in shape.vocabulary))
+        out = np.empty((len(logits), shape.vocabulary[-1][1]), np.float32) if leads else None
+        for row, values in enumerate(logits):
+            verdict = _library().pipeinfer_sums_gather(
+                ctypes.byref(sums), ctypes.c_void_p(values.ctypes.data),
+                ctypes.c_size_t(values.size), GATHER,
+                None if out is None else ctypes.c_void_p(out[row].ctypes.data), starts, counts)
+            if verdict != Verdict.GO:
+                return None
+        return out
+
+    def fail(self, index: int) -> None:
+        """See `Team`."""
+        _library().pipeinfer_sums_say(ctypes.byref(self._sums[index]), int(Verdict.FAILED))
+
+    def check(self) -> None:
+        """See `Team`."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        for index, sums in self._sums.items():
+            if sums.verdict == _UNLIKE:
+                raise ProtocolError(
+                    f"slice {index} and slice {sums.awaited} of a stage are not at the same sum of "
+                    f"run {sums.run}: all hosts must run the same version with the same options")
+            if sums.verdict == Verdict.FAILED:
+                raise PeerFailed(f"slice {sums.awaited} of this stage has failed in run {sums.run}")
+
+    def close(self) -> None:
+        """See `Team`."""
+        self._region.close()
+
+    def _idle(self) -> int:
+        try:
+            self._watch(int(self._first.awaited))
+        except BaseException as error:  # it cannot cross C: raised by `check`
+            self._error = error
+            return 1
+        return 0
+
+    def _wait_too(self) -> int:
+        """For further slices of this process, in threads of their own: the first one watches."""
+        return int(self._error is not None)
+
+    def _look(self) -> int:
+        try:
+            return int(self._should_stop is not None and self._should_stop())
+        except BaseException as error:
+            self._error = error
+            return 1
+
+
+class _SharedPart:
+    """See `layer_probe.PartSum`: C adds up."""
+
+    def __init__(self, sums: Sums) -> None:
+        self.address = ctypes.addressof(sums)
+
+    def add(self, part: FloatArray, place: int) -> bool:
+        """See `PartSum`; used where the callback is Python's."""
+        return bool(_library().pipeinfer_sum(
+            ctypes.c_void_p(self.address), ctypes.c_void_p(part.ctypes.data),
+            ctypes.c_size_t(part.size), place) == Verdict.GO)
+
+
+def _library() -> Any:
+    library = compiled()
+    if library is None:
+        raise BackendError("sums in shared memory need the C part, which was not compiled here: "
+                           "use --sum-path messages")
+    return library

@@ -1,0 +1,147 @@
+"""The slices that one member of a wide stage holds, as one backend.
+
+Each slice is a file and a context of its own, and computes in a thread of its own: they meet in
+every sum. The residual rows are the same on all of them after each sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from pipeinfer.backends.base import Backend, Capabilities, ShardInfo, apply
+from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.team import Team
+from pipeinfer.core.types import FloatArray, IntArray, Rows, SeqJoin
+
+
+class SliceBackend(Backend, Protocol):
+    """A backend that holds a slice of its layers."""
+
+    def sum_with(self, sums: PartSum | None) -> None:
+        """Have parts summed up by `sums` from now on; None: parts are taken for sums."""
+
+
+class Embedding(Protocol):
+    """What a first stage turns tokens into rows with."""
+
+    def rows(self, tokens: IntArray) -> FloatArray:
+        """float32[n, n_embd]. Raises BackendError for what is no token."""
+
+
+class WideBackend:
+    """See `backends.base.Backend`. slices: those held here, each a chain of shards of consecutive
+    layers, in the order of `team.shape.own`. embedding: on the first stage."""
+
+    def __init__(self, slices: Sequence[Sequence[SliceBackend]], team: Team,
+                 info: ShardInfo, embedding: Embedding | None) -> None:
+        self._slices = [list(chain) for chain in slices]
+        self._team, self._embedding = team, embedding
+        self.info = dataclasses.replace(
+            info, weight_bytes=sum(p.info.weight_bytes for chain in slices for p in chain),
+            cache_bytes=sum(p.info.cache_bytes for chain in slices for p in chain))
+        able = [part.capabilities for chain in slices for part in chain]
+        self.capabilities = Capabilities(
+            free_positions=all(one.free_positions for one in able), separate_views=False,
+            embedding_rows=True, stops_inside=True)
+        for index, chain in zip(team.shape.own, self._slices, strict=True):
+            for shard in chain:
+                shard.sum_with(team.part(index))
+        self._threads = ThreadPoolExecutor(len(slices) - 1, "slice") if len(slices) > 1 else None
+
+    def decode(
+        self, rows: Rows, hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """See `Backend.decode`. Logits are complete at the leader; other members get an empty array
+        of shape (0, n_vocab). Members must have begun the same run. Raises PeerFailed, too."""
+        if self._embedding is not None and hidden is None:
+            hidden = self._embedding.rows(rows.tokens)
+        team = self._team
+        team.arm(should_stop)
+        further = [self._threads.submit(self._run, turn, rows, hidden)
+                   for turn in range(1, len(self._slices))] if self._threads else []
+        error: BaseException | None = None
+        results: list[FloatArray | None] = []
+        try:
+            results.append(self._run(0, rows, hidden))
+        except BaseException as failure:
+            error = failure
+        for one in further:
+            try:
+                results.append(one.result())
+            except BaseException as failure:
+                error = error or failure
+        if error is None and None in results:
+            try:
+                team.check()
+            except BaseException as failure:
+                error = failure
+        if error is not None or None in results:
+            for turn in range(len(self._slices)):
+                self._drop(turn, rows, len(self._slices[turn]))
+        if error is not None:
+            raise error
+        return None if None in results else results[0]
+
+    def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
+        """What one slice makes of the rows; None where it was stopped. Its cells are gone then, but
+        for those of shards before the one at which that was."""
+        team, index = self._team, self._team.shape.own[turn]
+        try:
+            result = hidden
+            for shard in self._slices[turn]:
+                result = shard.decode(rows, result)
+                if result is None:
+                    return None
+            assert result is not None
+            if not self.info.last:
+                return result
+            whole = team.gather(index, result)
+        except BaseException:
+            team.fail(index)
+            raise
+        leads = index == team.shape.holders[0][0]
+        if whole is None and leads:
+            return None
+        return result[:0] if whole is None else whole
+
+    def _drop(self, turn: int, rows: Rows, count: int) -> None:
+        """Take the rows' cells off a slice's shards; those that have none do not mind."""
+        end = int(rows.positions.max(initial=-1)) + 1
+        for shard in self._slices[turn][:count]:
+            for seq_id, first in rows.first_positions().items():
+                shard.seq_rm(seq_id, first, end)
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_rm`."""
+        for shard in self._all():
+            shard.seq_rm(seq_id, p0, p1)
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_cp`."""
+        for shard in self._all():
+            shard.seq_cp(src, dst, p0, p1)
+
+    def seq_keep(self, seq_id: int) -> None:
+        """See `Backend.seq_keep`."""
+        for shard in self._all():
+            shard.seq_keep(seq_id)
+
+    def seq_join(self, src: int, dst: int) -> None:
+        """See `core.SeqJoin`. Raises BackendError where a slice cannot."""
+        for shard in self._all():
+            apply(shard, SeqJoin(src, dst))
+
+    def close(self) -> None:
+        """End the threads; the slices belong to whoever loaded them."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+            self._threads = None
+        for shard in self._all():
+            shard.sum_with(None)
+
+    def _all(self) -> list[SliceBackend]:
+        return [shard for chain in self._slices for shard in chain]

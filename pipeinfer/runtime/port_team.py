@@ -1,0 +1,305 @@
+"""A team whose members send each other their parts as messages: ranks of several hosts.
+
+    every member   Part(turn, run, place, GO, numbers) to each other one, at each sum
+    the leader     Part(.., SKIP or STOP) instead
+    whoever fails  Part(.., FAILED)
+
+All members hold all parts and add them up themselves, in the order of the slices: one latency a
+sum. Several slices of one member meet in memory; the first one's thread, which is the stage's,
+talks to the others. Knows no runs but their numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.backends.team import (
+    GATHER,
+    PeerFailed,
+    TeamShape,
+    add_up,
+    check_logits,
+    shorten,
+)
+from pipeinfer.core.messages import Part, Tag, Verdict
+from pipeinfer.core.types import FloatArray
+from pipeinfer.errors import ClusterError, ProtocolError
+from pipeinfer.transport.base import Port
+
+_NOTHING: npt.NDArray[np.float32] = np.zeros(0, np.float32)
+_NAP = 0.05
+_LEFT_BEHIND = 60.0  #: seconds after which a slice no longer believes in its process's first one
+
+
+class PortTeam:
+    """See `backends.team.Team`. nodes: of the members. watch: called now and then while waiting,
+    with the slice that is awaited; raises what ends the waiting."""
+
+    def __init__(self, shape: TeamShape, port: Port, nodes: Sequence[int],
+                 watch: Callable[[int], None]) -> None:
+        self.shape = shape
+        self.waited, self.count = 0.0, 0
+        self._port, self._nodes, self._watch = port, tuple(nodes), watch
+        self._turn, self._run = 0, -1
+        self._arrived: dict[tuple[int, int], Part] = {}
+        self._should_stop: Callable[[], bool] | None = None
+        self._error: BaseException | None = None
+        self._meeting = _Meeting(shape.own)
+
+    def begin(self, run_id: int, *, cancelled: bool) -> bool:
+        """See `Team`."""
+        self._run, self._error = run_id, None
+        if self.shape.leads:
+            if cancelled:
+                self._turn += 1
+                self._say(Verdict.SKIP)
+            return cancelled
+        self._collect()
+        said = self._arrived.get((self._turn + 1, 0))
+        if said is None or said.verdict is not Verdict.SKIP or said.run_id != run_id:
+            return False
+        self._turn += 1
+        return True
+
+    def part(self, index: int) -> _PortPart:
+        """See `Team`."""
+        return _PortPart(self, index)
+
+    def arm(self, should_stop: Callable[[], bool] | None) -> None:
+        """See `Team`."""
+        self._should_stop = should_stop if self.shape.leads else None
+        self._meeting.open()
+
+    def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
+        """See `Team`."""
+        check_logits(self.shape, index, logits)
+        if index != self.shape.own[0]:
+            self._meeting.bring(index, logits)
+            return None
+        try:
+            return self._gather(self._meeting.collect(index, logits, self._watch))
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def fail(self, index: int) -> None:
+        """See `Team`."""
+        if index == self.shape.own[0]:
+            self._turn += 1
+            self._say(Verdict.FAILED)
+        self._meeting.give_up()
+
+    def check(self) -> None:
+        """See `Team`."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+    # --- sums ---------------------------------------------------------------------------------
+
+    def add(self, index: int, part: FloatArray, place: int) -> bool:
+        """See `PartSum.add`, for one of the slices held here."""
+        own = shorten(part, self.shape.kind)
+        if index != self.shape.own[0]:
+            total = self._meeting.bring(index, own)
+        else:
+            total = self._add(own, place)
+        if total is None:
+            return False
+        part[:] = total
+        return True
+
+    def _add(self, own: npt.NDArray[Any], place: int) -> npt.NDArray[np.float32] | None:
+        try:
+            total = self._sum(own, place)
+        except BaseException as error:  # it cannot cross C: raised by `check`
+            self._error = error
+            total = None
+        if total is None:
+            self._meeting.give_up()
+        else:
+            self._meeting.hand_out(total)
+        return total
+
+    def _sum(self, own: npt.NDArray[Any], place: int) -> npt.NDArray[np.float32] | None:
+        shape = self.shape
+        self._turn += 1
+        if self._stops(place):
+            self._say(Verdict.STOP)
+            return None
+        mine = self._meeting.collect(shape.own[0], own, self._watch)
+        self._send(Part(shape.member, self._turn, self._run, place, Verdict.GO,
+                        np.concatenate(mine)))  # copied: what is here becomes the sum
+        parts: dict[int, npt.NDArray[Any]] = dict(zip(shape.own, mine, strict=True))
+        for member, held in enumerate(shape.holders):
+            if member == shape.member:
+                continue
+            heard = self._await(member, place, len(held) * own.size)
+            if heard is None:
+                return None
+            parts |= zip(held, np.split(heard.data, len(held)), strict=True)
+        self.count += 1
+        return add_up([parts[index] for index in range(shape.n_slices)], shape.kind)
+
+    def _gather(self, mine: Sequence[FloatArray]) -> FloatArray | None:
+        shape = self.shape
+        self._turn += 1
+        if not shape.leads:
+            flat = np.concatenate([one.ravel() for one in mine])
+            self._port.send(self._nodes[0], Tag.SUM, Part(
+                shape.member, self._turn, self._run, GATHER, Verdict.GO, flat))
+            return None
+        n = len(mine[0])
+        columns = dict(zip(shape.own, mine, strict=True))
+        for member, held in enumerate(shape.holders):
+            if member == shape.member:
+                continue
+            sizes = [n * (shape.vocabulary[i][1] - shape.vocabulary[i][0]) for i in held]
+            heard = self._await(member, GATHER, sum(sizes))
+            if heard is None:
+                return None
+            cuts = np.cumsum(sizes)[:-1]
+            columns |= {i: one.reshape(n, -1)
+                        for i, one in zip(held, np.split(heard.data, cuts), strict=True)}
+        return np.concatenate([columns[i] for i in range(shape.n_slices)], axis=1)
+
+    def _stops(self, place: int) -> bool:
+        layer, feed_forward = divmod(place, 2)
+        every = max(1, self.shape.layers_between_looks)
+        return bool(self._should_stop is not None and feed_forward and (layer + 1) % every == 0
+                    and self._should_stop())
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _say(self, verdict: Verdict) -> None:
+        self._send(Part(self.shape.member, self._turn, self._run, 0, verdict, _NOTHING))
+
+    def _send(self, part: Part) -> None:
+        for member, node in enumerate(self._nodes):
+            if member != self.shape.member:
+                self._port.send(node, Tag.SUM, part)
+
+    def _collect(self) -> None:
+        """Take what has arrived; what is of turns that are over is dropped."""
+        while (envelope := self._port.take(Tag.SUM)) is not None:
+            part = envelope.message
+            if not isinstance(part, Part) or not 0 <= part.member < len(self._nodes):
+                raise ProtocolError(f"a member of a stage was sent {type(part).__name__} as a part "
+                                    "of a sum")
+            if part.turn >= self._turn:
+                self._arrived[part.turn, part.member] = part
+
+    def _await(self, member: int, place: int, count: int) -> Part | None:
+        """A member's part of this turn; None where the leader leaves the run."""
+        key, leader = (self._turn, member), (self._turn, 0)
+        start = time.monotonic()
+        while True:
+            self._collect()
+            said = self._arrived.get(leader)
+            if said is not None and said.verdict in (Verdict.SKIP, Verdict.STOP):
+                found = said
+                break
+            if (heard := self._arrived.get(key)) is not None:
+                found = heard
+                break
+            if time.monotonic() - start > _NAP:
+                self._watch(self.shape.holders[member][0])
+            self._port.wait(_NAP, tag=Tag.SUM)
+        self.waited += time.monotonic() - start
+        self._arrived = {k: part for k, part in self._arrived.items() if k[0] >= self._turn}
+        if found.verdict is Verdict.FAILED:
+            raise PeerFailed(f"member {member} of this stage has failed in run {self._run}")
+        if found.run_id != self._run or (found.verdict is Verdict.GO and (
+                found.place != place or found.data.size != count)):
+            raise ProtocolError(
+                f"members {self.shape.member} and {member} of a stage are not at the same sum of "
+                f"run {self._run}: all hosts must run the same version with the same options")
+        return found if found.verdict is Verdict.GO else None
+
+
+class _PortPart:
+    """See `layer_probe.PartSum`: Python adds up."""
+
+    address: int | None = None
+
+    def __init__(self, team: PortTeam, index: int) -> None:
+        self._team, self._index = team, index
+
+    def add(self, part: FloatArray, place: int) -> bool:
+        """See `PartSum`."""
+        return self._team.add(self._index, part, place)
+
+
+class _Meeting:
+    """Where the slices of one member, each in a thread of its own, bring their parts and get the
+    sum. The first one collects and hands out."""
+
+    def __init__(self, own: Sequence[int]) -> None:
+        self._own = tuple(own)
+        self._changed = threading.Condition()
+        self._brought: dict[int, npt.NDArray[Any]] = {}
+        self._total: npt.NDArray[np.float32] | None = None
+        self._takers = 0
+        self._over = False
+
+    def open(self) -> None:
+        """Before a decode."""
+        with self._changed:
+            self._brought.clear()
+            self._total, self._takers, self._over = None, 0, False
+
+    def bring(self, index: int, part: npt.NDArray[Any]) -> npt.NDArray[np.float32] | None:
+        """A further slice's part; the sum, None where there is none to be had. After logits nobody
+        hands anything out, and nobody waits: see `collect`."""
+        with self._changed:
+            self._brought[index] = part
+            self._changed.notify_all()
+            if part.ndim > 1:
+                return None
+            if not self._changed.wait_for(
+                    lambda: self._over or (self._takers > 0 and index not in self._brought),
+                    _LEFT_BEHIND):
+                raise ClusterError(f"slice {index} waited {_LEFT_BEHIND:.0f} s for the sum of its "
+                                   "own process")
+            if self._over:
+                return None
+            total = self._total
+            self._takers -= 1
+            self._changed.notify_all()
+            return total
+
+    def collect(self, index: int, part: npt.NDArray[Any], watch: Callable[[int], None]
+                ) -> list[npt.NDArray[Any]]:
+        """The first slice: all parts of this member, in order. Raises what `watch` does."""
+        with self._changed:
+            while not self._changed.wait_for(
+                    lambda: self._over or (not self._takers and len(self._brought)
+                                           == len(self._own) - 1), _NAP):
+                watch(index)
+            if self._over:
+                raise PeerFailed("another slice of this process has failed")
+            found = [part, *(self._brought[other] for other in self._own[1:])]
+            self._brought.clear()
+            return found
+
+    def hand_out(self, total: npt.NDArray[np.float32]) -> None:
+        """The first slice: the sum, to those who wait."""
+        if len(self._own) > 1:
+            with self._changed:
+                self._total, self._takers = total, len(self._own) - 1
+                self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """There will be no sum any more in this decode."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
