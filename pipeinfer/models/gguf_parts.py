@@ -88,6 +88,11 @@ def text_entry(key: str, value: str) -> bytes:
     return _string(key) + struct.pack("<I", _STRING) + _string(value)
 
 
+def renamed_entry(model: ModelFile, old: str, new: str) -> bytes:
+    """The model's metadata entry `old` under the key `new`."""
+    return _string(new) + model.raw_entry(old)[len(_string(old)):]
+
+
 def header_of(entries: Sequence[bytes], parts: Sequence[TensorPart]) -> bytes:
     """Everything before the tensors' bytes."""
     out = [struct.pack("<4sIQQ", b"GGUF", 3, len(parts), len(entries)), *entries]

@@ -28,6 +28,7 @@ from pipeinfer.models.gguf_parts import (
     all_of,
     blocks_of,
     header_of,
+    renamed_entry,
     rows_of,
     text_entry,
     total_bytes,
@@ -162,26 +163,28 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     for tensor in tensors.values():
         layer = tensor.layer
         if layer is not None and start <= layer < stop:
-            name = f"blk.{layer - start}." + tensor.name.split(".", 2)[2]
-            parts.append(all_of(tensor, name) if piece is None or sizes is None
-                         else slice_parts.part_of(tensor, name, piece, sizes))
+            block, rest = f"blk.{layer - start}", tensor.name.split(".", 2)[2]
+            parts.append(all_of(tensor, f"{block}.{rest}") if piece is None or sizes is None
+                         else slice_parts.part_of(tensor, block, piece, sizes))
     return parts
 
 
 def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
             piece: Slice | None) -> bytes:
     """Everything before the tensor data. The same model, range and piece give the same bytes."""
-    arch, last = model.architecture, stop == model.n_layers
+    old, last = model.architecture, stop == model.n_layers
     if piece is not None:
+        arch, own = slice_parts.architecture_of(model), slice_parts.entries_of(model, piece)
         n_vocab = piece.vocab[1] - piece.vocab[0] if last else 1
-        own = slice_parts.entries_of(model, piece)
     else:
-        n_vocab, own = model.n_vocab if start == 0 or last else 1, {}
+        arch, own, n_vocab = old, {}, model.n_vocab if start == 0 or last else 1
+    names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
+             for key in model.meta_keys()}
     dropped = {"general.alignment", f"{arch}.block_count", f"{arch}.vocab_size", *own}
     entries = [
-        model.raw_entry(key)
-        for key in model.meta_keys()
-        if key not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
+        renamed_entry(model, key, name)
+        for key, name in names.items()
+        if name not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
     ]
     entries += [
         uint_entry("general.alignment", DEFAULT_ALIGNMENT),

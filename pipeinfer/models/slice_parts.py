@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias")
+#: What slices are written as where llama.cpp wants a model's heads to add up to its width, which
+#: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
+#: shows equal bits) and whose heads may have any size. With the new names of tensors.
+_WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, whose stages hold whole layers"
 
 
@@ -40,7 +44,8 @@ _WAY_OUT = "run it as a plain pipeline, whose stages hold whole layers"
 class Sizes:
     """Of every layer: query heads, KV heads, elements of a head's key and value, FFN columns; rows
     of the output head. head_block, ff_block: what columns of attn_output and of ffn_down are cut
-    at, the blocks of all layers together."""
+    at, the blocks of all layers together. new_names: of tensors within a layer, where a slice has
+    other ones."""
 
     heads: int
     kv_heads: int
@@ -51,6 +56,7 @@ class Sizes:
     vocab: int
     head_block: int
     ff_block: int
+    new_names: dict[str, str]
 
     @property
     def group(self) -> int:
@@ -80,7 +86,12 @@ def sizes_of(model: ModelFile) -> Sizes:
     sizes = Sizes(
         heads, kv_heads, key, _number(model, "attention.value_length", model.n_embd // heads),
         _number(model, "rope.dimension_count", key), _number(model, "feed_forward_length"),
-        model.n_vocab, _common_block(model, "attn_output"), _common_block(model, "ffn_down"))
+        model.n_vocab, _common_block(model, "attn_output"), _common_block(model, "ffn_down"),
+        _WRITTEN_AS.get(model.architecture, ("", {}))[1])
+    if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: has a bias in its output head, and slices of "
+            f"{model.architecture} models cannot have one: {_WAY_OUT}")
     if heads % kv_heads:
         raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
                          "the file is damaged, fetch it again")
@@ -90,9 +101,15 @@ def sizes_of(model: ModelFile) -> Sizes:
     return sizes
 
 
-def part_of(tensor: TensorInfo, name: str, piece: Slice, sizes: Sizes) -> TensorPart:
-    """The slice's part of a layer's tensor, to be called `name`."""
+def architecture_of(model: ModelFile) -> str:
+    """The architecture that is written into slices of the model."""
+    return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
+
+
+def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
+    """The slice's part of a layer's tensor, which becomes one of the layer `block` ("blk.0")."""
     kind = tensor.name.split(".", 2)[2]
+    name = f"{block}.{sizes.new_names.get(kind, kind)}"
     if kind in _WHOLE:
         return all_of(tensor, name)
     low, high = sizes.queries(piece)
@@ -112,7 +129,7 @@ def part_of(tensor: TensorInfo, name: str, piece: Slice, sizes: Sizes) -> Tensor
 def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
     """The metadata in which a slice differs from its model, by key. Sizes that the loader would
     work out from the number of heads are written out."""
-    arch, sizes = model.architecture, sizes_of(model)
+    arch, sizes = architecture_of(model), sizes_of(model)
     low, high = sizes.queries(piece)
     numbers = {
         f"{arch}.attention.head_count": high - low,
@@ -124,6 +141,7 @@ def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
         "pipeinfer.vocab_start": piece.vocab[0],
     }
     return {key: uint_entry(key, value) for key, value in numbers.items()} | {
+        "general.architecture": text_entry("general.architecture", arch),
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
 
 
