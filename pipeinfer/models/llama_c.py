@@ -86,6 +86,18 @@ class llama_batch(ctypes.Structure):
     )
 
 
+class ggml_type_traits(ctypes.Structure):
+    """What ggml knows of a type of tensor: elements and bytes of a block, and how a row of blocks
+    becomes float32[elements] (null for float32 itself)."""
+
+    _fields_ = (
+        ("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t), ("is_quantized", c_bool),
+        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),
+        ("from_float_ref", c_void_p),
+    )
+
+
 class llama_model_params(ctypes.Structure):
     """How a model is loaded."""
 
@@ -129,6 +141,7 @@ _CONTEXT = "llama_context_params"  #: stands for that struct, whose layout the l
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_get_name": (c_char_p, (_P,)),
+    "ggml_get_type_traits": (POINTER(ggml_type_traits), (c_int,)),
     "ggml_nbytes": (c_size_t, (_P,)),
     "ggml_quantize_chunk": (
         c_size_t, (c_int, POINTER(c_float), _P, c_int64, c_int64, c_int64, POINTER(c_float))),
