@@ -92,6 +92,18 @@ class ggml_init_params(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
+class ggml_type_traits(ctypes.Structure):
+    """What ggml knows of a type of tensor: elements and bytes of a block, and how a row of blocks
+    becomes float32[elements] (null for float32 itself)."""
+
+    _fields_ = (
+        ("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t), ("is_quantized", c_bool),
+        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),
+        ("from_float_ref", c_void_p),
+    )
+
+
 class llama_model_params(ctypes.Structure):
     """How a model is loaded."""
 
@@ -137,6 +149,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_free": (None, (_P,)),
     "ggml_get_data": (_P, (_P,)),
     "ggml_get_name": (c_char_p, (_P,)),
+    "ggml_get_type_traits": (POINTER(ggml_type_traits), (c_int,)),
     "ggml_init": (_P, (ggml_init_params,)),
     "ggml_mul_mat": (_P, (_P, _P, _P)),
     "ggml_nbytes": (c_size_t, (_P,)),

@@ -17,7 +17,8 @@ from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import STRING, ModelFile
 
 #: architectures whose graphs these rules cover wholly; of others only what all share is checked
-COVERED = ("llama", "qwen2", "qwen3", "qwen2vl")
+#: (qwen2vl: see `gaps`; seed_oss: slices of qwen2, see `slice_parts`)
+COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "seed_oss")
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
 VOCABULARIES = ("gpt2", "llama")
 _MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own

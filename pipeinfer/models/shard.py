@@ -3,6 +3,7 @@
 A shard has the model's metadata with its own `block_count`, its tensors renamed to start at
 `blk.0`, and every tensor's bytes as they were. Only the first and the last stage carry the
 vocabulary's matrix; no shard carries the tokenizer (the head reads it from the model file).
+A shard may be one slice of its layers (`slices`): then it has that slice of each matrix.
 
 Renaming layers silently changes a model whose graph depends on a layer's index, so only
 architectures that a test has shown to split bit-equal are cut; the rest are refused by name.
@@ -12,25 +13,31 @@ Knows nothing about ranks or memory limits: `planner` decides who gets which lay
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
-import struct
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models import slice_parts
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
-from pipeinfer.models.shard_cache import cache_directory, is_sound, new_hash, seal
+from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
+from pipeinfer.models.gguf_parts import (
+    TensorPart,
+    all_of,
+    blocks_of,
+    header_of,
+    renamed_entry,
+    rows_of,
+    text_entry,
+    total_bytes,
+    uint_entry,
+)
+from pipeinfer.models.shard_cache import Progress, cache_directory, store
+
+if TYPE_CHECKING:
+    from pipeinfer.models.slices import Slice
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/backends/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral
@@ -56,11 +63,7 @@ _EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.weight"
 _OUTPUT_BIAS = "output.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _OUTPUT, _OUTPUT_BIAS}
-_UINT32, _STRING, _F32 = 4, 8, 0
-_UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
-_STALE_SECONDS = 24 * 3600.0  #: after which one is where files cannot be locked
-
-Progress: TypeAlias = Callable[[int, int], None]
+_F32 = 0
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
@@ -128,124 +131,101 @@ def check_splittable(model: ModelFile) -> None:
                              f"{model.n_embd} elements; the file is damaged, fetch it again")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor of a shard: its new name, and where its bytes come from (None: zeros)."""
-
-    name: str
-    type: int
-    shape: tuple[int, ...]
-    nbytes: int
-    source: TensorInfo | None
-
-
-def _pieces(model: ModelFile, start: int, stop: int) -> list[_Piece]:
+def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list[TensorPart]:
     """The shard's tensors. `stop == n_layers` makes it a last stage, `start == 0` a first one.
 
     The loader ties the output head to the embedding where the file has no `output.weight`. So the
     last stage stores the head *as* `token_embd.weight`, once, whether or not the model ties them,
-    and stages in the middle get one row of zeros that nobody reads.
+    and stages in the middle get one row of zeros that nobody reads. Slices never have the
+    embedding: they are given its rows, since the loader wants as many rows there as in the head.
     """
     tensors = model.tensors
-    whole = start == 0 and stop == model.n_layers
-
-    def keep(tensor: TensorInfo, name: str) -> _Piece:
-        return _Piece(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
-
-    pieces = []
-    if start == 0:
-        pieces.append(keep(tensors[_EMBEDDING], _EMBEDDING))
-    elif stop == model.n_layers:
-        pieces.append(keep(tensors.get(_OUTPUT, tensors[_EMBEDDING]), _EMBEDDING))
+    first, last = start == 0 and piece is None, stop == model.n_layers
+    parts = []
+    if first:
+        parts.append(all_of(tensors[_EMBEDDING], _EMBEDDING))
+    elif last:
+        head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
+        parts.append(all_of(head, _EMBEDDING) if piece is None
+                     else rows_of(head, _EMBEDDING, piece.vocab))
     else:
         row = (model.n_embd, 1)
-        pieces.append(_Piece(_EMBEDDING, _F32, row, model.n_embd * 4, None))
-    if whole and _OUTPUT in tensors:
-        pieces.append(keep(tensors[_OUTPUT], _OUTPUT))
-    pieces.append(keep(tensors[_NORM], _NORM))
-    if stop == model.n_layers and _OUTPUT_BIAS in tensors:
-        pieces.append(keep(tensors[_OUTPUT_BIAS], _OUTPUT_BIAS))
-    pieces += [keep(tensors[name], name) for name in _EVERYWHERE if name in tensors]
+        parts.append(TensorPart(_EMBEDDING, _F32, row, model.n_embd * 4, None))
+    if first and last and _OUTPUT in tensors:
+        parts.append(all_of(tensors[_OUTPUT], _OUTPUT))
+    parts.append(all_of(tensors[_NORM], _NORM))
+    if last and _OUTPUT_BIAS in tensors:
+        bias = tensors[_OUTPUT_BIAS]
+        parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None
+                     else rows_of(bias, _OUTPUT_BIAS, piece.vocab))
+    parts += [all_of(tensors[name], name) for name in _EVERYWHERE if name in tensors]
+    sizes = slice_parts.sizes_of(model) if piece is not None else None
     for tensor in tensors.values():
         layer = tensor.layer
         if layer is not None and start <= layer < stop:
-            rest = tensor.name.split(".", 2)[2]
-            pieces.append(keep(tensor, f"blk.{layer - start}.{rest}"))
-    return pieces
+            block, rest = f"blk.{layer - start}", tensor.name.split(".", 2)[2]
+            parts.append(all_of(tensor, f"{block}.{rest}") if piece is None or sizes is None
+                         else slice_parts.part_of(tensor, block, piece, sizes))
+    return parts
 
 
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _uint_entry(key: str, value: int) -> bytes:
-    return _string(key) + struct.pack("<II", _UINT32, value)
-
-
-def _text_entry(key: str, value: str) -> bytes:
-    return _string(key) + struct.pack("<I", _STRING) + _string(value)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
-
-
-def _header(model: ModelFile, start: int, stop: int, pieces: list[_Piece]) -> bytes:
-    """Everything before the tensor data. The same model and range give the same bytes."""
-    arch = model.architecture
-    first_or_last = start == 0 or stop == model.n_layers
-    dropped = {"general.alignment", f"{arch}.block_count", f"{arch}.vocab_size"}
+def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
+            piece: Slice | None) -> bytes:
+    """Everything before the tensor data. The same model, range and piece give the same bytes."""
+    old, last = model.architecture, stop == model.n_layers
+    if piece is not None:
+        arch, own = slice_parts.architecture_of(model), slice_parts.entries_of(model, piece)
+        n_vocab = piece.vocab[1] - piece.vocab[0] if last else 1
+    else:
+        arch, own, n_vocab = old, {}, model.n_vocab if start == 0 or last else 1
+    names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
+             for key in model.meta_keys()}
+    dropped = {"general.alignment", f"{arch}.block_count", f"{arch}.vocab_size", *own}
     entries = [
-        model.raw_entry(key)
-        for key in model.meta_keys()
-        if key not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
+        renamed_entry(model, key, name)
+        for key, name in names.items()
+        if name not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
     ]
     entries += [
-        _uint_entry("general.alignment", DEFAULT_ALIGNMENT),
-        _uint_entry(f"{arch}.block_count", stop - start),
-        _uint_entry(f"{arch}.vocab_size", model.n_vocab if first_or_last else 1),
-        _text_entry("tokenizer.ggml.model", "none"),
-        _text_entry("pipeinfer.fingerprint", model.fingerprint),
-        _uint_entry("pipeinfer.layer_start", start),
-        _uint_entry("pipeinfer.layer_stop", stop),
-        _uint_entry("pipeinfer.layer_total", model.n_layers),
-        _uint_entry("pipeinfer.vocab_size", model.n_vocab),
+        uint_entry("general.alignment", DEFAULT_ALIGNMENT),
+        uint_entry(f"{arch}.block_count", stop - start),
+        uint_entry(f"{arch}.vocab_size", n_vocab),
+        text_entry("tokenizer.ggml.model", "none"),
+        text_entry("pipeinfer.fingerprint", model.fingerprint),
+        uint_entry("pipeinfer.layer_start", start),
+        uint_entry("pipeinfer.layer_stop", stop),
+        uint_entry("pipeinfer.layer_total", model.n_layers),
+        uint_entry("pipeinfer.vocab_size", model.n_vocab),
+        *own.values(),
     ]
-    out = [struct.pack("<4sIQQ", b"GGUF", 3, len(pieces), len(entries)), *entries]
-    offset = 0
-    for piece in pieces:
-        out.append(_string(piece.name))
-        out.append(struct.pack(f"<I{len(piece.shape)}Q", len(piece.shape), *piece.shape))
-        out.append(struct.pack("<IQ", piece.type, offset))
-        offset += _aligned(piece.nbytes)
-    header = b"".join(out)
-    return header + bytes(_aligned(len(header)) - len(header))
+    return header_of(entries, parts)
 
 
 class ShardSource:
-    """The bytes of a shard as `extract_shard` would write them, piece by piece, stored nowhere.
+    """The bytes of a shard as `extract_shard` would write them, part by part, stored nowhere.
 
-    name: the file's name in a cache; total: its size in bytes; header: all that comes before the
-    weights. A shard of all layers has every
-    tensor under its own name, whatever the architecture.
+    piece: which slice of each of its layers; None for all of it. name: the file's name in a cache;
+    total: its size in bytes; header: all that comes before the weights. A shard of all of all
+    layers has every tensor under its own name, whatever the architecture.
     """
 
-    def __init__(self, model: ModelFile, start: int, stop: int) -> None:
+    def __init__(self, model: ModelFile, start: int, stop: int, piece: Slice | None = None) -> None:
         _check_range(model, start, stop)
-        if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
-            pieces = [_Piece(t.name, t.type, t.shape, t.nbytes, t) for t in model.tensors.values()]
+        if piece is None and _is_whole(model, start, stop):
+            parts = [all_of(tensor, tensor.name) for tensor in model.tensors.values()]
         else:
             check_splittable(model)
-            pieces = _pieces(model, start, stop)
-        self._model, self._pieces = model, pieces
-        self.header = _header(model, start, stop, pieces)
-        self.total = len(self.header) + sum(_aligned(piece.nbytes) for piece in pieces)
-        self.name = shard_name(model.fingerprint, start, stop)
+            if piece is not None:
+                slice_parts.check_fits(model, piece)
+            parts = _parts(model, start, stop, piece)
+        self._model, self._parts = model, parts
+        self.header = _header(model, start, stop, parts, piece)
+        self.total = total_bytes(self.header, parts)
+        self.name = shard_name(model.fingerprint, start, stop, piece.name if piece else "")
 
     def blocks(self) -> Iterator[bytes]:
         """The bytes in order. Raises ModelError when the model file cannot be read."""
-        return _blocks(self._model, self.header, self._pieces)
+        return blocks_of(self._model, self.header, self._parts)
 
 
 def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:
@@ -255,10 +235,13 @@ def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:
     return f"{fingerprint[:32]}-{start}-{stop}{part}-v{FORMAT_VERSION}.gguf"
 
 
-def shard_bytes(model: ModelFile, start: int, stop: int) -> int:
-    """Bytes of the weights that a stage with layers `[start, stop)` holds in memory."""
+def shard_bytes(model: ModelFile, start: int, stop: int, piece: Slice | None = None) -> int:
+    """Bytes of the weights that a stage with layers `[start, stop)`, or a slice of them, holds in
+    memory."""
     _check_range(model, start, stop)
-    return sum(piece.nbytes for piece in _pieces(model, start, stop))
+    if piece is not None:
+        slice_parts.check_fits(model, piece)
+    return sum(part.nbytes for part in _parts(model, start, stop, piece))
 
 
 def extract_shard(
@@ -266,78 +249,30 @@ def extract_shard(
     start: int,
     stop: int,
     *,
+    piece: Slice | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """A GGUF file with layers `[start, stop)` of `model`, from the cache or written now.
+    """A GGUF file with layers `[start, stop)` of `model`, or the slice `piece` of each of them,
+    from the cache or written now.
 
-    All layers: the model's own path, nothing is copied. The file's name is made of the model's
-    fingerprint, the range and the format, so a stale shard is never taken; one that is there
-    counts when its header is what would be written and its bytes are those that were (`cache`);
-    a damaged one is made again. Writing goes to a temporary
-    file beside it that is renamed when it is safely on disk: several processes or hosts may
-    extract the same shard at once, a reader sees a whole file or none.
+    All of all layers: the model's own path, nothing is copied. The file's name is made of the
+    model's fingerprint, the range, the slice and the format, so a stale shard is never taken; see
+    `shard_cache.store` for how it is written and when one that is there counts.
 
-    progress: called with (bytes done, bytes in all). Raises UnsupportedArchitecture, or ModelError
-    when the disk is full or the model cannot be read; no temporary file stays behind.
+    progress: called with (bytes done, bytes in all). Raises UnsupportedArchitecture, PlanError for
+    a slice that this model does not have, or ModelError when the disk is full or the model cannot
+    be read; no temporary file stays behind.
     """
     _check_range(model, start, stop)
-    if (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel):
+    if piece is None and _is_whole(model, start, stop):
         return model.path
-    check_splittable(model)
-    pieces = _pieces(model, start, stop)
-    header = _header(model, start, stop, pieces)
-    total = len(header) + sum(_aligned(piece.nbytes) for piece in pieces)
-    name = shard_name(model.fingerprint, start, stop)
-    directory = cache_directory(cache_dir)
-    target = directory / name
-    _remove_stale(directory)
-    if _is_complete(target, header, total) and is_sound(target):
-        if progress:
-            progress(total, total)
-        return target
-    temporary = ""
-    try:
-        handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{name}.", dir=directory)
-        done, digest = 0, new_hash()
-        with os.fdopen(handle, "wb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for block in _blocks(model, header, pieces):
-                file.write(block)
-                digest.update(block)
-                done += len(block)
-                if progress:
-                    progress(done, total)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        temporary = ""
-        seal(target, digest.digest())
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = "the disk is full" if full else (error.strerror or str(error))
-        raise ModelError(
-            f"{directory}: cannot write a shard of {total / 1e6:.0f} MB ({why}); free some space, "
-            "or set PIPEINFER_CACHE to another directory"
-        ) from None
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-    return target
+    return store(ShardSource(model, start, stop, piece), cache_directory(cache_dir), progress)
 
 
-def _blocks(model: ModelFile, header: bytes, pieces: list[_Piece]) -> Iterator[bytes]:
-    """The shard's bytes in order."""
-    yield header
-    for piece in pieces:
-        if piece.source is None:
-            yield np.zeros(piece.nbytes, np.uint8).tobytes()
-        else:
-            yield from model.read_tensor(piece.source)
-        padding = _aligned(piece.nbytes) - piece.nbytes
-        if padding:
-            yield bytes(padding)
+def _is_whole(model: ModelFile, start: int, stop: int) -> bool:
+    """Whether the layers are the model as its file has it."""
+    return (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel)
 
 
 def _check_range(model: ModelFile, start: int, stop: int) -> None:
@@ -346,26 +281,3 @@ def _check_range(model: ModelFile, start: int, stop: int) -> None:
             f"layers {start} to {stop} are not a range within the {model.n_layers} layers of "
             f"{model.path.name}"
         )
-
-
-def _is_complete(path: Path, header: bytes, total: int) -> bool:
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size == total and file.read(len(header)) == header
-    except OSError:
-        return False
-
-
-def _remove_stale(directory: Path) -> None:
-    """Delete temporary files of dead writers: a lock ends with its process, on every host."""
-    now = time.time()
-    for path in directory.glob("*.tmp"):
-        try:
-            age = now - path.stat().st_mtime
-            if age > _UNLOCKED_SECONDS:
-                with path.open("r+b") as file:
-                    if age < _STALE_SECONDS:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-        except OSError:
-            pass  # it is being written, another process was quicker, or it is not ours

@@ -10,14 +10,18 @@ Knows files, no models.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from pipeinfer.errors import ModelError
 
@@ -25,7 +29,25 @@ DIGEST_BYTES = 32
 _BLOCK = 4 << 20
 _MOST_NOTE = 1 << 20
 _VERIFY = "PIPEINFER_VERIFY"
+_UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
+_STALE_SECONDS = 24 * 3600.0  #: after which one is where files cannot be locked
 _log = logging.getLogger("pipeinfer.cache")
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """The bytes of a file that is kept here or sent, made as they are asked for.
+
+    name: the file's, never the same for other bytes; header: its first bytes; total: its size.
+    """
+
+    name: str
+    header: bytes
+    total: int
+
+    def blocks(self) -> Iterator[bytes]:
+        """All bytes in order, the header first. Raises ModelError when they cannot be read."""
 
 
 def new_hash() -> hashlib.blake2b:
@@ -72,6 +94,78 @@ def _check_private(path: Path, itself: os.stat_result, target: os.stat_result) -
 
 
 # --- shards ---------------------------------------------------------------------------------------
+
+
+def store(source: Source, directory: Path, progress: Progress | None = None) -> Path:
+    """The file with these bytes in `directory`, written now unless it is there.
+
+    One that is there counts when its header is what would be written and its bytes are those that
+    were; a damaged one is made again. Writing goes to a temporary file beside it that is renamed
+    when it is safely on disk: several processes or hosts may make the same file at once, a reader
+    sees a whole file or none.
+
+    progress: called with (bytes done, bytes in all). Raises ModelError when the disk is full or
+    the source cannot be read; no temporary file stays behind.
+    """
+    target = directory / source.name
+    _remove_stale(directory)
+    if _is_complete(target, source) and is_sound(target):
+        if progress:
+            progress(source.total, source.total)
+        return target
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f"{source.name}.", dir=directory)
+        done, digest = 0, new_hash()
+        with os.fdopen(handle, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for block in source.blocks():
+                file.write(block)
+                digest.update(block)
+                done += len(block)
+                if progress:
+                    progress(done, source.total)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        temporary = ""
+        seal(target, digest.digest())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "the disk is full" if full else (error.strerror or str(error))
+        raise ModelError(
+            f"{directory}: cannot write a shard of {source.total / 1e6:.0f} MB ({why}); free some "
+            "space, or set PIPEINFER_CACHE to another directory"
+        ) from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _is_complete(path: Path, source: Source) -> bool:
+    try:
+        with path.open("rb") as file:
+            return (os.fstat(file.fileno()).st_size == source.total
+                    and file.read(len(source.header)) == source.header)
+    except OSError:
+        return False
+
+
+def _remove_stale(directory: Path) -> None:
+    """Delete temporary files of dead writers: a lock ends with its process, on every host."""
+    now = time.time()
+    for path in directory.glob("*.tmp"):
+        try:
+            age = now - path.stat().st_mtime
+            if age > _UNLOCKED_SECONDS:
+                with path.open("r+b") as file:
+                    if age < _STALE_SECONDS:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+        except OSError:
+            pass  # it is being written, another process was quicker, or it is not ours
 
 
 def seal(path: Path, digest: bytes) -> None:

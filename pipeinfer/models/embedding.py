@@ -1,0 +1,123 @@
+"""The embedding's rows, for stages that are cut into slices: their files have no embedding.
+
+Rows are turned into floats by ggml's own function for the type, the one that llama.cpp calls when
+it looks a token up, so they are its bits. Only the rows asked for are read. A host without the
+model gets a companion file with the embedding alone. Knows no layers and no ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pipeinfer.core.types import FloatArray, IntArray
+from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.models import llama_c
+from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+from pipeinfer.models.gguf_parts import (
+    all_of,
+    blocks_of,
+    header_of,
+    text_entry,
+    total_bytes,
+    uint_entry,
+)
+from pipeinfer.models.shard import shard_name
+from pipeinfer.models.shard_cache import Progress, cache_directory, store
+
+PIECE = "embedding"  #: what the companion is called where a slice's name would stand
+_NAME = "token_embd.weight"
+_F32 = 0
+
+
+class EmbeddingTable:
+    """The embedding of one file. n_vocab: rows; n_embd: elements of each."""
+
+    def __init__(self, raw: Any, tensor: TensorInfo) -> None:
+        self._raw, self._type = raw, tensor.type
+        self.n_embd, self.n_vocab = tensor.shape
+        self._to_float = _converter(tensor)
+
+    @classmethod
+    def open(cls, model: ModelFile) -> EmbeddingTable:
+        """Of a model or of a companion file. Raises ModelError without an embedding, BackendError
+        for a type that the library does not know."""
+        tensor = _tensor(model)
+        try:
+            raw = np.memmap(model.paths[tensor.part], np.uint8, "r", tensor.offset,
+                            (tensor.shape[1], tensor.nbytes // tensor.shape[1]))
+        except (OSError, ValueError) as error:  # ValueError: the file became too short
+            raise ModelError(f"{model.paths[tensor.part]}: cannot be read: {error}") from None
+        return cls(raw, tensor)
+
+    def rows(self, tokens: IntArray) -> FloatArray:
+        """float32[n, n_embd] for `tokens` (int[n]). Raises BackendError for a token that is not in
+        the vocabulary."""
+        if len(tokens) and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self.n_vocab:
+            raise BackendError(f"a token outside the vocabulary of {self.n_vocab}")
+        raw = np.ascontiguousarray(self._raw[np.asarray(tokens, np.int64)])
+        if self._to_float is None:
+            return raw.view(np.float32)
+        out = np.empty((len(raw), self.n_embd), np.float32)
+        self._to_float(raw.ctypes.data, out.ctypes.data, out.size)
+        return out
+
+
+class EmbeddingSource:
+    """The companion's bytes: a GGUF file with a model's embedding and nothing else; fields as in
+    `shard_cache.Source`."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self._model, self._parts = model, [all_of(_tensor(model), _NAME)]
+        arch = model.architecture
+        self.header = header_of([
+            text_entry("general.architecture", arch),
+            uint_entry("general.alignment", DEFAULT_ALIGNMENT),
+            uint_entry(f"{arch}.block_count", model.n_layers),
+            uint_entry(f"{arch}.embedding_length", model.n_embd),
+            uint_entry(f"{arch}.vocab_size", model.n_vocab),
+            text_entry("pipeinfer.fingerprint", model.fingerprint),
+            text_entry("pipeinfer.piece", PIECE),
+        ], self._parts)
+        self.total = total_bytes(self.header, self._parts)
+        self.name = shard_name(model.fingerprint, 0, 0, PIECE)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes in order. Raises ModelError when the model file cannot be read."""
+        return blocks_of(self._model, self.header, self._parts)
+
+
+def extract_embedding(
+    model: ModelFile,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """The companion of `model`, from the cache or written now; see `shard_cache.store`."""
+    return store(EmbeddingSource(model), cache_directory(cache_dir), progress)
+
+
+def _tensor(model: ModelFile) -> TensorInfo:
+    tensor = model.tensors.get(_NAME)
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[0] != model.n_embd:
+        raise ModelError(f"{model.path}: has no embedding of {model.n_embd} elements; the file is "
+                         "incomplete, fetch it again")
+    return tensor
+
+
+def _converter(tensor: TensorInfo) -> Any:
+    """ggml's function from rows of the tensor's type to floats; None where they are floats."""
+    if tensor.type == _F32:
+        return None
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+    traits = llama_c.ggml_get_type_traits(tensor.type).contents
+    # the struct is laid out by hand: what it says must be what is known
+    if (traits.blck_size, traits.type_size) != (block, size) or not traits.to_float:
+        raise BackendError(f"the llama.cpp library cannot turn {tensor.type_name} into floats as "
+                           "expected: install the version that constraints.txt names")
+    return traits.to_float

@@ -1,0 +1,153 @@
+"""Puts a GGUF file together from parts of the tensors of another: its header, then its bytes.
+
+A part is a whole tensor, some of its rows, some columns of each row, or zeros. Bytes are read as
+they are asked for and stay as they were, so columns begin and end at quantisation blocks. The same
+entries and parts give the same bytes. Knows no layers, no shards and no cache.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pipeinfer.errors import ModelError
+from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+
+_UINT32, _STRING = 4, 8
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What of a tensor is taken: rows `[a, b)` of `row_bytes` each, of each row bytes `[c, d)`."""
+
+    row_bytes: int
+    rows: tuple[int, int]
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A tensor of the new file: its name there, and where its bytes come from (source None: zeros;
+    window None: all of it). `shape` in ggml's order."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    nbytes: int
+    source: TensorInfo | None
+    window: Window | None = None
+
+
+def block_size(tensor: TensorInfo) -> int:
+    """Elements of a quantisation block: columns are cut at its multiples; 1 for floats."""
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0])
+
+
+def all_of(tensor: TensorInfo, name: str) -> TensorPart:
+    """The whole tensor, under `name`."""
+    return TensorPart(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
+
+
+def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
+    """Rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
+    low, high = rows
+    row_bytes = tensor.nbytes // tensor.shape[-1]
+    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], high - low),
+                   nbytes=(high - low) * row_bytes, window=Window(row_bytes, rows, (0, row_bytes)))
+
+
+def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
+    """Columns `[a, b)` of a matrix, which begin and end at blocks or with the row."""
+    low, high = columns
+    row_bytes, block = tensor.nbytes // tensor.shape[1], block_size(tensor)
+    type_size = row_bytes * block // tensor.shape[0]
+    assert low % block == high % block == 0, (tensor.name, columns, block)
+    span = (low // block * type_size, high // block * type_size)
+    return replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
+                   nbytes=(span[1] - span[0]) * tensor.shape[1],
+                   window=Window(row_bytes, (0, tensor.shape[1]), span))
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to where the next tensor may begin."""
+    return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+
+
+def uint_entry(key: str, value: int) -> bytes:
+    """A metadata entry with a number."""
+    return _string(key) + struct.pack("<II", _UINT32, value)
+
+
+def text_entry(key: str, value: str) -> bytes:
+    """A metadata entry with a text."""
+    return _string(key) + struct.pack("<I", _STRING) + _string(value)
+
+
+def renamed_entry(model: ModelFile, old: str, new: str) -> bytes:
+    """The model's metadata entry `old` under the key `new`."""
+    return _string(new) + model.raw_entry(old)[len(_string(old)):]
+
+
+def header_of(entries: Sequence[bytes], parts: Sequence[TensorPart]) -> bytes:
+    """Everything before the tensors' bytes."""
+    out = [struct.pack("<4sIQQ", b"GGUF", 3, len(parts), len(entries)), *entries]
+    offset = 0
+    for part in parts:
+        out.append(_string(part.name))
+        out.append(struct.pack(f"<I{len(part.shape)}Q", len(part.shape), *part.shape))
+        out.append(struct.pack("<IQ", part.type, offset))
+        offset += aligned(part.nbytes)
+    header = b"".join(out)
+    return header + bytes(aligned(len(header)) - len(header))
+
+
+def total_bytes(header: bytes, parts: Sequence[TensorPart]) -> int:
+    """Size of the file."""
+    return len(header) + sum(aligned(part.nbytes) for part in parts)
+
+
+def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> Iterator[bytes]:
+    """The file's bytes in order. Raises ModelError when the model cannot be read."""
+    yield header
+    for part in parts:
+        if part.source is None:
+            yield bytes(part.nbytes)
+        elif part.window is None:
+            yield from model.read_tensor(part.source)
+        else:
+            yield from _read_window(model, part.source, part.window)
+        padding = aligned(part.nbytes) - part.nbytes
+        if padding:
+            yield bytes(padding)
+
+
+def _read_window(model: ModelFile, tensor: TensorInfo, window: Window) -> Iterator[bytes]:
+    """Rows are read whole even where a few columns are wanted: files are read by pages anyway."""
+    path, size = model.paths[tensor.part], window.row_bytes
+    low, high = window.span
+    at, stop = window.rows
+    try:
+        with path.open("rb") as file:
+            file.seek(tensor.offset + at * size)
+            while at < stop:
+                count = min(stop - at, max(1, _CHUNK // size))
+                data = file.read(count * size)
+                if len(data) < count * size:
+                    raise ModelError(f"{path}: was truncated while it was being read; fetch it "
+                                     "again")
+                if high - low < size:
+                    data = np.frombuffer(data, np.uint8).reshape(count, size)[:, low:high].tobytes()
+                yield data
+                at += count
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw

@@ -1,0 +1,206 @@
+"""What a slice takes of each tensor of a layer, and which models can be sliced at all.
+
+    rows      attn_q, attn_k, attn_v, their biases: its heads; ffn_gate, ffn_up: its FFN columns
+    columns   attn_output: its heads; ffn_down: its FFN columns
+    whole     norms, also those of heads; biases of attn_output and ffn_down
+
+attn_output and ffn_down of a slice give a part of the sum over all slices. llama.cpp adds a bias
+of theirs in a node of its own after the product, so it comes after the sum: every slice has it.
+Knows one model and one slice; `slices` decides where to cut.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.gguf import ModelFile, TensorInfo
+from pipeinfer.models.gguf_parts import (
+    TensorPart,
+    all_of,
+    block_size,
+    columns_of,
+    rows_of,
+    text_entry,
+    uint_entry,
+)
+
+if TYPE_CHECKING:
+    from pipeinfer.models.slices import Slice
+
+_WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
+          "attn_output.bias", "ffn_down.bias")
+#: What slices are written as where llama.cpp wants a model's heads to add up to its width, which
+#: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
+#: shows equal bits) and whose heads may have any size. With the new names of tensors.
+_WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
+_WAY_OUT = "run it as a plain pipeline, whose stages hold whole layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of every layer: query heads, KV heads, elements of a head's key and value, FFN columns; rows
+    of the output head. head_block, ff_block: what columns of attn_output and of ffn_down are cut
+    at, the blocks of all layers together. new_names: of tensors within a layer, where a slice has
+    other ones."""
+
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+    rotated: int
+    ff: int
+    vocab: int
+    head_block: int
+    ff_block: int
+    new_names: dict[str, str]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    def queries(self, piece: Slice) -> tuple[int, int]:
+        """The query heads `[a, b)` of a slice."""
+        if piece.queries is not None:
+            return piece.queries
+        return piece.heads[0] * self.group, piece.heads[1] * self.group
+
+
+def sizes_of(model: ModelFile) -> Sizes:
+    """What is cut. Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for
+    a damaged one."""
+    if isinstance(model, GapModel):
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: layers rewritten for gaps between positions are not sliced: "
+            f"{_WAY_OUT}, or choose a decomposer that leaves no gaps")
+    if model.arch_get("expert_count") not in (None, 0):
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: is a mixture of experts, which is not sliced: {_WAY_OUT}")
+    heads = _number(model, "attention.head_count")
+    kv_heads = _number(model, "attention.head_count_kv", heads)
+    key = _number(model, "attention.key_length", model.n_embd // heads)
+    sizes = Sizes(
+        heads, kv_heads, key, _number(model, "attention.value_length", model.n_embd // heads),
+        _number(model, "rope.dimension_count", key), _number(model, "feed_forward_length"),
+        model.n_vocab, _common_block(model, "attn_output"), _common_block(model, "ffn_down"),
+        _WRITTEN_AS.get(model.architecture, ("", {}))[1])
+    if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: has a bias in its output head, and slices of "
+            f"{model.architecture} models cannot have one: {_WAY_OUT}")
+    if heads % kv_heads:
+        raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
+                         "the file is damaged, fetch it again")
+    for tensor in model.tensors.values():
+        if tensor.layer is not None:
+            _check(model, tensor, sizes)
+    return sizes
+
+
+def architecture_of(model: ModelFile) -> str:
+    """The architecture that is written into slices of the model."""
+    return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
+
+
+def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
+    """The slice's part of a layer's tensor, which becomes one of the layer `block` ("blk.0")."""
+    kind = tensor.name.split(".", 2)[2]
+    name = f"{block}.{sizes.new_names.get(kind, kind)}"
+    if kind in _WHOLE:
+        return all_of(tensor, name)
+    low, high = sizes.queries(piece)
+    if kind == "attn_output.weight":
+        return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
+    if kind == "ffn_down.weight":
+        return columns_of(tensor, name, piece.ff)
+    rows = {
+        "attn_q": (low * sizes.key, high * sizes.key),
+        "attn_k": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
+        "attn_v": (piece.heads[0] * sizes.value, piece.heads[1] * sizes.value),
+        "ffn_gate": piece.ff, "ffn_up": piece.ff,
+    }
+    return rows_of(tensor, name, rows[kind.split(".")[0]])
+
+
+def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
+    """The metadata in which a slice differs from its model, by key. Sizes that the loader would
+    work out from the number of heads are written out."""
+    arch, sizes = architecture_of(model), sizes_of(model)
+    low, high = sizes.queries(piece)
+    numbers = {
+        f"{arch}.attention.head_count": high - low,
+        f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
+        f"{arch}.attention.key_length": sizes.key,
+        f"{arch}.attention.value_length": sizes.value,
+        f"{arch}.rope.dimension_count": sizes.rotated,
+        f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
+        "pipeinfer.vocab_start": piece.vocab[0],
+    }
+    return {key: uint_entry(key, value) for key, value in numbers.items()} | {
+        "general.architecture": text_entry("general.architecture", arch),
+        "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
+
+
+def check_fits(model: ModelFile, piece: Slice) -> None:
+    """Raise PlanError unless the model has this slice; see `sizes_of` for what else is raised."""
+    sizes = sizes_of(model)
+    low, high = sizes.queries(piece)
+    group = (piece.heads[0] * sizes.group, piece.heads[1] * sizes.group)
+    ends = {low * sizes.value, high * sizes.value}
+    if piece.heads[1] > sizes.kv_heads or piece.ff[1] > sizes.ff or piece.vocab[1] > sizes.vocab:
+        problem = (f"it has {sizes.kv_heads} KV heads, {sizes.ff} FFN columns and {sizes.vocab} "
+                   "rows of the output head")
+    elif not group[0] <= low < high <= group[1]:
+        problem = f"query heads {low} to {high} do not belong to these KV heads"
+    elif any(end % sizes.head_block for end in ends):
+        problem = f"its attention columns are quantised in blocks of {sizes.head_block}"
+    elif any(end % sizes.ff_block for end in piece.ff):
+        problem = f"its FFN columns are quantised in blocks of {sizes.ff_block}"
+    else:
+        return
+    raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
+                    "start the same version of pipeinfer on every host")
+
+
+def _number(model: ModelFile, key: str, default: int | None = None) -> int:
+    value = model.arch_get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "
+                         "number of at least 1; the file is damaged, fetch it again")
+    return value
+
+
+def _common_block(model: ModelFile, name: str) -> int:
+    """At which multiples the columns of this matrix can be cut in every layer: types may differ
+    from layer to layer."""
+    return math.lcm(*(block_size(tensor) for tensor in model.tensors.values()
+                      if tensor.layer is not None and tensor.name.endswith(f".{name}.weight")))
+
+
+def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
+    """A layer's tensor must be known here, and be of the size that the metadata says."""
+    kind = tensor.name.split(".", 2)[2]
+    width = model.n_embd
+    queries, keys, values = (sizes.heads * sizes.key, sizes.kv_heads * sizes.key,
+                             sizes.kv_heads * sizes.value)
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q.weight": (width, queries), "attn_q.bias": (queries,),
+        "attn_k.weight": (width, keys), "attn_k.bias": (keys,),
+        "attn_v.weight": (width, values), "attn_v.bias": (values,),
+        "attn_output.weight": (sizes.heads * sizes.value, width),
+        "ffn_gate.weight": (width, sizes.ff), "ffn_gate.bias": (sizes.ff,),
+        "ffn_up.weight": (width, sizes.ff), "ffn_up.bias": (sizes.ff,),
+        "ffn_down.weight": (sizes.ff, width),
+    }
+    if kind not in shapes and kind not in _WHOLE:
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: has the tensor {tensor.name!r}, and it is not known how to slice "
+            f"that: {_WAY_OUT}")
+    expected = shapes.get(kind, tensor.shape)
+    if tensor.shape != expected:
+        raise ModelError(f"{model.path}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
+                         f"{list(expected)} expected; the file is damaged, fetch it again")

@@ -1,0 +1,228 @@
+"""Cuts layers into slices for wide stages: attention heads, FFN columns, rows of the output head.
+
+A slice is named by what it holds of every layer, so that its name is its identity: in file names,
+in messages, in what is measured and remembered. A cut is the list of all slices of a model; the
+sum over a layer's slices is made in that order. Where a slice may begin depends on the file:
+
+    heads     whole KV heads with their query heads; where there are more slices than KV heads, a
+              KV head is repeated and its query heads are dealt out
+    columns   of attn_output and ffn_down at quantisation blocks of every layer
+    and       at multiples of 32 where possible, or kernels for whole tiles are chosen for one slice
+              and not for another
+
+`shard.extract_shard` writes a slice's file. Knows no ranks; the planner decides on shares.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeinfer.errors import PlanError, ProtocolError
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import check_splittable
+from pipeinfer.models.slice_parts import Sizes, sizes_of
+
+_TILE = 32  #: rows and columns that kernels take at once
+_NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
+                   r"\.f(\d{1,9})-(\d{1,9})\.v(\d{1,9})-(\d{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one slice holds of every layer and of the output head; all ranges are `[a, b)`.
+
+    heads: KV heads. ff: FFN columns. vocab: rows of the output head. queries: query heads of the
+    model, where the slice has some of those of its one KV head; None for all of its KV heads'.
+    """
+
+    heads: tuple[int, int]
+    ff: tuple[int, int]
+    vocab: tuple[int, int]
+    queries: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """All of it in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
+        queries = f"q{self.queries[0]}-{self.queries[1]}" if self.queries else ""
+        return (f"h{self.heads[0]}-{self.heads[1]}{queries}.f{self.ff[0]}-{self.ff[1]}"
+                f".v{self.vocab[0]}-{self.vocab[1]}")
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        """The slice of that name. Raises ProtocolError for any other text."""
+        match = _NAME.fullmatch(text)
+        if match is not None:
+            numbers = [None if part is None else int(part) for part in match.groups()]
+            heads, queries, ff, vocab = (
+                None if low is None or high is None else (low, high)
+                for low, high in zip(numbers[::2], numbers[1::2], strict=True))
+            assert heads is not None
+            assert ff is not None
+            assert vocab is not None
+            found = cls(heads, ff, vocab, queries)
+            ranges = (heads, ff, vocab, queries or heads)
+            # a number with leading zeros would give one slice two names
+            if all(low < high for low, high in ranges) and found.name == text:
+                return found
+        raise ProtocolError(f"{text[:80]!r} is no name of a slice; start the same version of "
+                            "pipeinfer on every host")
+
+
+def widths_of(model: ModelFile) -> tuple[int, ...]:
+    """The numbers of slices into which the model's layers can be cut, ascending, from 1. Raises
+    UnsupportedArchitecture for a model that cannot be sliced."""
+    check_splittable(model)
+    return tuple(range(1, _widest(sizes_of(model)) + 1))
+
+
+def cut_of(model: ModelFile, shares: Sequence[float]) -> tuple[Slice, ...]:
+    """One slice per share, in order; together they cover the model.
+
+    shares: how much of the work each slice is to have, in any unit; equal numbers for equal
+    slices. Each is as near to its share as blocks and heads allow, and has some of everything.
+    Raises PlanError for a number of slices that the file does not have, UnsupportedArchitecture
+    for a model that cannot be sliced.
+    """
+    check_splittable(model)
+    sizes = sizes_of(model)
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise PlanError(f"shares of {list(shares)}: give each slice a number above 0")
+    widest = _widest(sizes)
+    if len(shares) > widest:
+        raise PlanError(
+            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(widest)} "
+            f"({_why(sizes, widest)}); use fewer slices and more stages"
+            + _finer(sizes, widest))
+    total = math.fsum(shares)
+    parts = [share / total for share in shares]
+    ff = _ranges(sizes.ff, math.lcm(sizes.ff_block, _TILE), sizes.ff_block, parts)
+    vocab = _ranges(sizes.vocab, _TILE, 1, parts)
+    return tuple(Slice(heads, columns, rows, queries)
+                 for (heads, queries), columns, rows in
+                 zip(_deal_heads(sizes, parts), ff, vocab, strict=True))
+
+
+# --- how many slices --------------------------------------------------------------------------
+
+
+def _head_step(sizes: Sizes, tile: int) -> int:
+    """KV heads whose attention columns end at a block, and at a multiple of `tile`."""
+    columns = sizes.group * sizes.value
+    return math.lcm(sizes.head_block, tile, columns) // columns
+
+
+def _query_step(sizes: Sizes, tile: int) -> int:
+    """Query heads whose attention columns end at a block, and at a multiple of `tile`."""
+    return math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
+
+
+def _units(size: int, step: int) -> int:
+    """Into how many parts of at least `step` something can be cut; the last takes the rest."""
+    return max(1, size // step)
+
+
+def _most_by_heads(sizes: Sizes) -> int:
+    """Slices with some attention heads each."""
+    step = _head_step(sizes, 1)
+    if step > 1:  # a KV head cannot even be taken whole, so no part of one can
+        return _units(sizes.kv_heads, step)
+    return sizes.kv_heads * _units(sizes.group, _query_step(sizes, 1))
+
+
+def _widest(sizes: Sizes) -> int:
+    return min(_most_by_heads(sizes), _units(sizes.ff, sizes.ff_block), sizes.vocab)
+
+
+def _counted(widest: int) -> str:
+    """Which numbers there are, shortened where there are many."""
+    if widest == 1:
+        return "only 1 is possible"
+    numbers = [str(n) for n in range(1, widest + 1)] if widest <= 8 else ["1, 2, 3, ...",
+                                                                          str(widest)]
+    return f"possible are {', '.join(numbers)} slices".replace("...,", "...")
+
+
+def _why(sizes: Sizes, widest: int) -> str:
+    if _most_by_heads(sizes) > widest:
+        return f"{sizes.ff} FFN columns in blocks of {sizes.ff_block}"
+    blocks = f" in blocks of {sizes.head_block} columns" if sizes.head_block > 1 else ""
+    return (f"{sizes.kv_heads} KV heads of {sizes.group} query heads of {sizes.value} "
+            f"elements{blocks}")
+
+
+def _finer(sizes: Sizes, widest: int) -> str:
+    """What another quantisation would bring."""
+    block = sizes.head_block if _most_by_heads(sizes) == widest else sizes.ff_block
+    return ", or a file of the model in Q8_0 or Q4_0, whose blocks are smaller" if block > 32 \
+        else ""
+
+
+# --- who gets what ----------------------------------------------------------------------------
+
+
+def _deal(units: int, shares: Sequence[float]) -> list[int]:
+    """`units` by shares (which sum to 1): whole numbers from 1, each as near to its share as the
+    others allow; what is left over goes to the first of the most wanting."""
+    ideal = [share * units for share in shares]
+    sizes = [max(1, math.floor(x)) for x in ideal]
+    while (missing := units - sum(sizes)) != 0:
+        some = [i for i, size in enumerate(sizes) if missing > 0 or size > 1]
+        sign = 1 if missing > 0 else -1
+        sizes[max(some, key=lambda i: (sign * (ideal[i] - sizes[i]), -i))] += sign
+    return sizes
+
+
+def _ranges(size: int, wide: int, narrow: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    """`[0, size)` by shares, cut at multiples of `wide`, or of `narrow` where there are not enough
+    of them."""
+    step = wide if _units(size, wide) >= len(shares) else narrow
+    return _bounds(size, step, _deal(_units(size, step), shares))
+
+
+def _bounds(size: int, step: int, units: Sequence[int]) -> list[tuple[int, int]]:
+    ends = [step * sum(units[:i + 1]) for i in range(len(units))]
+    ends[-1] = size
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _deal_heads(sizes: Sizes, shares: Sequence[float]
+                ) -> list[tuple[tuple[int, int], tuple[int, int] | None]]:
+    """Each slice's KV heads, and its query heads where it has not all of theirs."""
+    n, kv_heads = len(shares), sizes.kv_heads
+    for tile in (_TILE, 1):
+        step = _head_step(sizes, tile)
+        if n <= _units(kv_heads, step):
+            units = _deal(_units(kv_heads, step), shares)
+            return [(heads, None) for heads in _bounds(kv_heads, step, units)]
+    steps = [_query_step(sizes, tile) for tile in (_TILE, 1)]
+    step = next(step for step in steps if sizes.group % step == 0
+                and n <= kv_heads * (sizes.group // step))
+    out: list[tuple[tuple[int, int], tuple[int, int] | None]] = []
+    for head, units in enumerate(_repeat(kv_heads, sizes.group // step, shares)):
+        first = head * sizes.group
+        for low, high in _bounds(sizes.group, step, units):
+            part = None if len(units) == 1 else (first + low, first + high)
+            out.append(((head, head + 1), part))
+    return out
+
+
+def _repeat(kv_heads: int, units: int, shares: Sequence[float]) -> list[list[int]]:
+    """For each KV head, which has `units` parts, how many each of its slices takes: at least one
+    slice per KV head, at most one per unit, so that all are nearest to their shares (the sum of
+    squares is least; the first such)."""
+    best: dict[int, tuple[float, list[list[int]]]] = {0: (0.0, [])}
+    for _ in range(kv_heads):
+        found: dict[int, tuple[float, list[list[int]]]] = {}
+        for used, (cost, dealt) in best.items():
+            for count in range(1, min(units, len(shares) - used) + 1):
+                mine = shares[used:used + count]
+                sizes = _deal(units, [share / sum(mine) for share in mine])
+                whole = cost + sum((size - share * kv_heads * units) ** 2
+                                   for size, share in zip(sizes, mine, strict=True))
+                if used + count not in found or whole < found[used + count][0]:
+                    found[used + count] = (whole, [*dealt, sizes])
+        best = found
+    return best[len(shares)][1]
