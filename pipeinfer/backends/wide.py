@@ -74,17 +74,18 @@ class WideBackend:
                 results.append(one.result())
             except BaseException as failure:
                 error = error or failure
-        if error is None and None in results:
+        left = any(result is None for result in results)
+        if error is None and left:
             try:
                 team.check()
             except BaseException as failure:
                 error = failure
-        if error is not None or None in results:
+        if error is not None or left:
             for turn in range(len(self._slices)):
                 self._drop(turn, rows, len(self._slices[turn]))
         if error is not None:
             raise error
-        return None if None in results else results[0]
+        return None if left else results[0]
 
     def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
         """What one slice makes of the rows; None where it was stopped. Its cells are gone then, but
