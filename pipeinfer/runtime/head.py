@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeinfer.core.control import Progress, Ready, Received, Report
 from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
     Cancel,
@@ -80,19 +81,19 @@ class Head:
     """
 
     def __init__(
-        self, port: Port, n_stages: int, scheduler: SchedulerLike, draft: DraftWorker | None, *,
+        self, port: Port, grid: Grid, scheduler: SchedulerLike, draft: DraftWorker | None, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         controller: Controller | None = None,
     ) -> None:
         self.stats = HeadStats()
         self.scheduler = scheduler
-        self._port, self._n_stages, self._draft = port, n_stages, draft
+        self._port, self._grid, self._draft = port, grid, draft
         self._cancel_path, self._timeout = cancel_path, timeout
         self._news: deque[Emit | Finish | Refuse] = deque()
         self._last_result = time.monotonic()
         self._woken = False
         self.trace = RunTrace() if trace else None
-        self.times = StageTimes(n_stages)
+        self.times = StageTimes(grid.n_stages)
         self._live: LiveRuns | None = None
         self._tuner: Tuner | None = None
         self._observers: list[RunObserver] = []
@@ -135,11 +136,11 @@ class Head:
         self._set_controller(controller)
         self._forget_caches()
 
-    def restart(self, n_stages: int, limits: Limits, controller: Controller | None,
+    def restart(self, grid: Grid, limits: Limits, controller: Controller | None,
                 reason: str = "") -> None:
         """The stages are others: replay every request over them, from what it has brought; or, with
         a reason, end those that ran."""
-        self._n_stages = n_stages
+        self._grid = grid
         self._set_controller(controller)
         for observer in self._observers:
             observer.restarted()
@@ -203,11 +204,11 @@ class Head:
                 self._check_deadline()
 
     def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
-        """End every stage; returns their reports by node (those that came in time)."""
-        self._port.send(1, Tag.TRANSACTION, Shutdown())
+        """End every stage; returns their members' reports by node (those that came in time)."""
+        self._end()
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
-        while len(reports) < self._n_stages and time.monotonic() < deadline:
+        while len(reports) < self._grid.n_nodes and time.monotonic() < deadline:
             try:
                 message = self._take()
             except (RankLost, WorkerFailed):  # it has left, or would have: nothing is lost now
@@ -215,8 +216,8 @@ class Head:
                 continue
             if message is None:
                 self._port.wait(0.05)
-            elif isinstance(message, Report):
-                reports[message.port.stage] = message.figures()
+            elif isinstance(message, Report) and (node := self._grid.node(message.port)):
+                reports[node] = message.figures()
         return reports
 
     # --- receive ------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class Head:
         if not self.scheduler.runs:
             raise BackendError(f"the draft has not answered for {seconds:.1f} s: it hangs, or "
                                "needs a longer --timeout")
-        raise TransportTimeout(rank=0, peer=self._n_stages, tag=Tag.RESULT.name,
+        raise TransportTimeout(rank=0, peer=self._grid.leaders[-1], tag=Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 
     # --- schedule and send --------------------------------------------------------------------
@@ -324,7 +325,11 @@ class Head:
                 raise ProtocolError(f"unknown instruction {instruction!r}")
 
     def _first(self, message: Message) -> None:
-        self._port.send(1, Tag.TRANSACTION, message)
+        for node in self._grid.successors(0):
+            self._port.send(node, Tag.TRANSACTION, message)
+
+    def _end(self) -> None:
+        self._first(Shutdown())
 
     def _forget_caches(self) -> None:
         self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
@@ -332,9 +337,8 @@ class Head:
     def _cancel(self, run_ids: tuple[int, ...]) -> None:
         for observer in self._observers:
             observer.cancelled(run_ids, time.time())
-        targets = range(self._n_stages, 0, -1) if self._cancel_path is CancelPath.DIRECT \
-            else (self._n_stages,)
-        for node in targets:
+        leaders = self._grid.leaders[::-1]
+        for node in leaders if self._cancel_path is CancelPath.DIRECT else leaders[:1]:
             self._port.send(node, Tag.CANCEL, Cancel(run_ids))
 
 

@@ -5,8 +5,7 @@ All else is the head's: requests in, tokens out, deadlines, reports.
 
 from __future__ import annotations
 
-from typing import Any
-
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import CacheOps, Message, Shutdown, Tag
 from pipeinfer.core.types import ALL_SEQS, END, SeqRemove
 from pipeinfer.runtime.head import Head
@@ -20,14 +19,9 @@ class ReplicaHead(Head):
 
     def __init__(self, port: Port, scheduler: ReplicaScheduler, *, trace: bool, timeout: float
                  ) -> None:
-        super().__init__(port, scheduler.nodes, scheduler, None, trace=trace, timeout=timeout)
+        super().__init__(port, Grid.plain(scheduler.nodes), scheduler, None, trace=trace,
+                         timeout=timeout)
         self._node = 1
-
-    def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
-        """See `Head.shutdown`."""
-        for node in range(2, self._n_stages + 1):
-            self._port.send(node, Tag.TRANSACTION, Shutdown())
-        return super().shutdown(timeout)
 
     def _execute(self, instruction: Instruction | ToNode) -> None:
         if isinstance(instruction, ToNode):
@@ -38,5 +32,11 @@ class ReplicaHead(Head):
         self._port.send(self._node, Tag.TRANSACTION, message)
 
     def _forget_caches(self) -> None:
-        for node in range(1, self._n_stages + 1):
-            self._port.send(node, Tag.TRANSACTION, CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+        self._every(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+
+    def _end(self) -> None:
+        self._every(Shutdown())
+
+    def _every(self, message: Message) -> None:
+        for node in self._grid.leaders:
+            self._port.send(node, Tag.TRANSACTION, message)

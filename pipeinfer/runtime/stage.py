@@ -1,8 +1,9 @@
 """Node k: evaluates one shard of the target for every run that passes.
 
 Receives transactions from its predecessor, applies them in order and passes them on; the last
-stage chooses tokens and answers the head. Cancellations come against the flow. The stage knows
-no policy, tree or request; it decides nothing but what is already dead.
+stage chooses tokens and answers the head. The members of a wide stage run this loop in step: all
+get the same transactions, and the leader says which runs are left out. Cancellations come against
+the flow. The stage knows no policy, tree or request; it decides nothing but what is already dead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import PortName, Report
+from pipeinfer.core.control import Report
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
     Cancel,
@@ -108,22 +111,28 @@ class History:
 
 
 class Stage:
-    """The message loop of one stage; `serve` returns after a Shutdown.
+    """The message loop of one member of a stage; `serve` returns after a Shutdown.
 
-    vocabulary: what the last stage needs for lanes with a grammar.
+    team: with the stage's other members, where the stage is cut into slices. vocabulary: what the
+    last stage needs for lanes with a grammar.
     """
 
     def __init__(
-        self, port: Port, n_stages: int, backend: Backend, *,
+        self, port: Port, grid: Grid, backend: Backend, *, team: Team | None = None,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
         vocabulary: Vocabulary | None = None, pulse: Pulse | None = None,
     ) -> None:
         self.stats = StageStats()
-        self._port, self._n_stages, self._backend = port, n_stages, backend
+        self._port, self._backend, self._team = port, backend, team
+        self._name = grid.name(port.node)
+        self._before, self._next = grid.predecessor(port.node), grid.successors(port.node)
+        self._leader_before = grid.leader(self._name.stage - 1)
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
         self._extra_report = extra_report
-        self._last = port.node == n_stages
+        self._leads = self._name.member == 0
+        self._last = self._name.stage == grid.n_stages
+        self._answers = self._last and self._leads
         self._cancelled: set[int] = set()
         self._skipped: set[int] = set()
         self._last_run = -1
@@ -134,7 +143,7 @@ class Stage:
         self._bounds = (info.n_seq_max, _ANY_POSITION if able.free_positions else info.n_ctx,
                         None if able.separate_views else info.n_vocab,
                         None if info.first else info.n_embd)
-        self._history = History(info.n_seq_max, info.n_ctx) if self._last else None
+        self._history = History(info.n_seq_max, info.n_ctx) if self._answers else None
         self._next_probe = 0.0
         self._run_at_hand = -1
         self._speculates = False
@@ -165,7 +174,7 @@ class Stage:
             live = bool(self._lanes)
             if live and time.monotonic() - start > self._timeout:
                 raise TransportTimeout(
-                    rank=self._port.node, peer=self._port.node - 1, tag=Tag.TRANSACTION.name,
+                    rank=self._port.node, peer=self._before, tag=Tag.TRANSACTION.name,
                     run_id=self._last_run + 1, seconds=self._timeout,
                 )
             self._port.wait(1.0, live=live)
@@ -175,8 +184,8 @@ class Stage:
             message = envelope.message
             if not isinstance(message, Cancel):
                 raise ProtocolError(f"{type(message).__name__} came on the tag for Cancel")
-            if self._cancel_path is CancelPath.BACKWARD and self._port.node > 1:
-                self._port.send(self._port.node - 1, Tag.CANCEL, message)
+            if self._cancel_path is CancelPath.BACKWARD and self._leader_before:
+                self._port.send(self._leader_before, Tag.CANCEL, message)
             self._cancelled.update(i for i in message.run_ids if i > self._last_run)
 
     def _handle(self, message: Message) -> bool:
@@ -189,7 +198,7 @@ class Stage:
                 self._apply(ops)
             case LaneOpen(lane, params):
                 self._forward(message)
-                if params.grammar and self._last:
+                if params.grammar and self._answers:
                     self._constraints.of(lane, params.grammar)
                 self._lanes[lane] = params
             case LaneClose(lane):
@@ -202,13 +211,13 @@ class Stage:
                 return False
             case _:
                 raise ProtocolError(
-                    f"stage {self._port.node} cannot handle {type(message).__name__}"
+                    f"stage {self._name.stage} cannot handle {type(message).__name__}"
                 )
         return True
 
     def _forward(self, message: Message) -> None:
-        if not self._last:
-            self._port.send(self._port.node + 1, Tag.TRANSACTION, message)
+        for node in self._next:
+            self._port.send(node, Tag.TRANSACTION, message)
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -216,16 +225,17 @@ class Stage:
         start = time.time()
         check_decode(run, *self._bounds, lanes=self._lanes)
         self._apply(run.ops)
-        # A child of a skipped run reads cells that were never made: skip it as well.
-        dead = run.skipped or run.run_id in self._cancelled or run.parent_id in self._skipped
         result: FloatArray | None = None
         self._speculates |= run.speculative
         self._run_at_hand = run.run_id
         self._pulse.beat(f"has worked on run {run.run_id}")
+        dead = self._is_dead(run)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
             look = None  # asking at each layer costs something
-            if run.speculative or not run.rows.outputs.all():  # a guess, or a part of a prompt
+            if not self._leads:
+                pass  # the leader decides
+            elif run.speculative or not run.rows.outputs.all():  # a guess, or a part of a prompt
                 look = self._should_stop
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
@@ -234,11 +244,11 @@ class Stage:
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
             self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start))
-        elif self._last:
+        elif self._answers:
             choices = self._choose(run, result)
             spans = _extended(run.spans, start, time.time() - start)
             self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
-        else:
+        elif not self._last:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result,
                                  spans=_extended(run.spans, start, computed - start)))
@@ -246,13 +256,22 @@ class Stage:
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, computed)
 
+    def _is_dead(self, run: Decode) -> bool:
+        """Whether the run is not to be computed here; in a wide stage the leader says so to all."""
+        # A child of a skipped run reads cells that were never made: skip it as well.
+        if run.skipped or run.parent_id in self._skipped:
+            return True  # all members know
+        cancelled = run.run_id in self._cancelled
+        return cancelled if self._team is None else self._team.begin(
+            run.run_id, cancelled=cancelled)
+
     def _skip(self, run: Decode, spans: Spans) -> None:
         self._skipped.add(run.run_id)
         if len(self._skipped) > _REMEMBER:
             self._skipped = {i for i in self._skipped if i > run.run_id - _REMEMBER}
-        if self._last:
+        if self._answers:
             self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, spans))
-        else:
+        elif not self._last:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, skipped=True,
                                  spans=spans))
@@ -319,7 +338,7 @@ class Stage:
     def _report(self) -> Report:
         stats, info = self.stats, self._backend.info
         return Report(
-            PortName(self._port.node), info.layers, info.weight_bytes, info.cache_bytes,
+            self._name, info.layers, info.weight_bytes, info.cache_bytes,
             stats.busy, stats.compute, stats.sample, stats.wasted, stats.rows,
             {fate.value: count for fate, count in stats.runs.items()},
             time.time() - stats.started, self._port.traffic.total_bytes, stats.events,

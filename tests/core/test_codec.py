@@ -81,8 +81,8 @@ def parts(draw):
     bits = draw(st.binary(max_size=40))
     size = np.dtype(kind).itemsize
     data = np.frombuffer(bits[:len(bits) // size * size], kind)
-    return Part(draw(st.integers(0, 1000)), draw(run_ids), draw(run_ids), draw(st.integers(0, 2**24)),
-                draw(st.sampled_from(Verdict)), data)
+    return Part(draw(st.integers(0, 1000)), draw(run_ids), draw(run_ids),
+                draw(st.integers(0, 2**24)), draw(st.sampled_from(Verdict)), data)
 
 
 json_values = st.recursive(st.none() | st.booleans() | i32 | st.text(),

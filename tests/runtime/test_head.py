@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import CacheOps, Decode, RunFinished, Tag
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
@@ -50,7 +51,8 @@ def test_another_scheduler_of_replicas_takes_over_with_empty_caches_everywhere()
 @pytest.mark.parametrize("trace", [False, True])
 def test_who_looks_on_hears_of_every_run_and_changes_nothing(trace):
     head_port, stage = local_ports(2)
-    head = Head(head_port, 1, Scheduler(LIMITS, validate=True), None, trace=trace, timeout=5.0)
+    head = Head(head_port, Grid.plain(1), Scheduler(LIMITS, validate=True), None, trace=trace,
+                timeout=5.0)
     head.observe(True)
     head.submit(Request(0, (5, 6, 7), 3))
     news = []

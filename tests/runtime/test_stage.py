@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, RunCancelled, RunFinished, Tag
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
@@ -22,7 +23,7 @@ def step(stage):
 
 def test_a_run_brings_back_when_each_stage_worked_on_it():
     ports = local_ports(4)
-    stages = [Stage(ports[k], 3, ToyBackend.load(SPEC, k - 1, k)) for k in (1, 2, 3)]
+    stages = [Stage(ports[k], Grid.plain(3), ToyBackend.load(SPEC, k - 1, k)) for k in (1, 2, 3)]
     before = time.time()
     ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
     for run_id, parent in ((0, -1), (1, 0), (2, 1)):
@@ -79,7 +80,7 @@ class Cancelling:
 ])
 def test_what_can_be_stopped_inside_a_run(outputs, speculative, stopped):
     ports = local_ports(2)
-    stage = Stage(ports[1], 1, Cancelling(ToyBackend.load(SPEC), ports[0]))
+    stage = Stage(ports[1], Grid.plain(1), Cancelling(ToyBackend.load(SPEC), ports[0]))
     ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
     rows = make_rows([(3, k, (0,), wanted) for k, wanted in enumerate(outputs)])
     ports[0].send(1, Tag.TRANSACTION, Decode(0, -1, rows, np.zeros(len(rows), np.int32),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import LaneOpen
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.core.sampling import choose, noise_key
@@ -82,7 +83,7 @@ class Pipeline:
         ports = local_ports(n_stages + 1)
         bounds = np.linspace(0, SPEC.n_layers, n_stages + 1).astype(int).tolist()
         self.stages = [
-            Stage(ports[k], n_stages, ToyBackend.load(SPEC, bounds[k - 1], bounds[k]),
+            Stage(ports[k], Grid.plain(n_stages), ToyBackend.load(SPEC, bounds[k - 1], bounds[k]),
                   cancel_path=CancelPath.DIRECT, timeout=60, vocabulary=vocabulary)
             for k in range(1, n_stages + 1)]
         self.threads = [threading.Thread(target=stage.serve, daemon=True) for stage in self.stages]
@@ -91,7 +92,7 @@ class Pipeline:
         draft = DraftModel(ToyBackend.load(draft_of(SPEC, 0.75)), len(VOCABULARY), paths=4,
                            vocabulary=vocabulary)
         self.worker = DraftWorker(draft, ports[0].wake)
-        self.head = Head(ports[0], n_stages, Scheduler(limits), self.worker, timeout=60)
+        self.head = Head(ports[0], Grid.plain(n_stages), Scheduler(limits), self.worker, timeout=60)
 
     def generate(self, requests):
         """The tokens of each request, all at the same time, and all counters added up."""
@@ -160,7 +161,7 @@ def test_what_ends_is_valid(compiled):
 
 def test_a_lane_with_a_grammar_needs_a_vocabulary(compiled):
     ports = local_ports(2)
-    stage = Stage(ports[1], 1, ToyBackend.load(SPEC))
+    stage = Stage(ports[1], Grid.plain(1), ToyBackend.load(SPEC))
     params = SamplingParams(grammar=compiled[0])
     with pytest.raises(UsageError, match="vocabulary"):
         stage._handle(LaneOpen(3, params))

@@ -20,6 +20,7 @@ import numpy as np
 from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.backends.paced import PacedBackend
 from pipeinfer.core.control import PortName, Progress, Report
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Decode, LaneOpen, RunFinished, Shutdown, Tag
 from pipeinfer.core.types import FloatArray, Rows, SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
@@ -85,7 +86,7 @@ def main() -> None:
     comm.Barrier()
     if rank:
         backend = PacedBackend(Width(rank, width), lambda _rows: STAGE_SECONDS)
-        Stage(port, 3, backend, trace=True).serve()
+        Stage(port, Grid.plain(3), backend, trace=True).serve()
         port.close(5.0)
         return
     port.send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))

@@ -17,6 +17,7 @@ import psutil
 
 from pipeinfer.backends.paced import PacedBackend
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Decode, Tag
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import Request
@@ -200,7 +201,7 @@ def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: Cancel
                          n_seq_max=scenario.limits.n_ids),
         lambda rows: scale * spec.seconds(rows), layers=spec.layers)
     before = _processor_seconds()
-    Stage(port, n_stages, backend, cancel_path=path, trace=True, timeout=_TIMEOUT,
+    Stage(port, Grid.plain(n_stages), backend, cancel_path=path, trace=True, timeout=_TIMEOUT,
           extra_report=lambda: {"processor": _processor_seconds() - before}).serve()
 
 
@@ -214,8 +215,8 @@ def make_head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
                          n_seq_max=paths + max(scenario.limits.branches, 1)),
         paths=paths)
     worker = DraftWorker(PacedDraft(draft, lambda rows: scale * scenario.draft(rows)), port.wake)
-    head = Head(port, len(scenario.stages), Scheduler(scenario.limits), worker, cancel_path=path,
-                timeout=_TIMEOUT, controller=controller)
+    head = Head(port, Grid.plain(len(scenario.stages)), Scheduler(scenario.limits), worker,
+                cancel_path=path, timeout=_TIMEOUT, controller=controller)
     return head, worker
 
 
