@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeinfer.cluster.shard_transfer import Sender
+from pipeinfer.cluster.shard_transfer import Sender, SourceOf
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -33,7 +33,6 @@ from pipeinfer.core.control import (
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
-from pipeinfer.models.shard import ShardSource
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.partition import Load, Member, Split
 from pipeinfer.planning.planner import Plan
@@ -84,14 +83,13 @@ class Terms:
 
 ProgressHook = Callable[[dict[int, StageState]], None]
 SetupOf = Callable[[Holding], Setup]
-SourceOf = Callable[[int, int], ShardSource]
 
 
 class Assembly:
     """See the module docstring.
 
     members: by rank, what each could hold. setup_of: a stage's Setup but for n_stages. source_of:
-    the shard with layers `[start, stop)`. hosts: every rank's hello.
+    the shard with layers `[start, stop)`, or a piece of them. hosts: every rank's hello.
     """
 
     def __init__(
@@ -368,8 +366,8 @@ class Assembly:
             match envelope.message:
                 case ShardHave() as have:
                     sender.hear(have)
-                case ShardWanted(port=name, start=start, stop=stop) if name.stage in states:
-                    sender.offer(name.stage, start, stop)
+                case ShardWanted(port=name) as wanted if name.stage in states:
+                    sender.offer(name.stage, wanted.start, wanted.stop, wanted.piece)
                 case (Progress() | Ready() | Received()) as news if news.port.stage in states:
                     self._hear(states[news.port.stage], news)
                 case _:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import survivable
 from pipeinfer.cluster.sizing import (
     cells_for,
@@ -43,7 +45,6 @@ from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.nodes import RankInfo
@@ -140,13 +141,10 @@ class LoadedCluster:
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
-        def source_of(start: int, stop: int) -> ShardSource:
-            return ShardSource(source, start, stop)
-
         return Assembly(
             config, self.port, job.plan, job.survey.load,
             dict(zip(job.plan.candidates, job.survey.members, strict=True)), hosts, setup_of,
-            source_of, progress, survives=survivable(self.place))
+            partial(source_of, source), progress, survives=survivable(self.place))
 
     def proposers(self, config: JobConfig, policy: Policy) -> DraftWorker | None:
         """The thread that names guesses for a config. Raises MismatchError for a draft of another

@@ -1,6 +1,6 @@
 """Shards for hosts without the model file: rank 0 reads its own and sends each rank its layers.
 
-    stage   ShardWanted(layers)                           what it lacks; spares ask for every range
+    stage   ShardWanted(layers, piece)                    what it lacks; spares ask for every range
     head    ShardOffer(name, bytes)
     stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
     head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
@@ -9,7 +9,9 @@
 
 Bytes arrive in order, so what is there of a `.part` file is the record of what has arrived; its
 digest tells the head whether it can go on from there. The head never waits for one stage while
-another wants bytes. Knows the shard cache and ports, no MPI and no policies.
+another wants bytes. A piece is the name of a slice of these layers, "" for all of them, or
+"embedding" for the embedding alone: a host gets what it holds and nothing else. Knows the shard
+cache and ports, no MPI and no policies.
 """
 
 from __future__ import annotations
@@ -30,17 +32,21 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.models import embedding
 from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.shard_cache import (
     DIGEST_BYTES,
+    Source,
     cache_directory,
     is_sound,
     new_hash,
     open_private,
     seal,
 )
+from pipeinfer.models.slices import Slice
 from pipeinfer.transport.base import Port
 
 CHUNK = 1 << 20  #: bytes of one message
@@ -48,6 +54,7 @@ WINDOW = 8 * CHUNK  #: bytes on the way to one stage
 _FORGET_SECONDS = 7 * 24 * 3600
 
 Report = Callable[[str, int, int], None]
+SourceOf = Callable[[int, int, str], Source]
 
 
 # --- the head ---------------------------------------------------------------------------------
@@ -73,11 +80,19 @@ class _Pieces:
         return b"".join(parts)
 
 
+def source_of(model: ModelFile, start: int, stop: int, piece: str) -> Source:
+    """What is to be sent of layers `[start, stop)`. Raises ProtocolError for a piece that is none,
+    PlanError for layers or slices that the model does not have."""
+    if piece == embedding.PIECE:
+        return embedding.EmbeddingSource(model)
+    return ShardSource(model, start, stop, Slice.parse(piece) if piece else None)
+
+
 @dataclass(slots=True)
 class _Outgoing:
     """One stage's shard on its way. Bytes up to `have` are only hashed, the rest is sent."""
 
-    source: ShardSource
+    source: Source
     have: int
     digest: bytes
     pieces: _Pieces
@@ -90,19 +105,19 @@ class _Outgoing:
 class Sender:
     """The head's side. `hear` what stages say, `pump` until it returns False, then wait.
 
-    source_of: the shard with layers `[start, stop)`.
+    source_of: the shard with layers `[start, stop)`, or that piece of them.
     """
 
-    def __init__(self, port: Port, source_of: Callable[[int, int], ShardSource]) -> None:
+    def __init__(self, port: Port, source_of: SourceOf) -> None:
         self._port, self._source_of = port, source_of
-        self._offered: dict[int, ShardSource] = {}
+        self._offered: dict[int, Source] = {}
         self._outgoing: dict[int, _Outgoing] = {}
         self.sent_bytes = 0
 
-    def offer(self, node: int, start: int, stop: int) -> None:
+    def offer(self, node: int, start: int, stop: int, piece: str = "") -> None:
         """A stage lacks these layers: say what their shard is called and how large it is. Raises
-        PlanError where the model has no such layers."""
-        source = self._source_of(start, stop)
+        PlanError where the model has no such layers, ProtocolError for a piece that is none."""
+        source = self._source_of(start, stop, piece)
         self._offered[node] = source
         self._outgoing.pop(node, None)
         self._port.send(node, Tag.TRANSACTION, ShardOffer(source.name, source.total))
@@ -183,8 +198,10 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
                 ) -> tuple[Path, int]:
     """This stage's shard, and how many bytes of it came from rank 0 just now.
 
-    Cut out of the model where that is a file here; else taken from the cache or received. Raises
-    ModelError when there is no file and nothing may be sent, MismatchError for another model.
+    Cut out of the model where that is a file here; else taken from the cache or received. The
+    embedding is read from the model itself where that is here. Raises ModelError when there is no
+    file and nothing may be sent, MismatchError for another model, ProtocolError for a piece that
+    is none.
     """
     path = Path(setup.model)
     if path.exists():
@@ -194,21 +211,23 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
                 f"{path} on {socket.gethostname()} differs from rank 0's file: copy the same model "
                 "to every host"
             )
+        if setup.piece == embedding.PIECE:
+            return path, 0
         return extract_shard(GapModel(model) if setup.gaps else model, setup.start,
-                             setup.stop,
+                             setup.stop, piece=Slice.parse(setup.piece) if setup.piece else None,
                              progress=lambda d, t: report("extracting", d, t)), 0
     if not config.distribute:
         raise ModelError(
             f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
             "share its directory, or let rank 0 send the layers with --distribute"
         )
-    name, total = _ask(port, setup.start, setup.stop, config.timeout)
+    name, total = _ask(port, setup.start, setup.stop, config.timeout, setup.piece)
     return receive(port, cache_directory(), name, total, config.timeout, report)
 
 
-def _ask(port: Port, start: int, stop: int, timeout: float) -> tuple[str, int]:
+def _ask(port: Port, start: int, stop: int, timeout: float, piece: str = "") -> tuple[str, int]:
     """Name and size of the shard with these layers, from the head."""
-    port.send(0, Tag.RESULT, ShardWanted(PortName(port.node), start, stop))
+    port.send(0, Tag.RESULT, ShardWanted(PortName(port.node), start, stop, piece))
     match _answer(port, timeout, "ShardOffer"):
         case ShardOffer(name, total) if Path(name).name == name and total >= 0:
             return name, total

@@ -37,7 +37,7 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
 #: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
 #: shows equal bits) and whose heads may have any size. With the new names of tensors.
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
-_WAY_OUT = "run it as a plain pipeline, whose stages hold whole layers"
+_WAY_OUT = "run it as a plain pipeline, without --grid"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def cut_of(model: ModelFile, shares: Sequence[float]) -> tuple[Slice, ...]:
     if len(shares) > widest:
         raise PlanError(
             f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(widest)} "
-            f"({_why(sizes, widest)}); use fewer slices and more stages"
+            f"({_why(sizes, widest)}); lower --slices and use more stages"
             + _finer(sizes, widest))
     total = math.fsum(shares)
     parts = [share / total for share in shares]

@@ -56,7 +56,7 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
     threads = [threading.Thread(target=stage, args=(node,)) for node in sources]
     for thread in threads:
         thread.start()
-    sender = Sender(ports[0], lambda start, stop: sources[start])
+    sender = Sender(ports[0], lambda start, stop, piece: sources[start])
     most = 0
     while any(thread.is_alive() for thread in threads):
         more = sender.pump()
@@ -108,7 +108,7 @@ def test_several_stages_at_once_and_once_only(tmp_path):
 
 def test_a_silent_stage_gets_no_more_than_the_window():
     ports = local_ports(2)
-    sender = Sender(ports[0], lambda start, stop: Bytes(pattern(3 * WINDOW)))
+    sender = Sender(ports[0], lambda start, stop, piece: Bytes(pattern(3 * WINDOW)))
     with pytest.raises(ProtocolError, match="belongs to another node"):
         sender.hear(ShardHave(1, 0, shard_transfer.new_hash().digest()))
     sender.offer(1, 0, 1)
@@ -126,7 +126,7 @@ def test_a_silent_stage_gets_no_more_than_the_window():
 def test_a_stage_that_asks_for_other_layers_gets_no_more_of_the_first():
     ports = local_ports(2)
     sources = [Bytes(pattern(2 * CHUNK)), Bytes(b"other")]
-    sender = Sender(ports[0], lambda start, stop: sources[start])
+    sender = Sender(ports[0], lambda start, stop, piece: sources[start])
     sender.offer(1, 0, 1)
     sender.hear(ShardHave(1, 0, shard_transfer.new_hash().digest()))
     sender.pump()
