@@ -3,8 +3,9 @@
 A stage that lives keeps its layers where that is possible. A spare rank stands in for a lost stage
 where it can hold its layers; else the neighbours share them, and what does not fit there is passed
 on along the pipeline. Of all arrangements that move equally many layers one with the fastest
-slowest stage is taken, and of those one with the fewest stages. `rebalance` does not save
-movements, it looks for speed. Pure: costs, sizes and memory come from whoever calls.
+slowest stage is taken, and of those one with the fewest stages; unless another one, for which more
+must move, is judged to be much faster. `rebalance` does not save movements, it looks for speed.
+Pure: costs, sizes and memory come from whoever calls.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -22,15 +24,17 @@ from pipeinfer.planning.partition import (
     Load,
     Member,
     Split,
-    choose,
     level,
     measure,
+    partition,
     size_text,
     stage_times,
 )
 from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
+_SAME = 1e-6  #: speeds that differ by less, relatively, are equal
+WORTH_MOVING = 1.25  #: times the speed for which more layers are moved than a loss makes necessary
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,14 @@ class Holding:
 
 
 def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-           spares: Sequence[int], lost: Sequence[Holding] = ()) -> tuple[Holding, ...]:
+           spares: Sequence[int], lost: Sequence[Holding] = (), judge: Judges | None = None
+           ) -> tuple[Holding, ...]:
     """The stages from now on, in order.
 
     held: of the stages that live, in order of their layers. spares: living ranks without a stage;
     more of them than lost stages are taken only where that moves fewer layers. members: memory and
-    speed of each of these ranks. Raises PlanError when they cannot hold the model, saying what is
-    missing.
+    speed of each of these ranks. judge: what tells a better arrangement of the same ranks. Raises
+    PlanError when they cannot hold the model, saying what is missing.
     """
     missing = len(load.costs) - sum(holding.stop - holding.start for holding in held)
     best: tuple[float, tuple[Holding, ...]] | None = None
@@ -61,10 +66,32 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
         if best is not None and best[0] <= missing:
             break  # one spare for a lost stage will do; the others stay for the next loss
     if best is not None:
-        return best[1]
+        return best[1] if judge is None else _much_faster(load, members, best[1], judge)
     if not orders[-1]:
         raise PlanError("no rank is left to hold the model's layers: start the job again")
     raise _too_few(load, [members[holding.rank] for holding in orders[-1]])
+
+
+def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding, ...],
+                 judge: Judges) -> tuple[Holding, ...]:
+    """These stages, or the same ranks (perhaps fewer) with other layers where that is worth it."""
+    ranks = [holding.rank for holding in held]
+
+    def seated(chosen: Sequence[int]) -> list[Member]:
+        return [dataclasses.replace(
+            members[rank], layers=None,
+            per_cost=members[rank].per_cost * judge.faster(rank, ranks, chosen))
+            for rank in chosen]
+
+    present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks)
+    best, speed = held, present * WORTH_MOVING
+    for chosen in _fewer(ranks, {rank: members[rank].per_cost for rank in ranks}):
+        with contextlib.suppress(PlanError):
+            split = partition(load, seated(chosen))
+            if (found := judge(split, chosen)) > speed:
+                best = tuple(Holding(chosen[i], start, stop) for i, start, stop in split.ranges())
+                speed = found
+    return best
 
 
 def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
@@ -94,38 +121,76 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
         order, cuts, cuts[1:], strict=False) if start < stop)
 
 
-def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-              seconds: Sequence[float], spares: Sequence[int],
-              predict: Callable[[Split], float]) -> tuple[tuple[Holding, ...], float]:
-    """The best stages by what each now takes for a run, and how many times as fast they would be.
+class Judges(Protocol):
+    """What `judge.Judge` does for a plan."""
 
-    seconds: of each stage of `held`. predict: tokens per second of a split. A spare rank, taken for
-    one of middling speed, may stand in for the slowest stage.
+    def __call__(self, split: Split, ranks: Sequence[int]) -> float:
+        """Tokens per second of a split whose members are these ranks."""
+
+    def faster(self, rank: int, before: Sequence[int], after: Sequence[int]) -> float:
+        """What a rank's seconds are multiplied by when others hold stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The best stages, and how many times as fast as now they are judged to be.
+
+    speeds: seconds per cost of each rank, as measured or taken for it.
     """
+
+    held: tuple[Holding, ...]
+    gain: float
+    speeds: Mapping[int, float]
+
+
+def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
+              seconds: Sequence[float], spares: Sequence[int], judge: Judges,
+              returning: Mapping[int, float] | None = None) -> Verdict:
+    """The best stages by what each now takes for a run.
+
+    seconds: of each stage of `held`. A spare rank, taken for one of middling speed, may stand in
+    for the slowest stage. returning: idle ranks that held layers before and may get some again,
+    with their seconds per cost then (0: not known). Ranks may be left out.
+    """
+    ranks = [holding.rank for holding in held]
     costs = [load.stage_cost(holding.start, holding.stop) for holding in held]
     speeds = level({holding.rank: took / cost
                     for holding, took, cost in zip(held, seconds, costs, strict=True)})
-    now = [dataclasses.replace(members[holding.rank], per_cost=speeds[holding.rank], overhead=0.0,
-                               layers=None) for holding in held]
-    present = predict(measure(load, now, [holding.stop - holding.start for holding in held]))
-    orders = [([holding.rank for holding in held], now)]
+    middling = statistics.median(speeds.values())
+    back = {rank: speed or middling for rank, speed in (returning or {}).items()}
+    slow = max(ranks, key=lambda rank: speeds[rank])
+    known = dict.fromkeys(spares, middling) | back | speeds
+
+    def seated(chosen: Sequence[int]) -> list[Member]:
+        return [dataclasses.replace(
+            members[rank], overhead=0.0, layers=None,
+            per_cost=known[rank] * judge.faster(rank, ranks, chosen)) for rank in chosen]
+
+    present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks)
+    orders = [ranks]
     if spares:
-        slow = max(range(len(held)), key=lambda i: speeds[held[i].rank])
-        middling = statistics.median(speeds.values())
-        other = list(now)
-        other[slow] = dataclasses.replace(members[spares[0]], per_cost=middling, overhead=0.0,
-                                          layers=None)
-        ranks = [holding.rank for holding in held]
-        ranks[slow] = spares[0]
-        orders.append((ranks, other))
+        orders.append([spares[0] if rank == slow else rank for rank in ranks])
+    if back:
+        orders.append(sorted({*ranks, *back}))
     best, gain = tuple(held), 1.0
-    for ranks, who in orders:
-        with contextlib.suppress(PlanError):
-            split, _ = choose(load, who, predict)
-            if (faster := predict(split) / present) > gain:
-                best = tuple(Holding(ranks[i], start, stop) for i, start, stop in split.ranges())
-                gain = faster
-    return best, gain
+    for order in orders:
+        for chosen in _fewer(order, known):
+            with contextlib.suppress(PlanError):
+                split = partition(load, seated(chosen))
+                if (faster := judge(split, chosen) / present) > gain * (1 + _SAME):
+                    best = tuple(Holding(chosen[i], start, stop)
+                                 for i, start, stop in split.ranges())
+                    gain = faster
+    return Verdict(best, gain, known)
+
+
+def _fewer(ranks: Sequence[int], speeds: Mapping[int, float]) -> list[list[int]]:
+    """The ranks, then without the slowest of them, and so on; of equal ones the last goes."""
+    left, found = list(ranks), []
+    while left:
+        found.append(list(left))
+        left.remove(max(reversed(left), key=lambda rank: speeds[rank]))
+    return found
 
 
 def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holding],

@@ -1,40 +1,53 @@
 """How long each stage takes for a run, lately and at its best: who has become slow.
 
 Runs of several rows are brought down to one row by what rows cost (`exact.Widths.curve`). The
-figure of a stage is the mean of its last runs without the few slowest. Pure; it knows no ranks, no
-clock and no plan.
+figure of a stage is the mean of its last runs without the few slowest, the time in which it waited
+for a core that another stage had left out (`own_time`). Pure; it knows no ranks, no clock and no
+plan.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from pipeinfer.core.messages import Spans
+from pipeinfer.planning.own_time import Interval, Share, own_seconds
 
 WINDOW = 64  #: runs that a figure rests on
 _FEW = 16  #: with fewer runs than that there is none
+_OTHERS = 2  #: runs without a figure (prompts) that are remembered, relative to those with one
 
 
 class StagePace:
-    """Of stages 1 to `n_stages`. curve: (rows, time relative to one row), rows ascending."""
+    """Of stages 1 to `n_stages`. curve: (rows, time relative to one row), rows ascending.
 
-    def __init__(self, n_stages: int, curve: Sequence[tuple[int, float]]) -> None:
-        self._last = [deque[float](maxlen=WINDOW) for _ in range(n_stages)]
+    shares, cores: which stages share which cores, see `own_seconds`; without them none do.
+    """
+
+    def __init__(self, n_stages: int, curve: Sequence[tuple[int, float]],
+                 shares: Sequence[Share] = (), cores: Mapping[str, int] | None = None) -> None:
+        self._runs: deque[tuple[float, Spans]] = deque(maxlen=WINDOW)
+        self._others: deque[Spans] = deque(maxlen=WINDOW * _OTHERS)
+        self._n = n_stages
+        self._shares = shares or [Share(str(stage)) for stage in range(n_stages)]
+        self._cores = cores or {}
         self._best = [float("inf")] * n_stages
-        self._seen = 0
+        self._lately: list[float] = [0.0] * n_stages
+        self._counted = self._seen = 0
         self._rows, self._costs = zip(*((1, 1.0), *curve), strict=True)
 
     def saw(self, rows: int, spans: Spans) -> None:
         """A run of `rows` rows has passed all stages. spans: as in `protocol.Decode`."""
-        if len(spans) != len(self._last) or rows > self._rows[-1]:
+        if len(spans) != self._n:
             return
-        cost = float(np.interp(rows, self._rows, self._costs))
-        for last, seconds in zip(self._last, spans[:, 1].tolist(), strict=True):
-            last.append(seconds / cost)
+        if rows > self._rows[-1]:
+            self._others.append(spans)  # it has no figure, but takes cores from those that do
+            return
+        self._runs.append((float(np.interp(rows, self._rows, self._costs)), spans))
         self._seen += 1
         if self._seen % _FEW == 0:
             self._best = [min(pair) for pair in zip(self._best, self.seconds, strict=True)]
@@ -53,9 +66,23 @@ class StagePace:
     def seconds(self) -> list[float]:
         """Of each stage for a run of one row, lately; zeros until it is known."""
         if not self.known:
-            return [0.0] * len(self._last)
-        return [statistics.fmean(sorted(last)[:max(1, len(last) - len(last) // _FEW)])
-                for last in self._last]
+            return [0.0] * self._n
+        if self._counted != self._seen:
+            self._counted, self._lately = self._seen, self._figures()
+        return self._lately
+
+    def _figures(self) -> list[float]:
+        every = [spans for _, spans in self._runs] + list(self._others)
+        own = own_seconds(
+            [Interval(stage, start, seconds) for spans in every
+             for stage, (start, seconds) in enumerate(spans.tolist())],
+            self._shares, self._cores)
+        found = []
+        for stage in range(self._n):
+            last = sorted(own[k * self._n + stage] / cost
+                          for k, (cost, _) in enumerate(self._runs))
+            found.append(statistics.fmean(last[:max(1, len(last) - len(last) // _FEW)]))
+        return found
 
     @property
     def slowdown(self) -> list[float]:

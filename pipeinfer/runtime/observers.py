@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pipeinfer.core.messages import RunCancelled, RunFinished
+from pipeinfer.planning.load_seen import LoadWatch
 from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.runtime.run_log import RunWatch, fate
 from pipeinfer.scheduler.controller import Controller, gaps
@@ -95,10 +96,21 @@ class LiveRuns(RunObserver):
 
 
 class StageTimes(RunObserver):
-    """What stages take for a run, see `StagePace`."""
+    """What stages take for a run, see `StagePace`; and what they are used for."""
 
     def __init__(self, n_stages: int) -> None:
         self.pace = StagePace(n_stages, ())
+        self.load = LoadWatch()
+
+    def issued(self, run: Run, when: float) -> None:
+        """See `RunObserver`."""
+        del when
+        if run.chunk:
+            self.load.prompt(run.n_rows)
+
+    def handled(self, runs: Mapping[int, Run], when: float) -> None:
+        """See `RunObserver`."""
+        self.load.running(len({id(lane) for run in runs.values() for lane in run.owners}), when)
 
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
         """See `RunObserver`."""

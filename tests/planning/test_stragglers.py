@@ -116,15 +116,23 @@ def members(*memories):
             for rank, memory in enumerate(memories, 1)}
 
 
-def throughput(split):
-    """Of a pipeline that is full: its slowest stage sets the pace."""
-    return 1.0 / split.slowest
+class Throughput:
+    """Of a pipeline that is full, on cores of its own: its slowest stage sets the pace."""
+
+    def __call__(self, split, ranks=()):
+        return 1.0 / split.slowest
+
+    def faster(self, rank, before, after):
+        return 1.0
+
+
+throughput = Throughput()
 
 
 def dealt(held, seconds, *, who=None, spares=(), work=None):
-    found, gain = rebalance(work or load(), who or members(*[12.0] * 5), held, seconds, spares,
-                            throughput)
-    return [(h.rank, h.start, h.stop) for h in found], gain
+    found = rebalance(work or load(), who or members(*[12.0] * 5), held, seconds, spares,
+                      throughput)
+    return [(h.rank, h.start, h.stop) for h in found.held], found.gain
 
 
 EVEN = [Holding(1, 0, 4), Holding(2, 4, 8), Holding(3, 8, 12)]
@@ -218,7 +226,8 @@ def test_every_deal_covers_the_model_fits_and_is_no_slower():
             rng.randint(h.stop - h.start, n))) for h in held}
         seconds = [(h.stop - h.start) * rng.choice([0.1, 0.1, 0.3, 2.0]) for h in held]
         spares = rng.sample([4, 5], rng.randint(0, 2))
-        found, gain = rebalance(load(n), who, held, seconds, spares, throughput)
+        verdict = rebalance(load(n), who, held, seconds, spares, throughput)
+        found, gain = verdict.held, verdict.gain
         assert [h.start for h in found] == [0, *[h.stop for h in found[:-1]]]
         assert found[-1].stop == n
         assert all(h.stop - h.start <= who[h.rank].memory for h in found)

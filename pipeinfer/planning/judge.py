@@ -1,0 +1,244 @@
+"""How fast an arrangement of stages is under the load that is there.
+
+    way      seconds of a run from its issue to its result, in an empty pipeline
+    slot     seconds after which the next run may follow: the slowest stage, or the cores that
+             several stages share
+
+One user's plain decoding costs a way per token, so it gains by fewer stages. Several requests, a
+prompt's chunks and guesses follow each other: they cost a slot, so they gain by more stages, as
+long as these have cores of their own. A plan that is judged by one of the two alone is wrong for
+the other. Pure: seconds come from whoever measured or read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.planning.partition import Split
+
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+CHUNK = 64  #: rows of a prompt that travel together
+LINK = 100e-6  #: seconds from a stage to the next one where nobody has measured
+_WIDEST = 8  #: rows of a run that a group of requests or a synchronous tree may have
+_GROWTH = 0.9  #: twice the threads take 1 / 2**_GROWTH of the time
+_MOST = 0.99  #: acceptance beyond which streaks are not taken for longer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMix:
+    """What a pipeline is used for.
+
+    streams: requests at once. prompt_rows: rows of prompts per output token; told so, and not as a
+    share of time, since that depends on the arrangement. acceptance: of guesses, 0 to 1.
+    """
+
+    policy: Policy = Policy.ITERATIVE
+    streams: int = 1
+    prompt_rows: float = 0.0
+    acceptance: float = 0.7
+    chunk: int = CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What a stage takes, alone on its cores.
+
+    seconds: computing a run of one row. curve: (rows, time relative to one row), ascending.
+    sums: seconds of one row's run in the sums of a wide stage, each further row `row_sums` more.
+    pool: whose cores it computes on, "" where they are its own; threads: how many it keeps busy.
+    """
+
+    seconds: float
+    curve: Curve = ()
+    sums: float = 0.0
+    row_sums: float = 0.0
+    pool: str = ""
+    threads: float = 1.0
+
+    def computing(self, rows: int) -> float:
+        """Seconds of computing, sums left out."""
+        return self.seconds * relative(self.curve, rows)
+
+    def taken(self, rows: int) -> float:
+        """Seconds that a run of `rows` rows keeps the stage."""
+        return self.computing(rows) + self.sums + self.row_sums * (rows - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Stages in order. link: seconds of one hop, for each further row `row_link` more; draft: per
+    guess, 0 where it costs nothing; cores: of each pool that stages share."""
+
+    stages: tuple[StageTime, ...]
+    link: float = LINK
+    row_link: float = 0.0
+    draft: float = 0.0
+    cores: Mapping[str, float] = field(default_factory=dict)
+
+    def way(self, rows: int = 1) -> float:
+        """See the module docstring."""
+        hops = (len(self.stages) + 1) * (self.link + self.row_link * (rows - 1))
+        return sum(stage.taken(rows) for stage in self.stages) + hops
+
+    def slot(self, rows: int = 1) -> float:
+        """See the module docstring."""
+        work: dict[str, float] = {}
+        for stage in self.stages:
+            if stage.pool:
+                busy = stage.computing(rows) * stage.threads
+                work[stage.pool] = work.get(stage.pool, 0.0) + busy
+        shared = (seconds / self.cores[pool] for pool, seconds in work.items()
+                  if pool in self.cores)
+        return max(*(stage.taken(rows) for stage in self.stages), *shared, 0.0)
+
+
+def relative(curve: Curve, rows: int) -> float:
+    """Time of a run relative to one of a single row: straight lines between the curve's points,
+    the last of which goes on. Without a curve rows cost nothing more."""
+    low, high = (1, 1.0), (1, 1.0)
+    for point in curve:
+        low, high = high, point
+        if rows <= point[0]:
+            break
+    if high[0] == low[0]:
+        return high[1]
+    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
+
+
+def gain(acceptance: float) -> float:
+    """Guesses accepted in a row, on average (acceptance 0 to 1)."""
+    kept = min(max(acceptance, 0.0), _MOST)
+    return kept / (1 - kept)
+
+
+def tokens_per_second(arrangement: Arrangement, mix: LoadMix) -> float:
+    """Output tokens per second of all requests together, their prompts' time included."""
+    rate = _generating(arrangement, mix)
+    if mix.prompt_rows <= 0:
+        return rate
+    prompt = mix.prompt_rows * arrangement.slot(mix.chunk) / mix.chunk
+    return 1 / (1 / rate + prompt)
+
+
+def score(arrangement: Arrangement, mixes: Sequence[LoadMix]) -> float:
+    """The geometric mean of the tokens per second under each of the loads that are expected."""
+    logs = [math.log(max(tokens_per_second(arrangement, mix), 1e-12)) for mix in mixes]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def _generating(arrangement: Arrangement, mix: LoadMix) -> float:
+    streams = max(mix.streams, 1)
+    plain = max(_in_groups(arrangement, streams, size)
+                for size in range(1, min(streams, _WIDEST) + 1))
+    if mix.policy is Policy.ITERATIVE:
+        return plain
+    if mix.policy is Policy.SPECULATIVE:
+        return max(plain, *(_in_turns(arrangement, mix.acceptance, streams, size)
+                            for size in range(1, _WIDEST)))
+    # A right guess costs a slot of the slowest part, or the draft's time, instead of a way; those
+    # of other requests take slots between, and together they cannot have more than there are.
+    guesses = gain(mix.acceptance)
+    slot = arrangement.slot()
+    step = max(streams * slot, arrangement.draft)
+    guessing = streams * (1 + guesses) / (arrangement.way() + guesses * step)
+    return max(plain, min(guessing, 1 / slot))
+
+
+def _in_groups(arrangement: Arrangement, streams: int, size: int) -> float:
+    """Plain decoding with `size` requests in each run."""
+    runs = -(-streams // size)
+    return streams / max(arrangement.way(size), runs * arrangement.slot(size))
+
+
+def _in_turns(arrangement: Arrangement, acceptance: float, streams: int, size: int) -> float:
+    """Synchronous speculation with chains of `size` guesses, a run for each request."""
+    tokens = sum(acceptance**level for level in range(size + 1))
+    cycle = arrangement.way(size + 1) + size * arrangement.draft
+    return streams * tokens / max(cycle, streams * arrangement.slot(size + 1))
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank computes. cores: its own."""
+
+    host: str
+    cores: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Tells splits apart by `score`.
+
+    seats: of each rank. cores: of each host, as far as stages may use them. mixes: the loads that
+    count. curve: of all stages. grows: whether a rank that stays takes over the threads of ranks
+    of its host that are left out.
+    """
+
+    seats: Mapping[int, Seat]
+    cores: Mapping[str, int]
+    mixes: tuple[LoadMix, ...] = (LoadMix(),)
+    curve: Curve = ()
+    link: float = LINK
+    draft: float = 0.0
+    grows: bool = False
+
+    def threads(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Of each of these ranks when they alone hold stages."""
+        return granted(self.seats, self.cores, ranks) if self.grows else {
+            rank: self.seats[rank].cores for rank in ranks if rank in self.seats}
+
+    def faster(self, rank: int, before: Sequence[int], after: Sequence[int]) -> float:
+        """What a rank's seconds are multiplied by when `after` hold stages instead of `before`."""
+        if rank not in self.seats:
+            return 1.0
+        own = self.seats[rank].cores
+        old = self.threads(before).get(rank, own)
+        new = self.threads(after).get(rank, own)
+        return float((old / new) ** _GROWTH)
+
+    def arrangement(self, split: Split, ranks: Sequence[int]) -> Arrangement:
+        """The stages of a split; ranks: those of its members."""
+        used = [ranks[i] for i, _, _ in split.ranges()]
+        threads = self.threads(used)
+        stages = []
+        for i, _, _ in split.ranges():
+            seat = self.seats.get(ranks[i])
+            stages.append(StageTime(
+                split.seconds[i], self.curve, pool=seat.host if seat is not None else "",
+                threads=threads.get(ranks[i], 1)))
+        return Arrangement(tuple(stages), self.link, draft=self.draft, cores=self.cores)
+
+    def __call__(self, split: Split, ranks: Sequence[int]) -> float:
+        """Tokens per second, see `score`."""
+        return score(self.arrangement(split, ranks), self.mixes)
+
+    def under(self, *mixes: LoadMix) -> Judge:
+        """The same for other loads."""
+        return replace(self, mixes=mixes)
+
+
+def granted(seats: Mapping[int, Seat], cores: Mapping[str, int], ranks: Sequence[int]
+            ) -> dict[int, int]:
+    """Threads of each of these ranks when they share the cores of their hosts evenly; never fewer
+    than a rank's own."""
+    found = {}
+    for rank in ranks:
+        if rank in seats:
+            seat = seats[rank]
+            here = sum(other in seats and seats[other].host == seat.host for other in ranks)
+            found[rank] = max(seat.cores, cores.get(seat.host, 0) // here)
+    return found
+
+
+def expected(policy: Policy, parallel: int, acceptance: float = 0.7) -> tuple[LoadMix, ...]:
+    """The loads to plan for before there is any: one user, and as many as are let in; prompts a
+    few times as long as their answers."""
+    counts = sorted({1, max(parallel, 1)})
+    return tuple(LoadMix(policy, streams, 2.0, acceptance) for streams in counts)

@@ -1,0 +1,73 @@
+"""Computing told apart from waiting for a core that another stage has.
+
+Stages of one host with fewer cores than threads hold each other up, and the time that a run spent
+there says little about the stage. While stages with more threads than there are cores work at
+once, each gets on at the rate of cores over threads; that is what an instant counts. Times of one
+pool come from one host's clock. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of a stage: whose cores it computes on, and how many threads it keeps busy."""
+
+    pool: str
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stage was at work; start: seconds since any epoch."""
+
+    stage: int
+    start: float
+    seconds: float
+
+
+def own_seconds(intervals: Sequence[Interval], shares: Sequence[Share],
+                cores: Mapping[str, int]) -> list[float]:
+    """Of each interval: what it would have taken with cores to itself.
+
+    shares: by stage. cores: of each pool; one that is missing has enough.
+    """
+    found = [one.seconds for one in intervals]
+    pools: dict[str, list[int]] = {}
+    for index, one in enumerate(intervals):
+        pools.setdefault(shares[one.stage].pool, []).append(index)
+    for pool, members in pools.items():
+        present = {intervals[index].stage for index in members}
+        if pool in cores and sum(shares[stage].threads for stage in present) > cores[pool]:
+            _sweep(intervals, shares, cores[pool], members, found)
+    return found
+
+
+def _sweep(intervals: Sequence[Interval], shares: Sequence[Share], cores: int,
+           members: Sequence[int], found: list[float]) -> None:
+    """From each start or end to the next one, with whoever is at work between."""
+    starts = sorted(members, key=lambda index: intervals[index].start)
+    ends: list[tuple[float, int]] = []
+    own = dict.fromkeys(members, 0.0)
+    at, threads, following = 0.0, 0, 0
+    while ends or following < len(starts):
+        opens = intervals[starts[following]].start if following < len(starts) else float("inf")
+        now = min(opens, ends[0][0]) if ends else opens
+        rate = min(1.0, cores / threads) if threads else 1.0
+        for _, index in ends:
+            own[index] += (now - at) * rate
+        at = now
+        if ends and ends[0][0] <= opens:
+            _, index = heapq.heappop(ends)
+            threads -= shares[intervals[index].stage].threads
+        else:
+            index, following = starts[following], following + 1
+            one = intervals[index]
+            heapq.heappush(ends, (one.start + one.seconds, index))
+            threads += shares[one.stage].threads
+    for index, seconds in own.items():
+        found[index] = seconds
