@@ -161,6 +161,20 @@ class ClusterConfig:
     layers: str = _opt("", "--layers", kind="str",
                        help="Number of layers of each stage, such as 10,12,12,6; 0 leaves a rank "
                             "out.")
+    grid: str = _opt("", "--grid", kind="str",
+                     help="Stages x members, such as 2x4, or members of each stage, such as 4,3: "
+                          "the members of a stage share its layers as slices [default: one member "
+                          "a stage].")
+    slices: str = _opt("", "--slices", kind="str",
+                       help="Slices of each stage's layers, such as 4 or 4,2, or their shares, "
+                            "such as 3:2:2 [default: one for each member]. Tokens are equal "
+                            "for equal slices, whatever ranks hold them.")
+    sum_type: str = _opt("f32", "--sum-type", kind="str", choices=("f32", "f16", "bf16"),
+                         help="Numbers in which members send each other parts of sums; shorter "
+                              "ones save time on slow networks.")
+    sum_path: str = _opt("auto", "--sum-path", kind="str", choices=("auto", "memory", "messages"),
+                         help="How members of a stage exchange parts of sums: through shared "
+                              "memory, or as messages; auto: memory where all are on one host.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag",
                            help="Measure the ranks again instead of using cached measurements.")
     strict: bool = _opt(False, "--strict", kind="flag",

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 
 from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.team import Team
 from pipeinfer.core.types import FloatArray, Rows, SeqJoin
 
 _STEP = 1e-3
@@ -76,3 +78,84 @@ def _burn(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
+
+
+class PacedTeam:
+    """A team whose members compute as long as other machines would: `first` seconds between two
+    sums for one row, `further` for each row more. width: elements of a row."""
+
+    def __init__(self, inner: Team, first: float, further: float, width: int) -> None:
+        self.shape, self.shares_memory = inner.shape, inner.shares_memory
+        self._inner, self._width = inner, width
+        self._first, self._further = first, further
+        self._since = 0.0
+
+    @property
+    def waited(self) -> float:
+        """See `Team`."""
+        return self._inner.waited
+
+    @property
+    def count(self) -> int:
+        """See `Team`."""
+        return self._inner.count
+
+    @property
+    def run_id(self) -> int:
+        """See `Team`."""
+        return self._inner.run_id
+
+    def begin(self, run_id: int, *, cancelled: bool) -> bool:
+        """See `Team`."""
+        return self._inner.begin(run_id, cancelled=cancelled)
+
+    def part(self, index: int) -> PartSum:
+        """See `Team`."""
+        part = self._inner.part(index)
+        return part if index != self.shape.own[0] else _PacedPart(self, part)
+
+    def arm(self, should_stop: Callable[[], bool] | None) -> None:
+        """See `Team`."""
+        self._inner.arm(should_stop)
+        self._since = time.perf_counter()
+
+    def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
+        """See `Team`."""
+        return self._inner.gather(index, logits)
+
+    def fail(self, index: int) -> None:
+        """See `Team`."""
+        self._inner.fail(index)
+
+    def check(self) -> None:
+        """See `Team`."""
+        self._inner.check()
+
+    def close(self) -> None:
+        """See `Team`."""
+        self._inner.close()
+
+    def pause(self, count: int) -> None:
+        """Wait until `count` numbers would have been computed since the last sum."""
+        rows = count // self._width
+        seconds = self._first + self._further * (rows - 1) if rows else 0.0
+        if (left := self._since + seconds - time.perf_counter()) > 0:
+            time.sleep(left)
+
+    def start(self) -> None:
+        """A sum is there."""
+        self._since = time.perf_counter()
+
+
+class _PacedPart:
+    address: int | None = None
+
+    def __init__(self, team: PacedTeam, inner: PartSum) -> None:
+        self._team, self._inner = team, inner
+
+    def add(self, part: FloatArray, place: int) -> bool:
+        """See `PartSum`."""
+        self._team.pause(part.size)
+        go_on = self._inner.add(part, place)
+        self._team.start()
+        return go_on

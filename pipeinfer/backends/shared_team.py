@@ -131,6 +131,8 @@ class SharedTeam:
     """See `team.Team`. watch: called every few milliseconds while waiting, with the slice that is
     awaited; raises what ends the waiting."""
 
+    shares_memory = True
+
     def __init__(self, shape: TeamShape, region: Region, watch: Callable[[int], None]) -> None:
         self.shape = shape
         self._region, self._watch = region, watch
@@ -140,7 +142,7 @@ class SharedTeam:
         leader = shape.holders[0][0]
         self._sums = {index: Sums(
             region=region.address, bytes=slice_bytes(shape), capacity=shape.capacity,
-            n=shape.n_slices, me=index, leader=leader, kind=SUM_TYPES[shape.kind],
+            n=shape.n_slices, me=index, run=-1, leader=leader, kind=SUM_TYPES[shape.kind],
             layers=max(1, shape.layers_between_looks), spin_ns=_SPIN_NS,
             idle=self._callbacks[turn > 0], look=self._callbacks[2])
             for turn, index in enumerate(shape.own)}
@@ -155,6 +157,11 @@ class SharedTeam:
     def count(self) -> int:
         """See `Team`."""
         return int(self._first.count)
+
+    @property
+    def run_id(self) -> int:
+        """See `Team`."""
+        return int(self._first.run)
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
         """See `Team`."""

@@ -74,6 +74,7 @@ class Team(Protocol):
     """
 
     shape: TeamShape
+    shares_memory: bool
 
     @property
     def waited(self) -> float:
@@ -82,6 +83,10 @@ class Team(Protocol):
     @property
     def count(self) -> int:
         """Sums of this member so far."""
+
+    @property
+    def run_id(self) -> int:
+        """The run that was begun last, -1 before any."""
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
         """All members come to this run; whether it is to be skipped. cancelled: what the leader

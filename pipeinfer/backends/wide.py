@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from pipeinfer.backends.base import Backend, Capabilities, ShardInfo, apply
+from pipeinfer.backends.base import Backend, Capabilities, apply
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.core.types import FloatArray, IntArray, Rows, SeqJoin
@@ -33,14 +33,18 @@ class Embedding(Protocol):
 
 class WideBackend:
     """See `backends.base.Backend`. slices: those held here, each a chain of shards of consecutive
-    layers, in the order of `team.shape.own`. embedding: on the first stage."""
+    layers, in the order of `team.shape.own`. layers: `[start, stop)` of the stage, of so many in
+    all. embedding: on the first stage."""
 
     def __init__(self, slices: Sequence[Sequence[SliceBackend]], team: Team,
-                 info: ShardInfo, embedding: Embedding | None) -> None:
+                 layers: tuple[int, int], n_layers_total: int, embedding: Embedding | None) -> None:
         self._slices = [list(chain) for chain in slices]
         self._team, self._embedding = team, embedding
+        infos = [part.info for chain in slices for part in chain]
         self.info = dataclasses.replace(
-            info, weight_bytes=sum(p.info.weight_bytes for chain in slices for p in chain),
+            infos[0], layers=layers, first=layers[0] == 0, last=layers[1] == n_layers_total,
+            n_vocab=infos[-1].n_vocab, n_ctx=min(info.n_ctx for info in infos),
+            weight_bytes=sum(p.info.weight_bytes for chain in slices for p in chain),
             cache_bytes=sum(p.info.cache_bytes for chain in slices for p in chain))
         able = [part.capabilities for chain in slices for part in chain]
         self.capabilities = Capabilities(

@@ -30,6 +30,7 @@ from pipeinfer.core.control import (
     Setup,
     ShardWanted,
 )
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
@@ -37,6 +38,7 @@ from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.partition import Load, Member, Split
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding, rebalance, replan
+from pipeinfer.planning.wide import is_cut, retake, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
 
@@ -97,8 +99,7 @@ class Assembly:
         hosts: Sequence[RankInfo], setup_of: SetupOf, source_of: SourceOf,
         progress: ProgressHook | None, *, survives: bool,
     ) -> None:
-        self.held = tuple(Holding(rank, start, stop) for rank, (start, stop) in zip(
-            plan.ranks, plan.ranges, strict=True))
+        self.held = plan.held
         self.states: dict[int, StageState] = {}
         self.changes: list[Change] = []
         self.epoch = 0
@@ -108,6 +109,11 @@ class Assembly:
         self._members = members
         self._setup_of, self._source_of, self._progress = setup_of, source_of, progress
         self._survives = survives and not plan.whole
+
+    @property
+    def grid(self) -> Grid:
+        """The stages that there are, and their members."""
+        return Grid(widths_of(self.held))
 
     @property
     def ready(self) -> dict[int, Ready]:
@@ -221,8 +227,9 @@ class Assembly:
         words = self._words(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
         lost = [holding for holding in self.held if holding.rank in self.lost]
-        self.held = tuple(alive)
         try:
+            if is_cut(self.held):
+                return retake(self.held, self.lost, self.spares, self._has_room)
             return replan(self._load, self._rooms(alive), alive, self.spares, lost)
         except PlanError as error:
             if not alive and not self.spares:
@@ -232,8 +239,7 @@ class Assembly:
     def _rooms(self, alive: Sequence[Holding]) -> dict[int, Member]:
         """The memory of each living rank: what its stage takes now, and its part of what its host
         has left."""
-        own = {holding.rank: self._load.stage_bytes(holding.start, holding.stop)
-               for holding in alive}
+        own = {holding.rank: self._bytes_of(holding) for holding in alive}
         ranks = [*own, *self.spares]
         rooms = {}
         for rank in ranks:
@@ -245,6 +251,15 @@ class Assembly:
                 self._members[rank],
                 memory=own.get(rank, 0.0) + max(free, 0.0) / len(here))
         return rooms
+
+    def _bytes_of(self, holding: Holding) -> float:
+        """What a holding takes of its rank's memory, slices counted as equal."""
+        whole = self._load.stage_bytes(holding.start, holding.stop)
+        return whole * (len(holding.slices) / len(holding.cut) if holding.cut else 1.0)
+
+    def _has_room(self, rank: int, holding: Holding) -> bool:
+        alive = [one for one in self.held if one.rank not in self.lost]
+        return self._bytes_of(holding) <= self._rooms(alive)[rank].memory
 
     def _enter(self, held: tuple[Holding, ...]) -> None:
         self._group(held)
@@ -262,8 +277,9 @@ class Assembly:
         moved = 0
         for now in self.held:
             old = before.get(now.rank, Holding(now.rank, 0, 0))
-            moved += now.stop - now.start - max(0, min(now.stop, old.stop)
-                                                - max(now.start, old.start))
+            if set(now.slices) <= set(old.slices):  # else all of the layers have a further slice
+                moved -= max(0, min(now.stop, old.stop) - max(now.start, old.start))
+            moved += now.stop - now.start
         self.changes.append(Change(time.time(), self.epoch, tuple(sorted(lost)), why,
                                    time.monotonic() - began, moved))
 
@@ -322,10 +338,16 @@ class Assembly:
             return False
         return True
 
-    def _setup(self, holding: Holding, rank: int, node: int = 0) -> Setup:
-        agreed = self._terms
+    def _setup(self, holding: Holding, rank: int) -> Setup:
+        """What one of `held` says, with the settings of this rank."""
+        agreed, grid = self._terms, self.grid
+        name = grid.name(self.held.index(holding) + 1)
+        team = stages_of(self.held)[name.stage - 1]
+        hosts = {self._hosts[one.rank].bell.host or self._hosts[one.rank].host for one in team}
         return msgspec.structs.replace(
-            self._setup_of(holding), port=PortName(node), n_stages=len(self.held),
+            self._setup_of(holding), port=name,
+            widths=grid.widths, cut=holding.cut, near=len(hosts) == 1,
+            holders=tuple(one.slices for one in team) if holding.cut else (),
             settings=dataclasses.asdict(self._hosts[rank].settings),
             exact=agreed.exact if agreed else 0,
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
@@ -333,7 +355,7 @@ class Assembly:
     def _assemble(self) -> None:
         """Tell every stage what it holds and wait until all are ready. Raises RankLost,
         WorkerFailed, TransportTimeout."""
-        self._prepare({node: self._setup(holding, holding.rank, node)
+        self._prepare({node: self._setup(holding, holding.rank)
                        for node, holding in enumerate(self.held, 1)})
 
     def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:
@@ -348,7 +370,7 @@ class Assembly:
     def _await_ready(self, sender: Sender) -> None:
         """Hear what stages say until each is ready, and send them what they ask for."""
         port, states, timeout = self._port, self.states, self._config.cluster.timeout
-        last_news = time.monotonic()
+        last_news, grid = time.monotonic(), self.grid
         while not all(state.ready for state in states.values()):
             envelope = take_result(port)
             busy = sender.pump()
@@ -366,10 +388,13 @@ class Assembly:
             match envelope.message:
                 case ShardHave() as have:
                     sender.hear(have)
-                case ShardWanted(port=name) as wanted if name.stage in states:
-                    sender.offer(name.stage, wanted.start, wanted.stop, wanted.piece)
-                case (Progress() | Ready() | Received()) as news if news.port.stage in states:
-                    self._hear(states[news.port.stage], news)
+                case ShardWanted(port=name) as wanted if (node := grid.node(name)) in states:
+                    assert node is not None
+                    sender.offer(node, wanted.start, wanted.stop, wanted.piece)
+                case (Progress() | Ready() | Received()) as news if (
+                        node := grid.node(news.port)) in states:
+                    assert node is not None
+                    self._hear(states[node], news)
                 case _:
                     pass  # of an arrangement that is over
 

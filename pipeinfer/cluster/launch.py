@@ -180,11 +180,11 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
     from pipeinfer.transport import mpi, mpi_job
 
     mpi_job.meet([rank.bell for rank in hosts])
-    port = mpi.MpiPort(place.comm, Layout((0, *plan.ranks)))
+    port = mpi.MpiPort(place.comm, Layout((0, *(holding.rank for holding in plan.held))))
     port.give_up(one.rank for one in hosts if one.dead)
     if beats is not None:
         port.silent, beats.wake = beats.silent, port.wake
-    if 0 not in plan.ranks:
+    if all(holding.rank != 0 for holding in plan.held):
         return port, None
     return port, _stage_thread(config, place, port.local_port(1))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
-from pipeinfer.planning.partition import Load, Member, level
+from pipeinfer.planning.partition import Load, Member, Split, level
 from pipeinfer.planning.planner import (
     Plan,
     asked_counts,
@@ -35,6 +35,7 @@ from pipeinfer.planning.planner import (
     replicate,
     torch_item_bytes,
 )
+from pipeinfer.planning.wide import Teams, combined, teams_of
 
 Hosts = Sequence[RankInfo]
 
@@ -45,14 +46,14 @@ class Survey:
 
     plan: which rank holds which layers
     load: costs and bytes of the model's layers
-    members: what the planner knows of each candidate
+    members: what the planner knows of each rank that may hold layers
     figures: measurements by rank
     notes: for the user
     """
 
     plan: Plan
     load: Load
-    members: list[Member]
+    members: Mapping[int, Member]
     figures: Mapping[int, Figures]
     notes: list[str]
 
@@ -70,9 +71,12 @@ def agree(
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
     whole = config.speculation.layout == "replicate"
     nodes = load_nodes(config.cluster)
-    counts = asked_counts(config.cluster, model, candidates, hosts,
-                          nodes.layers if nodes is not None else None)
-    counts = leave_spares(config.cluster, counts)
+    teams = _teams(config, candidates, hosts)
+    counts: list[int | None] = [None] * len(candidates)
+    if teams is None:
+        counts = asked_counts(config.cluster, model, candidates, hosts,
+                              nodes.layers if nodes is not None else None)
+        counts = leave_spares(config.cluster, counts)
     counts = [0 if hosts[rank].dead else count
               for rank, count in zip(candidates, counts, strict=True)]
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
@@ -80,18 +84,65 @@ def agree(
     notes: list[str] = []
     if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
         figures, notes = _ask(config, place, model, path, hosts, free)
-    members = members_of(candidates, counts, hosts, figures, head_bytes)
-    plan = replicate(load, members, candidates) if whole else make_plan(
-        config.cluster, load, members, candidates, hosts, lambda split: estimate(split, policy),
-        timed=bool(figures))
+    members = dict(zip(candidates, members_of(candidates, counts, hosts, figures, head_bytes),
+                       strict=True))
+
+    def predict(split: Split) -> float:
+        return estimate(split, policy)
+
+    if whole:
+        plan = replicate(load, list(members.values()), candidates)
+    elif teams is not None:
+        plan = _wide_plan(config, model, load, members, hosts, teams, predict,
+                          timed=bool(figures))
+    else:
+        plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
+                         timed=bool(figures))
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
 
-        placed = Placed((0, *plan.ranks), meeting, tuple(rank.bell for rank in hosts))
+        ranks = (0, *(holding.rank for holding in plan.held))
+        placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
         for rank in range(1, place.size):
             with contextlib.suppress(RankLost):  # found out again, where it can be mended
                 mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
+
+
+def _teams(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams | None:
+    """The ranks of wide stages, None where there are none. Raises UsageError."""
+    cluster = config.cluster
+    if not (cluster.grid or cluster.slices):
+        return None
+    if config.speculation.layout == "replicate":
+        raise UsageError("--layout replicate puts the whole model on every rank: leave out --grid "
+                         "and --slices")
+    usable = [rank for rank in candidates if not hosts[rank].dead
+              and hosts[rank].settings.role not in ("spare", "draft")]
+    if cluster.spares >= len(usable):
+        raise UsageError(f"--spares {cluster.spares} leaves no rank for a stage: only "
+                         f"{len(usable)} ranks can hold layers; start more, or lower --spares")
+    return teams_of(cluster.grid, cluster.slices, usable[:len(usable) - cluster.spares])
+
+
+def _wide_plan(
+    config: JobConfig, model: Any, load: Load, members: Mapping[int, Member], hosts: Hosts,
+    teams: Teams, predict: Callable[[Split], float], *, timed: bool,
+) -> Plan:
+    """The layers dealt out to teams, and cut into slices. Raises PlanError, UsageError,
+    UnsupportedArchitecture."""
+    from pipeinfer.models.slices import cut_of
+
+    counts = asked_counts(config.cluster, model, teams.leaders, hosts, None)
+    leaders = [dataclasses.replace(one, layers=count)
+               for one, count in zip(combined(members, teams), counts, strict=True)]
+    plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts, predict, timed=timed)
+    if plan.left_out:
+        raise UsageError("every stage of a grid needs layers: give --layers a count above 0 for "
+                         "each")
+    cuts = [tuple(one.name for one in cut_of(model, shares)) if shares else ()
+            for shares in teams.shares]
+    return dataclasses.replace(plan, teams=teams, cuts=tuple(cuts))
 
 
 def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:

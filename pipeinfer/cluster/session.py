@@ -51,6 +51,7 @@ from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan, estimate
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.stragglers import StagePace
+from pipeinfer.planning.wide import is_cut
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.replica_head import ReplicaHead
@@ -136,14 +137,14 @@ class LoadedCluster:
         def setup_of(holding: Holding) -> Setup:
             last = holding.stop == model.n_layers
             return Setup(
-                PortName(0), 0, str(job.target), model.fingerprint, model.n_layers, holding.start,
+                PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
         return Assembly(
             config, self.port, job.plan, job.survey.load,
-            dict(zip(job.plan.candidates, job.survey.members, strict=True)), hosts, setup_of,
+            job.survey.members, hosts, setup_of,
             partial(source_of, source), progress, survives=survivable(self.place))
 
     def proposers(self, config: JobConfig, policy: Policy) -> DraftWorker | None:
@@ -226,7 +227,7 @@ class Session:
     @property
     def n_stages(self) -> int:
         """How many stages hold the target."""
-        return len(self.stages)
+        return self.assembly.grid.n_stages
 
     def use(self, config: JobConfig) -> None:
         """Decode by another config's policy, proposers and knobs from now on; only while nothing
@@ -252,6 +253,8 @@ class Session:
         """
         pace, policy = self.head.times.pace, self.limits.policy
         if not pace.known or self.plan.whole or len(self.assembly.held) == 1:
+            return None
+        if is_cut(self.assembly.held):  # slices stay, and who holds them
             return None
         if max(pace.slowdown) < drift:
             return None
@@ -280,14 +283,14 @@ class Session:
         """Replay what runs over the stages that are there now; or, with a reason, end it."""
         brain = self._think(self.config, self.limits.policy)
         self.limits = brain.limits
-        self.head.restart(len(self.assembly.held), brain.limits, brain.controller, reason)
+        self.head.restart(self.assembly.grid, brain.limits, brain.controller, reason)
         self.watch_pace()
         self.notes.append(str(self.assembly.changes[-1]))
         self.on_change()
 
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""
-        self.head.times.pace = StagePace(len(self.assembly.held), self.first.curve)
+        self.head.times.pace = StagePace(self.assembly.grid.n_stages, self.first.curve)
 
     def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return think(self.ground, self.assembly, self.first, config, policy,
@@ -321,7 +324,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
                               validate=config.cluster.debug)
         head = Head(
             port,
-            len(assembly.held),
+            assembly.grid,
             scheduler,
             worker,
             cancel_path=CancelPath(config.cluster.cancel_path),
@@ -355,7 +358,7 @@ def think(
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
         exact=job.width if config.model.exact == "off" else assembly.terms.exact,
-        n_stages=min(len(assembly.held), len(job.plan.ranks)),  # ids were made for so many
+        n_stages=min(assembly.grid.n_stages, len(job.plan.ranks)),  # ids were made for so many
         curve=first.curve, spare=ground.spare, draft_share=draft_share)
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, ground.spare,

@@ -221,26 +221,28 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
             f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
             "share its directory, or let rank 0 send the layers with --distribute"
         )
-    name, total = _ask(port, setup.start, setup.stop, config.timeout, setup.piece)
+    name, total = _ask(port, setup.port, setup.start, setup.stop, config.timeout, setup.piece)
     return receive(port, cache_directory(), name, total, config.timeout, report)
 
 
-def _ask(port: Port, start: int, stop: int, timeout: float, piece: str = "") -> tuple[str, int]:
+def _ask(port: Port, name: PortName, start: int, stop: int, timeout: float, piece: str = ""
+         ) -> tuple[str, int]:
     """Name and size of the shard with these layers, from the head."""
-    port.send(0, Tag.RESULT, ShardWanted(PortName(port.node), start, stop, piece))
-    match _answer(port, timeout, "ShardOffer"):
-        case ShardOffer(name, total) if Path(name).name == name and total >= 0:
-            return name, total
+    port.send(0, Tag.RESULT, ShardWanted(name, start, stop, piece))
+    match await_answer(port, timeout, "ShardOffer"):
+        case ShardOffer(file, total) if Path(file).name == file and total >= 0:
+            return file, total
         case other:
             raise ProtocolError(f"a request for layers was answered with {type(other).__name__}")
 
 
-def _answer(port: Port, timeout: float, awaited: str) -> Message:
-    """The head's next message. Raises TransportTimeout, which names what was awaited."""
+def await_answer(port: Port, timeout: float, awaited: str, peer: int = 0) -> Message:
+    """The next message from the head or another node. Raises TransportTimeout, which names what
+    was awaited."""
     deadline = time.monotonic() + timeout
     while (envelope := port.take(Tag.TRANSACTION)) is None:
         if time.monotonic() > deadline:
-            raise TransportTimeout(rank=port.node, peer=0, tag=awaited, run_id=None,
+            raise TransportTimeout(rank=port.node, peer=peer, tag=awaited, run_id=None,
                                    seconds=timeout)
         port.wait(0.2)
     return envelope.message
@@ -301,7 +303,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
     arrived = 0
     while True:
-        match _answer(port, timeout, "ShardChunk"):
+        match await_answer(port, timeout, "ShardChunk"):
             case ShardChunk(offset, data):
                 if offset == 0:  # the head did not know what was here
                     have, hasher = 0, new_hash()

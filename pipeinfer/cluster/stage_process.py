@@ -38,7 +38,9 @@ from pipeinfer.backends.factory import (
     paced,
 )
 from pipeinfer.backends.pytorch.options import torch_version
+from pipeinfer.backends.team import PeerFailed, Team
 from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.backends.wide import WideBackend
 from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
 from pipeinfer.cluster.faults import (
     Fault,
@@ -48,6 +50,7 @@ from pipeinfer.cluster.faults import (
     parse_faults,
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
+from pipeinfer.cluster.wide_stage import assembled, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -58,13 +61,17 @@ from pipeinfer.core.control import (
     Rehearse,
     Setup,
 )
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END
-from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
+from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.embedding import PIECE as EMBEDDING
+from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.llama import llama_identity
+from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.models.text.grammar import Vocabulary
@@ -79,10 +86,11 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loaded shard. threads: that decode a single row. received: bytes of it that came from
-    rank 0."""
+    """A loaded shard. piece: name of the slice that it holds of its layers, "" for all of them.
+    threads: that decode a single row. received: bytes of it that came from rank 0."""
 
     layers: tuple[int, int]
+    piece: str
     backend: Backend
     widths: Widths
     threads: int
@@ -100,8 +108,11 @@ class StageProcess:
         self._pulse = pulse or Pulse()
         self._recovering = faulty_recovery(self._faults, place.rank)
         self._parts: list[Part] = []
+        self._team: Team | None = None
+        self._whole: WideBackend | None = None  #: all slices held here, while there is a team
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
+        self._name = PortName(0)
 
     def run(self) -> bool:
         """Until a Shutdown (True) or a failure, of which the head is told (False).
@@ -111,11 +122,16 @@ class StageProcess:
         while True:
             try:
                 self._epoch()
+                self._part_team()
                 self._close(self._parts)
                 return True
             except Regrouped:
                 self._recovering()
                 self._port.adopt()
+            except PeerFailed as error:  # the member itself has told the head
+                if not self._regrouped():
+                    self._tell(error)
+                    return False
             except Dismissed:
                 raise
             except Exception as error:  # everything is reported, nothing may vanish in a thread
@@ -127,8 +143,9 @@ class StageProcess:
         if self._port.node < 0:
             self._wait()
         setup = self._await_setup()
+        self._name = setup.port
         if isinstance(setup, Receive):
-            self._rehearse(setup.setups)
+            self._rehearse([msgspec.structs.replace(one, port=setup.port) for one in setup.setups])
             self._port.send(0, Tag.RESULT, Received(self._name, self._place.rank))
             self._wait()
         stage = self._prepare(setup)
@@ -136,9 +153,19 @@ class StageProcess:
         self._pulse.settle()
         stage.serve()
 
-    @property
-    def _name(self) -> PortName:
-        return PortName(self._port.node)
+    def _regrouped(self) -> bool:
+        """Wait for what the head makes of another member's failure; False when nothing comes of
+        it. Raises Dismissed."""
+        deadline = time.monotonic() + self._config.cluster.timeout
+        while time.monotonic() < deadline:
+            try:
+                self._port.take(Tag.TRANSACTION)
+            except Regrouped:
+                self._port.adopt()
+                return True
+            self._pulse.beat("waits since another member of its stage has failed")
+            self._port.wait(0.2, live=False)
+        return False
 
     def _wait(self) -> NoReturn:
         """A rank that holds nothing. Ends by an exception only."""
@@ -157,15 +184,15 @@ class StageProcess:
             threads = threads_of(config.model.threads, self._place)
             kind = backend_for(config.model.backend, Path(setup.model))
             try:
-                part = self._load(config, setup, (setup.start, setup.stop), kind, threads,
-                                  report)
+                for piece in pieces_of(setup):
+                    self._load(config, setup, piece, (setup.start, setup.stop), kind, threads,
+                               report).backend.close()
             except PipeinferError as error:  # it will be seen when it matters
                 if 0 in self._port.gone:
                     raise
                 sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} cannot prepare: "
                                  f"{error}\n")
                 return
-            part.backend.close()
         self._pulse.settle()
 
     def _report(self, when: str, phase: str, done: int, total: int) -> None:
@@ -203,20 +230,23 @@ class StageProcess:
     def _prepare(self, setup: Setup) -> Stage:
         """Load what is missing, say Ready, and make the stage."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
-        port, node = self._port, self._port.node
-
+        port = self._port
         report = faulty_progress(functools.partial(self._report, ""), self._faults,
                                  self._place.rank)
-        threads = threads_of(config.model.threads, self._place)
         kind = backend_for(config.model.backend, Path(setup.model))
-        layers = (setup.start, setup.stop)
-        self._make_room(layers, (setup, config, threads, kind))
-        for gap in gaps_of(layers, [part.layers for part in self._parts]):
-            self._parts.append(self._load(config, setup, gap, kind, threads, report))
-            self._parts.sort(key=lambda part: part.layers)
-        backend, widths = joined(self._parts)
+        layers, pieces = (setup.start, setup.stop), pieces_of(setup)
+        threads = max(1, threads_of(config.model.threads, self._place) // len(pieces))
+        self._make_room(layers, pieces, (setup, config, threads, kind))
+        for piece in pieces:
+            held = [part.layers for part in self._parts if part.piece == piece]
+            for gap in gaps_of(layers, held):
+                self._parts.append(self._load(config, setup, piece, gap, kind, threads, report))
+        self._parts.sort(key=lambda part: (pieces.index(part.piece), part.layers))
+        team = self._join_team(config, setup)
+        backend, widths = joined(self._parts) if team is None else self._wide(
+            config, setup, team, report)
         backend.seq_rm(ALL_SEQS, 0, END)
-        if config.cluster.pace_ms:
+        if config.cluster.pace_ms and team is None:
             backend, widths = paced(
                 backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
             )
@@ -229,12 +259,14 @@ class StageProcess:
             widths.row_cost, tuple(widths.curve), info.weight_bytes, info.cache_bytes,
             max(part.threads for part in self._parts),
             sum(part.received for part in self._parts),
-            tuple(part.layers for part in self._parts)))
-        last = node if layers[1] == setup.n_layers else setup.n_stages
+            tuple(part.layers for part in self._parts), setup.cut and pieces,
+            "" if team is None else "memory" if team.shares_memory else "messages"))
+        whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
             port,
-            last,
+            Grid.plain(port.node) if whole else Grid(setup.widths),
             faulty_backend(backend, self._faults, self._place.rank),
+            team=team,
             cancel_path=CancelPath(config.cluster.cancel_path),
             trace=bool(config.cluster.trace),
             timeout=config.cluster.timeout,
@@ -244,11 +276,48 @@ class StageProcess:
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
                 "exact_width": widths.exact,
+                **({} if team is None else {"sums": team.count, "sum_wait": team.waited}),
                 **host.memory_parts(),
             },
         )
 
-    def _make_room(self, layers: tuple[int, int], options: tuple[Any, ...]) -> None:
+    def _join_team(self, config: JobConfig, setup: Setup) -> Team | None:
+        """The members of this stage meet; None for a stage whose layers are whole."""
+        self._part_team()
+        if not setup.cut:
+            return None
+        if registry.adapter(config.speculation):
+            raise UsageError("--bita needs stages of whole layers: leave out --grid and --slices")
+        self._team = team_of(config.cluster, setup, self._parts[0].backend.info.n_embd, self._port,
+                             self._pulse)
+        return self._team
+
+    def _part_team(self) -> None:
+        if self._whole is not None:
+            self._whole.close()
+        if self._team is not None:
+            self._team.close()
+        self._whole = self._team = None
+
+    def _wide(self, config: JobConfig, setup: Setup, team: Team, report: Report
+              ) -> tuple[Backend, Widths]:
+        """The member's slices as one backend, and what rows are like at worst."""
+        from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+
+        chains = []
+        for piece in pieces_of(setup):
+            chain = [part.backend for part in self._parts if part.piece == piece]
+            chains.append([one for one in chain if isinstance(one, LlamaCppBackend)])
+        embedding = None
+        if setup.start == 0:
+            path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
+                setup, piece=EMBEDDING), report)
+            embedding = EmbeddingTable.open(open_model(path))
+        self._whole = assembled(setup, chains, team, embedding)
+        return self._whole, worst(self._parts)
+
+    def _make_room(self, layers: tuple[int, int], pieces: tuple[str, ...],
+                   options: tuple[Any, ...]) -> None:
         """Let go of what is not wanted any more."""
         setup, config, threads, kind = options
         same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps)
@@ -257,26 +326,30 @@ class StageProcess:
         )  # learned prompts live in the cache
         start, stop = layers
         kept = [part for part in self._parts
-                if usable and start <= part.layers[0] and part.layers[1] <= stop]
+                if usable and start <= part.layers[0] and part.layers[1] <= stop
+                and part.piece in pieces]
         self._close([part for part in self._parts if part not in kept])
         self._parts, self._options = kept, same
 
-    def _spoil_cache(self, fingerprint: str, start: int, stop: int) -> None:
+    def _spoil_cache(self, fingerprint: str, start: int, stop: int, piece: str) -> None:
         if self._faults:
-            faulty_cache(cache_directory() / shard_name(fingerprint, start, stop), self._faults,
-                         self._place.rank)
+            faulty_cache(cache_directory() / shard_name(fingerprint, start, stop, piece),
+                         self._faults, self._place.rank)
 
     @staticmethod
     def _close(parts: list[Part]) -> None:
         for part in parts:
             part.backend.close()
 
-    def _load(self, config: JobConfig, setup: Setup, layers: tuple[int, int], kind: str,
-              threads: int, report: Report) -> Part:
+    def _load(self, config: JobConfig, setup: Setup, piece: str, layers: tuple[int, int],
+              kind: str, threads: int, report: Report) -> Part:
         (start, stop), received, used = layers, 0, threads
         backend: Backend
         llama = None
         if kind == "torch":
+            if piece:
+                raise UsageError("torch stages cannot be cut into slices yet: use --backend "
+                                 "llamacpp, or leave out --grid and --slices")
             path = own_model(setup)
             report("loading", 0, 1)
             backend = load_torch(config.model, path, layers, {
@@ -286,16 +359,16 @@ class StageProcess:
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-            self._spoil_cache(setup.fingerprint, start, stop)
+            self._spoil_cache(setup.fingerprint, start, stop, piece)
             shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
-                setup, start=start, stop=stop), report)
+                setup, start=start, stop=stop, piece=piece), report)
             report("loading", 0, 1)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
             backend = llama = LlamaCppBackend.load(
                 shard,
                 layers=layers,
                 n_layers_total=setup.n_layers,
-                first=start == 0,
+                first=start == 0 and not piece,  # slices are given rows
                 last=stop == setup.n_layers,
                 n_ctx=setup.n_ctx,
                 n_seq_max=setup.n_seq_max,
@@ -312,13 +385,21 @@ class StageProcess:
             if llama is not None and not config.model.threads and llama.exact_limit > 1:
                 used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
             widths = known_widths(
-                backend, (setup.fingerprint, version, threads, used, *host.cpu_features()),
+                backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),
+                          *filter(None, [piece])),
                 limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
                 progress=lambda done, total: report("measuring", done, total))
         except BaseException:
             backend.close()
             raise
-        return Part(layers, backend, widths, used, received)
+        return Part(layers, piece, backend, widths, used, received)
+
+
+def pieces_of(setup: Setup) -> tuple[str, ...]:
+    """Names of the slices that a rank holds; "" alone for whole layers."""
+    if not setup.cut:
+        return ("",)
+    return tuple(setup.cut[index] for index in setup.holders[setup.port.member])
 
 
 def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -337,7 +418,11 @@ def joined(parts: list[Part]) -> tuple[Backend, Widths]:
     """One backend of all parts, and what its rows are like at worst."""
     if len(parts) == 1:
         return parts[0].backend, parts[0].widths
+    return ChainBackend([part.backend for part in parts]), worst(parts)
+
+
+def worst(parts: list[Part]) -> Widths:
+    """What rows are like at worst."""
     curves = zip(*(part.widths.curve for part in parts), strict=True)
-    widths = dataclasses.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
-                                 curve=tuple(map(max, curves)))
-    return ChainBackend([part.backend for part in parts]), widths
+    return dataclasses.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
+                               curve=tuple(map(max, curves)))

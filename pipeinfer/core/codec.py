@@ -33,6 +33,7 @@ from pipeinfer.core.control import (
     Setup,
     ShardOffer,
     ShardWanted,
+    SumRegion,
     pack,
     unpack,
 )
@@ -129,8 +130,8 @@ def encode(message: Message) -> bytes:
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
         case ShardEnd(digest):
             return _frame(Op.SHARD_END, digest)
-        case (Setup() | Receive() | Progress() | Ready() | Received() | Report() | ShardWanted()
-              | ShardOffer()):
+        case (Setup() | Receive() | Progress() | Ready() | Received() | Report() | SumRegion()
+              | ShardWanted()              | ShardOffer()):
             return _frame(Op.CONTROL, pack(message))
         case _:
             raise ProtocolError(f"cannot encode {type(message).__name__}")

@@ -5,11 +5,12 @@
     rank 0    Place, Leave, Rehearse                    orders from rank to rank, of no epoch
     rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
     stage     ShardWanted -> ShardOffer                 where the host has no model file
+    leader    SumRegion                                 to the other members of a wide stage
     stage     Report                                    its figures, at the end
 
 One class each; every field is checked when one arrives. A port is named by its stage and its
-member: a stage may be held by several ranks, member 0 leading; today each has one member. Knows no
-models, no transport and no policy.
+member: a stage may be held by several ranks, member 0 leading. Knows no models, no transport and no
+policy.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Setup(_Message, frozen=True, tag=True):
     """What a stage has to load, and for what.
 
     port: name of the port between the nodes
-    n_stages: stages of the pipeline
+    widths: members of each stage of the pipeline
     model: path of the model
     fingerprint: of the model, which the stage's file must have, too
     n_layers: layers of the whole model
@@ -134,14 +135,17 @@ class Setup(_Message, frozen=True, tag=True):
     prompt_id: sequence id of learned prompts
     gaps: whether positions may leave gaps
     settings: of the host (`NodeSettings`)
-    piece: which slice of each of these layers; "" for all of it
+    cut: names of the slices of each of these layers; none where a stage holds them whole
+    holders: which of those each member of the stage has
+    near: whether all members are on one host
+    piece: the slice to fetch or cut out at the moment; "" for all of the layers
     exact: width up to which runs are exact, as agreed on before; 0 at first
     curve: cost of runs by rows, as agreed on before; None at first
     vocabulary: for grammars, where the stage chooses tokens
     """
 
     port: PortName
-    n_stages: int
+    widths: tuple[int, ...]
     model: str
     fingerprint: str
     n_layers: int
@@ -153,6 +157,9 @@ class Setup(_Message, frozen=True, tag=True):
     prompt_id: int
     gaps: bool
     settings: dict[str, Any]
+    cut: tuple[str, ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
+    near: bool = False
     piece: str = ""
     exact: int = 0
     curve: tuple[float, ...] | None = None
@@ -176,7 +183,8 @@ class Progress(_Message, frozen=True, tag=True):
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """A stage serves from now on. parts: the ranges of layers that it loaded apart."""
+    """A member of a stage serves from now on. parts: the ranges of layers that it loaded apart.
+    slices: names of those that it holds. sums: how parts of sums travel ("" without any)."""
 
     port: PortName
     rank: int
@@ -191,6 +199,8 @@ class Ready(_Message, frozen=True, tag=True):
     threads: int
     received_bytes: int
     parts: tuple[tuple[int, int], ...]
+    slices: tuple[str, ...] = ()
+    sums: str = ""
 
     def figures(self) -> dict[str, Any]:
         """All of it in one mapping, but for the port's name."""
@@ -234,6 +244,13 @@ class Report(_Message, frozen=True, tag=True):
         return own | more
 
 
+class SumRegion(_Message, frozen=True, tag=True):
+    """The leader to its stage's members: the memory that they share; "": there is none, so parts
+    of sums travel as messages."""
+
+    name: str
+
+
 class ShardWanted(_Message, frozen=True, tag=True):
     """A stage lacks these layers (piece: this slice of them) and asks what their shard is called.
     """
@@ -274,7 +291,7 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Report | ShardWanted | ShardOffer)
+    Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer)
 StartMessage: TypeAlias = Hello | Measure | Measured | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage
 

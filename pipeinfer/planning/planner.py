@@ -29,6 +29,8 @@ from pipeinfer.planning.partition import (
     measure,
     size_text,
 )
+from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.wide import Teams, holdings
 
 ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
 WORTH = 1.1  #: how much faster the slowest stage must become for a plan to differ from equal shares
@@ -59,6 +61,9 @@ class Plan:
     left_out: candidates without layers, and why
     timed: whether ranks were measured, so that seconds are real
     whole: how many layers the model has, where every candidate holds them all; else 0
+    teams: the ranks of wide stages, None where every stage is one rank. Candidates are their
+        leaders then
+    cuts: names of the slices of each stage's layers, with teams
     """
 
     candidates: tuple[int, ...]
@@ -67,6 +72,16 @@ class Plan:
     left_out: Mapping[int, str]
     timed: bool
     whole: int = 0
+    teams: Teams | None = None
+    cuts: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def held(self) -> tuple[Holding, ...]:
+        """Who holds what, in the order of nodes."""
+        if self.teams is None:
+            return tuple(Holding(rank, start, stop) for rank, (start, stop) in zip(
+                self.ranks, self.ranges, strict=True))
+        return holdings(self.teams, self.ranges, self.cuts)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -86,9 +101,13 @@ class Plan:
         """One line for people; empty when the plan is the equal split over all ranks."""
         if self.whole:
             return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
-        if self.split.counts == self.equal.counts and not self.left_out:
+        if self.teams is None and self.split.counts == self.equal.counts and not self.left_out:
             return ""
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)
+        if self.teams is not None:
+            return f"plan: layers {counts} on " + "; ".join(
+                "ranks " + ", ".join(map(str, team)) if len(team) > 1 else f"rank {team[0]}"
+                for team in self.teams.ranks)
         parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
         if self.timed and self.split.counts != self.equal.counts:
             parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "

@@ -39,11 +39,18 @@ WORTH_MOVING = 1.25  #: times the speed for which more layers are moved than a l
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A rank and the layers `[start, stop)` that it holds."""
+    """A rank and the layers `[start, stop)` that it holds.
+
+    member: of its stage; 0 leads. cut: names of the slices of these layers, none where the layers
+    are not cut; slices: which of them the rank holds.
+    """
 
     rank: int
     start: int
     stop: int
+    member: int = 0
+    cut: tuple[str, ...] = ()
+    slices: tuple[int, ...] = ()
 
 
 def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],

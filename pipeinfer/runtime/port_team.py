@@ -41,12 +41,14 @@ class PortTeam:
     """See `backends.team.Team`. nodes: of the members. watch: called now and then while waiting,
     with the slice that is awaited; raises what ends the waiting."""
 
+    shares_memory = False
+
     def __init__(self, shape: TeamShape, port: Port, nodes: Sequence[int],
                  watch: Callable[[int], None]) -> None:
         self.shape = shape
         self.waited, self.count = 0.0, 0
         self._port, self._nodes, self._watch = port, tuple(nodes), watch
-        self._turn, self._run = 0, -1
+        self._turn, self.run_id = 0, -1
         self._arrived: dict[tuple[int, int], Part] = {}
         self._should_stop: Callable[[], bool] | None = None
         self._error: BaseException | None = None
@@ -54,7 +56,7 @@ class PortTeam:
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
         """See `Team`."""
-        self._run, self._error = run_id, None
+        self.run_id, self._error = run_id, None
         if self.shape.leads:
             if cancelled:
                 self._turn += 1
@@ -137,7 +139,7 @@ class PortTeam:
             self._say(Verdict.STOP)
             return None
         mine = self._meeting.collect(shape.own[0], own, self._watch)
-        self._send(Part(shape.member, self._turn, self._run, place, Verdict.GO,
+        self._send(Part(shape.member, self._turn, self.run_id, place, Verdict.GO,
                         np.concatenate(mine)))  # copied: what is here becomes the sum
         parts: dict[int, npt.NDArray[Any]] = dict(zip(shape.own, mine, strict=True))
         for member, held in enumerate(shape.holders):
@@ -156,7 +158,7 @@ class PortTeam:
         if not shape.leads:
             flat = np.concatenate([one.ravel() for one in mine])
             self._port.send(self._nodes[0], Tag.SUM, Part(
-                shape.member, self._turn, self._run, GATHER, Verdict.GO, flat))
+                shape.member, self._turn, self.run_id, GATHER, Verdict.GO, flat))
             return None
         n = len(mine[0])
         columns = dict(zip(shape.own, mine, strict=True))
@@ -181,7 +183,7 @@ class PortTeam:
     # --- messages -----------------------------------------------------------------------------
 
     def _say(self, verdict: Verdict) -> None:
-        self._send(Part(self.shape.member, self._turn, self._run, 0, verdict, _NOTHING))
+        self._send(Part(self.shape.member, self._turn, self.run_id, 0, verdict, _NOTHING))
 
     def _send(self, part: Part) -> None:
         for member, node in enumerate(self._nodes):
@@ -217,12 +219,12 @@ class PortTeam:
         self.waited += time.monotonic() - start
         self._arrived = {k: part for k, part in self._arrived.items() if k[0] >= self._turn}
         if found.verdict is Verdict.FAILED:
-            raise PeerFailed(f"member {member} of this stage has failed in run {self._run}")
-        if found.run_id != self._run or (found.verdict is Verdict.GO and (
+            raise PeerFailed(f"member {member} of this stage has failed in run {self.run_id}")
+        if found.run_id != self.run_id or (found.verdict is Verdict.GO and (
                 found.place != place or found.data.size != count)):
             raise ProtocolError(
                 f"members {self.shape.member} and {member} of a stage are not at the same sum of "
-                f"run {self._run}: all hosts must run the same version with the same options")
+                f"run {self.run_id}: all hosts must run the same version with the same options")
         return found if found.verdict is Verdict.GO else None
 
 

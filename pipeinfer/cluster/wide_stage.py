@@ -1,0 +1,101 @@
+"""What makes a rank's slices a member of a wide stage: the team, how parts of sums travel, and for
+how long others are waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from pipeinfer.backends.paced import PacedTeam
+from pipeinfer.backends.shared_team import Region, SharedTeam, available
+from pipeinfer.backends.team import Team, TeamShape
+from pipeinfer.backends.wide import SliceBackend, WideBackend
+from pipeinfer.cluster.shard_transfer import await_answer
+from pipeinfer.config import ClusterConfig
+from pipeinfer.core.control import Setup, SumRegion
+from pipeinfer.core.grid import Grid
+from pipeinfer.core.messages import Tag
+from pipeinfer.errors import ProtocolError, TransportTimeout, UsageError
+from pipeinfer.models.embedding import EmbeddingTable
+from pipeinfer.models.slices import Slice
+from pipeinfer.runtime.port_team import PortTeam
+from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.transport.base import Port
+
+_LOOKS = 8  #: how often the leader looks for a reason to stop within a run
+
+
+def shape_of(setup: Setup, n_embd: int, sum_type: str) -> TeamShape:
+    """What the members of a stage have to know of each other. n_embd: elements of a row."""
+    slices = [Slice.parse(name) for name in setup.cut]
+    last = setup.stop == setup.n_layers
+    vocabulary = tuple(one.vocab for one in slices) if last else ()
+    capacity = max([setup.n_batch * n_embd, *(stop - start for start, stop in vocabulary)])
+    return TeamShape(setup.holders, setup.port.member, sum_type, capacity, vocabulary,
+                     max(1, (setup.stop - setup.start) // _LOOKS))
+
+
+def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse: Pulse) -> Team:
+    """This member's side of its stage's sums. Collective: the leader tells the others how parts
+    travel. Raises TransportTimeout, BackendError, UsageError."""
+    shape = shape_of(setup, n_embd, config.sum_type)
+    grid = Grid(setup.widths)
+    nodes = grid.members(setup.port.stage)
+    watch = SumWatch(port, nodes, shape, pulse, config.timeout)
+    if config.sum_path == "memory" and not (setup.near and available()):
+        raise UsageError("--sum-path memory needs all members of a stage on one host, and the C "
+                         "part of pipeinfer (see pipeinfer doctor)")
+    wanted = setup.near and config.sum_path != "messages" and available()
+    region: Region | None = None
+    if len(nodes) == 1:
+        region = Region.private(shape) if wanted else None
+    elif shape.leads:
+        region = Region.create(shape) if wanted else None
+        for node in nodes[1:]:
+            port.send(node, Tag.TRANSACTION, SumRegion(region.name if region else ""))
+    else:
+        answer = await_answer(port, config.timeout, "SumRegion", nodes[0])
+        if not isinstance(answer, SumRegion):
+            raise ProtocolError(f"the leader of stage {setup.port.stage} sent "
+                                f"{type(answer).__name__} instead of SumRegion")
+        region = Region.open(answer.name, shape) if answer.name else None
+    team: Team = PortTeam(shape, port, nodes, watch) if region is None else \
+        SharedTeam(shape, region, watch)
+    watch.team = team
+    if config.pace_ms:
+        sums = 2 * (setup.stop - setup.start)
+        team = PacedTeam(team, config.pace_ms / 1e3 / sums, config.pace_row_ms / 1e3 / sums, n_embd)
+    return team
+
+
+class SumWatch:
+    """Called now and then while a part is awaited: the rank is alive, but for how long? Raises
+    Regrouped and Dismissed where the job has gone on without this sum, TransportTimeout."""
+
+    def __init__(self, port: Port, nodes: Sequence[int], shape: TeamShape, pulse: Pulse,
+                 timeout: float) -> None:
+        self.team: Team | None = None
+        self._port, self._nodes, self._shape = port, tuple(nodes), shape
+        self._pulse, self._timeout = pulse, timeout
+        self._sum, self._since, self._called = -1, 0.0, 0.0
+
+    def __call__(self, index: int) -> None:
+        member = self._shape.holder_of(index)
+        count, now = (self.team.count if self.team else 0), time.monotonic()
+        if count != self._sum or now - self._called > 1.0:  # waits anew
+            self._sum, self._since = count, now
+        self._called = now
+        self._pulse.beat(f"waits for slice {index} of its stage")
+        self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
+        if now - self._since > self._timeout:
+            run = None if self.team is None else self.team.run_id
+            raise TransportTimeout(rank=self._port.node, peer=self._nodes[member],
+                                   tag=Tag.SUM.name, run_id=run, seconds=self._timeout)
+
+
+def assembled(
+    setup: Setup, slices: Sequence[Sequence[SliceBackend]], team: Team,
+    embedding: EmbeddingTable | None,
+) -> WideBackend:
+    """The member's backend; slices: a chain of shards for each that it holds."""
+    return WideBackend(slices, team, (setup.start, setup.stop), setup.n_layers, embedding)

@@ -1,0 +1,153 @@
+"""Which ranks form a stage together, which slices each of them holds, and who takes over.
+
+Slices are fixed when a job starts, and no member's loss changes them: another rank takes the very
+same ones. Pure: memory and speeds come from whoever calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeinfer.core.grid import deal, parse_widths
+from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.planning.partition import Member
+from pipeinfer.planning.replan import Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Teams:
+    """ranks: of each stage, the leader first. shares: of each stage's slices; empty where its
+    layers stay whole."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The rank that leads each stage."""
+        return tuple(team[0] for team in self.ranks)
+
+
+def teams_of(grid: str, slices: str, candidates: Sequence[int]) -> Teams | None:
+    """Teams as --grid and --slices ask for them, None where neither does. candidates: ranks that
+    may hold layers, in order; what is left of them is spare. Raises UsageError."""
+    if not grid and not slices:
+        return None
+    widths = parse_widths(grid) if grid else (1,) * len(candidates)
+    need = sum(widths)
+    if need > len(candidates):
+        raise UsageError(
+            f"--grid {grid} has {need} members, but only {len(candidates)} ranks can hold layers: "
+            "start more ranks (rank 0 holds some only with --head-stage), or use a smaller grid")
+    shares = shares_of(slices, widths)
+    ranks, at = [], 0
+    for width in widths:
+        ranks.append(tuple(candidates[at:at + width]))
+        at += width
+    return Teams(tuple(ranks), shares)
+
+
+def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """The shares of each stage's slices: "4" and "4,2" count them, "3:2:2" gives shares. Raises
+    UsageError."""
+    if not slices:
+        return tuple(() if width == 1 else (1.0,) * width for width in widths)
+    words = [word.strip() for word in slices.split(",")]
+    if len(words) == 1:
+        words *= len(widths)
+    if len(words) != len(widths):
+        raise UsageError(f"--slices {slices} is for {len(words)} stages, but there are "
+                         f"{len(widths)}: give one number for each, or one for all")
+    found = []
+    for word, width in zip(words, widths, strict=True):
+        parts = word.split(":")
+        if not all(part.isascii() and part.replace(".", "", 1).isdigit() and 0 < float(part) < 1e6
+                   for part in parts):
+            raise UsageError(f"--slices {slices}: give how many slices each stage has, such as 4, "
+                             "or their shares, such as 3:2:2")
+        shares = [float(part) for part in parts]
+        if len(parts) == 1:
+            if not word.isdigit() or int(word) > 1024:
+                raise UsageError(f"--slices {slices}: a stage has from 1 to 1024 slices")
+            shares = [1.0] * int(word)
+        deal(len(shares), width)  # says what is wrong where they do not suffice
+        found.append(tuple(shares))
+    return tuple(found)
+
+
+def combined(members: Mapping[int, Member], teams: Teams) -> list[Member]:
+    """Each team as one member that the layers are dealt out to: its speeds add up, and so does its
+    memory, as far as the least of its members allows."""
+    found = []
+    for team in teams.ranks:
+        here = [members[rank] for rank in team]
+        found.append(dataclasses.replace(
+            here[0], per_cost=1 / sum(1 / max(one.per_cost, 1e-12) for one in here),
+            memory=min(one.memory for one in here) * len(here)))
+    return found
+
+
+def holdings(teams: Teams, ranges: Sequence[tuple[int, int]],
+             cuts: Sequence[tuple[str, ...]]) -> tuple[Holding, ...]:
+    """Who holds what at first, stage by stage, leaders first."""
+    found = []
+    for team, (start, stop), cut in zip(teams.ranks, ranges, cuts, strict=True):
+        dealt = deal(len(cut), len(team)) if cut else ((),)
+        found += [Holding(rank, start, stop, member, cut, own)
+                  for member, (rank, own) in enumerate(zip(team, dealt, strict=True))]
+    return tuple(found)
+
+
+def stages_of(held: Sequence[Holding]) -> list[list[Holding]]:
+    """Holdings by stage."""
+    stages: list[list[Holding]] = []
+    for holding in held:
+        if holding.member == 0:
+            stages.append([])
+        stages[-1].append(holding)
+    return stages
+
+
+def widths_of(held: Sequence[Holding]) -> tuple[int, ...]:
+    """Members of each stage."""
+    return tuple(map(len, stages_of(held)))
+
+
+def is_cut(held: Sequence[Holding]) -> bool:
+    """Whether a stage's layers are cut into slices."""
+    return any(holding.cut for holding in held)
+
+
+def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int],
+           room: Callable[[int, Holding], bool]) -> tuple[Holding, ...]:
+    """Who holds what when ranks are lost: every slice is held again, and none is cut anew.
+
+    held: before, in order of nodes. A spare stands in for a lost member; else the member of the
+    same stage that has the fewest slices takes its slices, too. room: whether a rank has the
+    memory for what a holding says. Raises PlanError where a stage has nobody left.
+    """
+    free, stages = list(spares), []
+    for team in stages_of(held):
+        alive = [one for one in team if one.rank not in lost]
+        for gone in (one for one in team if one.rank in lost):
+            stand_in = next((rank for rank in free if room(rank, gone)), None)
+            if stand_in is not None:
+                free.remove(stand_in)
+                alive.append(dataclasses.replace(gone, rank=stand_in))
+                continue
+            able = [one for one in alive if gone.cut and room(one.rank, _both(one, gone))]
+            if not able:
+                slices = "slices " + ", ".join(map(str, gone.slices)) if gone.cut else "layers"
+                raise PlanError(f"no rank is left to hold {slices} of layers {gone.start} to "
+                                f"{gone.stop}: start the job again, with --spares to survive this")
+            heir = min(able, key=lambda one: (len(one.slices), one.member))
+            alive[alive.index(heir)] = _both(heir, gone)
+        alive.sort(key=lambda one: one.slices)
+        stages += [dataclasses.replace(one, member=member) for member, one in enumerate(alive)]
+    return tuple(stages)
+
+
+def _both(one: Holding, other: Holding) -> Holding:
+    return dataclasses.replace(one, slices=tuple(sorted({*one.slices, *other.slices})))
