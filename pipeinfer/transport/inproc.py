@@ -18,15 +18,18 @@ from pipeinfer.transport.base import Envelope, Layout, Mailbox, Regrouped, Traff
 
 class LocalPort:
     """A port whose peers live in this process; others are reached through `forward`, which is
-    given the epoch that the frame belongs to. `call` asks its thread to enter another epoch."""
+    given the epoch that the frame belongs to. `call` asks its thread to enter another epoch. wake:
+    called after a message to a node of this process, which may sleep otherwise than by its mailbox.
+    """
 
     def __init__(
         self, node: int, mailboxes: dict[int, Mailbox],
         forward: Callable[[int, Tag, bytes, int], None] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.node = node
         self.traffic = Traffic()
-        self._mailboxes, self._forward = mailboxes, forward
+        self._mailboxes, self._forward, self._wake = mailboxes, forward, wake
         self._own = mailboxes[node]
         self._epoch = self._called = self._own.epoch
 
@@ -46,6 +49,7 @@ class LocalPort:
         if box is not None:
             self.traffic.count(tag, 0)
             box.put(self.node, tag, message, self._epoch)
+            self._wake()
         elif self._forward is not None:
             frame = codec.encode(message)
             self.traffic.count(tag, len(frame))

@@ -117,7 +117,7 @@ class MpiPort:
             self._outbox.append((dest, tag, frame, epoch))
             self.wake()
 
-        port = LocalPort(node, self._mailboxes, forward)
+        port = LocalPort(node, self._mailboxes, forward, self.wake)
         self._local.append(port)
         return port
 
