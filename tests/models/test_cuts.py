@@ -174,6 +174,10 @@ def test_a_damaged_model(tmp_path):
     wrong = altered(TARGET, tmp_path / "d.gguf", numbers={"llama.feed_forward_length": 704})
     with pytest.raises(ModelError, match=r"'blk.0.ffn_\w+.weight' has shape .* expected"):
         widths_of(ModelFile(wrong))
+    short = altered(write_sliceable(tmp_path / "s.gguf").path, tmp_path / "o.gguf",
+                    {"output.weight": np.zeros((64, 128), np.float32)})
+    with pytest.raises(ModelError, match=r"'output.weight' has shape \[128, 64\], \[128, 320\]"):
+        widths_of(ModelFile(short))
     odd = altered(TARGET, tmp_path / "h.gguf", numbers={"llama.attention.head_count_kv": 3})
     with pytest.raises(ModelError, match="4 heads cannot share 3 KV heads evenly"):
         widths_of(ModelFile(odd))
