@@ -96,7 +96,7 @@ def sizes_of(model: ModelFile) -> Sizes:
         raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
                          "the file is damaged, fetch it again")
     for tensor in model.tensors.values():
-        if tensor.layer is not None:
+        if tensor.layer is not None or tensor.name in ("output.weight", "output.bias"):
             _check(model, tensor, sizes)
     return sizes
 
@@ -182,8 +182,9 @@ def _common_block(model: ModelFile, name: str) -> int:
 
 
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
-    """A layer's tensor must be known here, and be of the size that the metadata says."""
-    kind = tensor.name.split(".", 2)[2]
+    """A layer's tensor must be known here, and be of the size that the metadata says; so must the
+    output head."""
+    kind = tensor.name if tensor.layer is None else tensor.name.split(".", 2)[2]
     width = model.n_embd
     queries, keys, values = (sizes.heads * sizes.key, sizes.kv_heads * sizes.key,
                              sizes.kv_heads * sizes.value)
@@ -195,6 +196,7 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "ffn_gate.weight": (width, sizes.ff), "ffn_gate.bias": (sizes.ff,),
         "ffn_up.weight": (width, sizes.ff), "ffn_up.bias": (sizes.ff,),
         "ffn_down.weight": (sizes.ff, width),
+        "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
     }
     if kind not in shapes and kind not in _WHOLE:
         raise UnsupportedArchitecture(

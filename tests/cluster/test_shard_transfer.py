@@ -6,20 +6,31 @@ import fcntl
 import os
 import threading
 import time
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.cluster import shard_transfer
-from pipeinfer.cluster.shard_transfer import CHUNK, WINDOW, Sender, receive, stage_shard
+from pipeinfer.cluster.shard_transfer import (
+    CHUNK,
+    WINDOW,
+    Sender,
+    receive,
+    source_of,
+    stage_shard,
+)
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import ShardChunk, ShardEnd, ShardHave, Tag
-from pipeinfer.errors import ModelError, ProtocolError, TransportTimeout
+from pipeinfer.errors import ModelError, PlanError, ProtocolError, TransportTimeout
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
+from pipeinfer.models.slices import cut_of
 from pipeinfer.transport.inproc import local_ports
 from tests.support.sample import examples
 
@@ -221,6 +232,76 @@ def test_the_bytes_are_those_of_a_cut_shard(tmp_path, start, stop):
     for name, tensor in model.tensors.items():
         assert b"".join(again.read_tensor(again.tensors[name])) == b"".join(
             model.read_tensor(tensor))
+
+
+def setup_of(model, start, stop, piece, path=None):
+    return Setup(PortName(1), 1, str(path or model.path), model.fingerprint, model.n_layers, start,
+                 stop, n_ctx=1, n_seq_max=1, n_batch=1, prompt_id=0, gaps=False, settings={},
+                 piece=piece)
+
+
+def staged(setup, model, timeout=10.0):
+    """What `stage_shard` gives a stage whose head has `model`."""
+    ports, outcome = local_ports(2), []
+
+    def stage():
+        try:
+            outcome.append(stage_shard(ClusterConfig(distribute=True, timeout=timeout), ports[1],
+                                       setup, lambda *_: None))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    sender = Sender(ports[0], partial(source_of, model))
+    try:
+        while thread.is_alive():
+            more = sender.pump()
+            envelope = ports[0].take(Tag.RESULT)
+            if envelope is not None and isinstance(envelope.message, ShardWanted):
+                wanted = envelope.message
+                sender.offer(wanted.port.stage, wanted.start, wanted.stop, wanted.piece)
+            elif envelope is not None:
+                sender.hear(envelope.message)
+            elif not more:
+                ports[0].wait(0.01)
+    finally:
+        thread.join()
+    return outcome[0]
+
+
+def test_a_host_gets_its_slice_and_the_embedding_only_where_it_is_asked_for(tmp_path, monkeypatch):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=2)))
+    elsewhere = tmp_path / "elsewhere.gguf"
+    for number, piece in enumerate((*(p.name for p in cut_of(model, [1, 1])), "embedding")):
+        received, cut = tmp_path / f"received{number}", tmp_path / f"cut{number}"
+        monkeypatch.setenv("PIPEINFER_CACHE", str(received))
+        path, n_bytes = staged(setup_of(model, 0, 2, piece, elsewhere), model)
+        assert path.stat().st_size == n_bytes < model.nbytes
+        assert staged(setup_of(model, 0, 2, piece, elsewhere), model) == (path, 0)
+        assert {p.name for p in received.iterdir()} == {path.name, f"{path.name}.sum"}
+        monkeypatch.setenv("PIPEINFER_CACHE", str(cut))  # a host with the model cuts its own
+        own, n_bytes = staged(setup_of(model, 0, 2, piece), model)
+        assert n_bytes == 0
+        if piece == "embedding":
+            assert own == model.path
+            tokens = np.arange(9, dtype=np.int32)
+            rows = [EmbeddingTable.open(ModelFile(p)).rows(tokens) for p in (own, path)]
+            assert np.array_equal(*rows)
+        else:
+            assert own.name == path.name
+            assert own.read_bytes() == path.read_bytes()
+
+
+def test_a_piece_that_is_none_is_refused_by_both_sides(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=2)))
+    with pytest.raises(ProtocolError, match="is no name of a slice"):
+        raise staged(setup_of(model, 0, 2, "h0-x"), model)
+    sender = Sender(local_ports(2)[0], partial(source_of, model))
+    with pytest.raises(ProtocolError, match="is no name of a slice"):
+        sender.offer(1, 0, 2, "../h0-1")
+    with pytest.raises(PlanError, match="cannot be cut into the slice"):
+        sender.offer(1, 0, 2, "h0-9.f0-32.v0-32")
 
 
 def test_without_the_file_and_without_permission(tmp_path):

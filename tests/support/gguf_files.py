@@ -1,0 +1,59 @@
+"""GGUF files for tests: tiny models that can be sliced, and files with tensors and metadata that no
+model has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.gguf import ModelFile
+
+_OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture")
+
+
+def write_sliceable(path: Path, qtype: str = "F32", **more: Any) -> ModelFile:
+    """A random model of two layers and two KV heads, which k-quants can cut, too."""
+    k_quants = qtype.endswith(("_M", "_K"))
+    shape = {"n_embd": 512, "n_head": 8, "n_ff": 768} if k_quants else {
+        "n_embd": 128, "n_head": 4, "n_ff": 160}
+    spec: dict[str, Any] = {"qtype": qtype, "n_layer": 2, **shape, **more}
+    return ModelFile(write_random_model(path, RandomSpec(**spec)))
+
+
+def altered(source: Path, target: Path, tensors: dict[str, Any] | None = None,
+            numbers: dict[str, int] | None = None) -> Path:
+    """The file at `source` with these tensors added or replaced (floats as they are; a pair of
+    rows and type for others) and these metadata numbers."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name in _OWN or name in (numbers or {}):
+            continue
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(name, field.contents())
+        else:
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for name, number in (numbers or {}).items():
+        writer.add_uint32(name, number)
+    changed = dict(tensors or {})
+    for tensor in reader.tensors:
+        new = changed.pop(tensor.name, (np.ascontiguousarray(tensor.data), tensor.tensor_type))
+        _add(writer, tensor.name, new)
+    for name, new in changed.items():
+        _add(writer, name, new)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _add(writer: Any, name: str, new: Any) -> None:
+    if isinstance(new, tuple):
+        writer.add_tensor(name, new[0], raw_dtype=new[1])
+    else:
+        writer.add_tensor(name, new)
