@@ -24,6 +24,7 @@ from pipeinfer.errors import ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
+from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.planning.partition import Load, Member, level
 from pipeinfer.planning.planner import (
@@ -34,6 +35,7 @@ from pipeinfer.planning.planner import (
     make_plan,
     replicate,
     torch_item_bytes,
+    with_head,
 )
 
 Hosts = Sequence[RankInfo]
@@ -81,8 +83,11 @@ def agree(
     if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = members_of(candidates, counts, hosts, figures, head_bytes)
+    load = with_head(load, figures.values())
+    judge = judge_of(hosts, expected(policy, config.speculation.parallel))
     plan = replicate(load, members, candidates) if whole else make_plan(
-        config.cluster, load, members, candidates, hosts, lambda split: estimate(split, policy),
+        config.cluster, load, members, candidates, hosts,
+        lambda split: judge(split, candidates) if figures else estimate(split, policy),
         timed=bool(figures))
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
@@ -92,6 +97,21 @@ def agree(
             with contextlib.suppress(RankLost):  # found out again, where it can be mended
                 mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
+
+
+def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
+             *, grows: bool = False) -> Judge:
+    """What tells plans on these ranks apart; GPUs are not shared as cores are.
+
+    drafts: the share of time in which a draft keeps rank 0's cores busy. curve, grows: see `Judge`.
+    """
+    seats = {one.rank: Seat(one.host, max(one.settings.threads, 0) or one.cores)
+             for one in hosts
+             if not one.settings.gpu_layers and not one.settings.device.startswith("gpu")}
+    cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}
+    first = hosts[0].host
+    cores[first] = max(cores[first] - drafts * hosts[0].cores, 1.0)
+    return Judge(seats, cores, mixes, curve, grows=grows)
 
 
 def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:

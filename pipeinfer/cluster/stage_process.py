@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import socket
 import sys
 import time
@@ -102,6 +103,8 @@ class StageProcess:
         self._parts: list[Part] = []
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
+        self._borrows = False  #: whether it runs on cores of idle ranks, too
+        self._own_cores: frozenset[int] = frozenset()
 
     def run(self) -> bool:
         """Until a Shutdown (True) or a failure, of which the head is told (False).
@@ -207,7 +210,7 @@ class StageProcess:
 
         report = faulty_progress(functools.partial(self._report, ""), self._faults,
                                  self._place.rank)
-        threads = threads_of(config.model.threads, self._place)
+        threads = self._threads(config, setup)
         kind = backend_for(config.model.backend, Path(setup.model))
         layers = (setup.start, setup.stop)
         self._make_room(layers, (setup, config, threads, kind))
@@ -247,6 +250,16 @@ class StageProcess:
                 **host.memory_parts(),
             },
         )
+
+    def _threads(self, config: JobConfig, setup: Setup) -> int:
+        """Threads for the stage; binds this rank anew where idle ranks lend it their cores."""
+        own = threads_of(config.model.threads, self._place)
+        if setup.cores > own or self._borrows:
+            if not self._borrows:
+                self._own_cores = frozenset(os.sched_getaffinity(0))
+            self._borrows = setup.cores > own
+            host.use_cores(max(setup.cores, own), self._own_cores)
+        return max(setup.cores, own)
 
     def _make_room(self, layers: tuple[int, int], options: tuple[Any, ...]) -> None:
         """Let go of what is not wanted any more."""

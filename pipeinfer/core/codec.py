@@ -69,7 +69,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 7
+VERSION = 8
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size

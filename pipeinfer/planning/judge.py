@@ -182,7 +182,7 @@ class Judge:
     """
 
     seats: Mapping[int, Seat]
-    cores: Mapping[str, int]
+    cores: Mapping[str, float]
     mixes: tuple[LoadMix, ...] = (LoadMix(),)
     curve: Curve = ()
     link: float = LINK
@@ -224,7 +224,7 @@ class Judge:
         return replace(self, mixes=mixes)
 
 
-def granted(seats: Mapping[int, Seat], cores: Mapping[str, int], ranks: Sequence[int]
+def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequence[int]
             ) -> dict[int, int]:
     """Threads of each of these ranks when they share the cores of their hosts evenly; never fewer
     than a rank's own."""
@@ -233,7 +233,7 @@ def granted(seats: Mapping[int, Seat], cores: Mapping[str, int], ranks: Sequence
         if rank in seats:
             seat = seats[rank]
             here = sum(other in seats and seats[other].host == seat.host for other in ranks)
-            found[rank] = max(seat.cores, cores.get(seat.host, 0) // here)
+            found[rank] = max(seat.cores, int(cores.get(seat.host, 0) // here))
     return found
 
 
