@@ -107,6 +107,7 @@ class Assembly:
         self.epoch = 0
         self.lost = {one.rank for one in hosts if one.dead}
         self.threads: dict[int, int] = {}
+        self.judge: Judge | None = None  #: of arrangements after a loss, when there is one
         self._once = {holding.rank for holding in self.held}
         self._terms: Terms | None = None
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
@@ -243,7 +244,7 @@ class Assembly:
         lost = [holding for holding in self.held if holding.rank in self.lost]
         self.held = tuple(alive)
         try:
-            return replan(self._load, self._rooms(alive), alive, self.spares, lost)
+            return replan(self._load, self._rooms(alive), alive, self.spares, lost, self.judge)
         except PlanError as error:
             if not alive and not self.spares:
                 raise loss from None

@@ -111,6 +111,7 @@ class Balance:
         session, assembly = self.session, self.session.assembly
         threads = {node: one.threads for node, one in assembly.ready.items()}
         judge, _ = self.judge()
+        assembly.judge = judge
         shares = [Share(session.hosts[one.rank].host if one.rank in judge.seats
                         else f"rank {one.rank}", threads.get(node, 1))
                   for node, one in enumerate(assembly.held, 1)]
