@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import socket
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,13 @@ def _first_int(names: tuple[str, ...], default: int) -> int:
         if text.isdigit():
             return int(text)
     return default
+
+
+def use_cores(count: int, own: Set[int]) -> None:
+    """Let this thread, and those that it starts, run on its own cores, or on any core of the host
+    when it may use more than those."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, own if count <= len(own) else range(os.cpu_count() or 1))
 
 
 def threads_of(asked: int, place: Place) -> int:

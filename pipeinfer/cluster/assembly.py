@@ -35,9 +35,10 @@ from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
 from pipeinfer.nodes import RankInfo
-from pipeinfer.planning.partition import Load, Member, Split
+from pipeinfer.planning.judge import Judge
+from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.replan import Holding, rebalance, replan
+from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
@@ -104,6 +105,9 @@ class Assembly:
         self.changes: list[Change] = []
         self.epoch = 0
         self.lost = {one.rank for one in hosts if one.dead}
+        self.threads: dict[int, int] = {}
+        self.judge: Judge | None = None  #: of arrangements after a loss, when there is one
+        self._once = {holding.rank for holding in self.held}
         self._terms: Terms | None = None
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
         self._members = members
@@ -177,8 +181,10 @@ class Assembly:
         self._note(began, gone, "; ".join(dict.fromkeys(causes)), before)
         return True
 
-    def move(self, held: tuple[Holding, ...], why: str) -> None:
-        """Arrange the layers otherwise while nothing is lost."""
+    def move(self, held: tuple[Holding, ...], why: str, threads: Mapping[int, int] | None = None
+             ) -> None:
+        """Arrange the layers otherwise while nothing is lost. threads: see `Setup.cores`."""
+        self.threads = dict(threads or {})
         began, before = time.monotonic(), {holding.rank: holding for holding in self.held}
         try:
             self._enter(held)
@@ -187,11 +193,24 @@ class Assembly:
             return
         self._note(began, set(), why, before)
 
-    def better(self, seconds: Sequence[float], predict: Callable[[Split], float]
-               ) -> tuple[tuple[Holding, ...], float]:
+    def better(self, seconds: Sequence[float], judge: Judge) -> Verdict:
         """See `replan.rebalance`; seconds: what each stage takes for a run now."""
         return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
-                         predict)
+                         judge, dict.fromkeys(self.returning, 0.0))
+
+    @property
+    def returning(self) -> tuple[int, ...]:
+        """Idle ranks that have held layers and may get some again."""
+        return tuple(rank for rank in self.spares if rank in self._once)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a stage may compute with the threads of idle ranks: not where sums are split by
+        threads (bits would change), nor where a user has bound them."""
+        exact = 0 if self._terms is None else self._terms.exact
+        bound = self._config.model.threads or self._config.cluster.keep_binding
+        return exact > 1 and not bound and not any(
+            one.settings.threads or one.settings.numa for one in self._hosts)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -230,7 +249,7 @@ class Assembly:
         try:
             if is_cut(self.held):
                 return retake(self.held, self.lost, self.spares, self._has_room)
-            return replan(self._load, self._rooms(alive), alive, self.spares, lost)
+            return replan(self._load, self._rooms(alive), alive, self.spares, lost, self.judge)
         except PlanError as error:
             if not alive and not self.spares:
                 raise loss from None
@@ -262,6 +281,7 @@ class Assembly:
         return self._bytes_of(holding) <= self._rooms(alive)[rank].memory
 
     def _enter(self, held: tuple[Holding, ...]) -> None:
+        self._once |= {holding.rank for holding in held}
         self._group(held)
         self._assemble()
         self._terms = self.terms
@@ -349,7 +369,7 @@ class Assembly:
             widths=grid.widths, cut=holding.cut, near=len(hosts) == 1,
             holders=tuple(one.slices for one in team) if holding.cut else (),
             settings=dataclasses.asdict(self._hosts[rank].settings),
-            exact=agreed.exact if agreed else 0,
+            exact=agreed.exact if agreed else 0, cores=self.threads.get(rank, 0),
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:

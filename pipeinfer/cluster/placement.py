@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pipeinfer.errors import ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
+from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.planning.partition import Load, Member, Split, level
 from pipeinfer.planning.planner import (
@@ -34,6 +35,7 @@ from pipeinfer.planning.planner import (
     make_plan,
     replicate,
     torch_item_bytes,
+    with_head,
 )
 from pipeinfer.planning.wide import Teams, combined, teams_of
 
@@ -86,15 +88,16 @@ def agree(
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = dict(zip(candidates, members_of(candidates, counts, hosts, figures, head_bytes),
                        strict=True))
+    load = with_head(load, figures.values())
+    judge = judge_of(hosts, expected(policy, config.speculation.parallel))
 
     def predict(split: Split) -> float:
-        return estimate(split, policy)
+        return judge(split, candidates) if figures else estimate(split, policy)
 
     if whole:
         plan = replicate(load, list(members.values()), candidates)
     elif teams is not None:
-        plan = _wide_plan(config, model, load, members, hosts, teams, predict,
-                          timed=bool(figures))
+        plan = _wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
@@ -127,7 +130,7 @@ def _teams(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams 
 
 def _wide_plan(
     config: JobConfig, model: Any, load: Load, members: Mapping[int, Member], hosts: Hosts,
-    teams: Teams, predict: Callable[[Split], float], *, timed: bool,
+    teams: Teams, policy: Policy, *, timed: bool,
 ) -> Plan:
     """The layers dealt out to teams, and cut into slices. Raises PlanError, UsageError,
     UnsupportedArchitecture."""
@@ -136,13 +139,29 @@ def _wide_plan(
     counts = asked_counts(config.cluster, model, teams.leaders, hosts, None)
     leaders = [dataclasses.replace(one, layers=count)
                for one, count in zip(combined(members, teams), counts, strict=True)]
-    plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts, predict, timed=timed)
+    plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts,
+                     lambda split: estimate(split, policy), timed=timed)
     if plan.left_out:
         raise UsageError("every stage of a grid needs layers: give --layers a count above 0 for "
                          "each")
     cuts = [tuple(one.name for one in cut_of(model, shares)) if shares else ()
             for shares in teams.shares]
     return dataclasses.replace(plan, teams=teams, cuts=tuple(cuts))
+
+
+def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
+             *, grows: bool = False) -> Judge:
+    """What tells plans on these ranks apart; GPUs are not shared as cores are.
+
+    drafts: the share of time in which a draft keeps rank 0's cores busy. curve, grows: see `Judge`.
+    """
+    seats = {one.rank: Seat(one.host, max(one.settings.threads, 0) or one.cores)
+             for one in hosts
+             if not one.settings.gpu_layers and not one.settings.device.startswith("gpu")}
+    cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}
+    first = hosts[0].host
+    cores[first] = max(cores[first] - drafts * hosts[0].cores, 1.0)
+    return Judge(seats, cores, mixes, curve, grows=grows)
 
 
 def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
+from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
@@ -48,10 +49,8 @@ from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.nodes import RankInfo
-from pipeinfer.planning.planner import Plan, estimate
+from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.stragglers import StagePace
-from pipeinfer.planning.wide import is_cut
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.replica_head import ReplicaHead
@@ -202,7 +201,11 @@ class Session:
     sharing: Sharing
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     on_change: Callable[[], None] = lambda: None
+    balance: Balance = field(init=False)
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
+
+    def __post_init__(self) -> None:
+        self.balance = Balance(self)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -251,22 +254,11 @@ class Session:
 
         What runs is replayed over the new stages. Says what was done, None where nothing was.
         """
-        pace, policy = self.head.times.pace, self.limits.policy
-        if not pace.known or self.plan.whole or len(self.assembly.held) == 1:
-            return None
-        if is_cut(self.assembly.held):  # slices stay, and who holds them
-            return None
-        if max(pace.slowdown) < drift:
-            return None
-        held, gain = self.assembly.better(pace.seconds, lambda split: estimate(split, policy))
-        if held == self.assembly.held or gain < need:
-            return None
-        slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
-        why = (f"layers redistributed for {gain:.2f} times the speed (stage {slowest + 1} takes "
-               f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
-        self.assembly.move(held, why)
-        self.resume()
-        return str(self.assembly.changes[-1])
+        return self.balance.rebalance(need, drift)
+
+    def verify(self) -> str | None:
+        """Take the last `rebalance` back if it has brought nothing; None: nothing was done."""
+        return self.balance.verify()
 
     def go_on(self, loss: Loss) -> None:
         """A rank is lost: go on without it. Raises what ends the job."""
@@ -290,7 +282,7 @@ class Session:
 
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""
-        self.head.times.pace = StagePace(self.assembly.grid.n_stages, self.first.curve)
+        self.balance.watch()
 
     def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return think(self.ground, self.assembly, self.first, config, policy,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import socket
 import sys
 import time
@@ -113,6 +114,8 @@ class StageProcess:
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
         self._name = PortName(0)
+        self._borrows = False  #: whether it runs on cores of idle ranks, too
+        self._own_cores: frozenset[int] = frozenset()
 
     def run(self) -> bool:
         """Until a Shutdown (True) or a failure, of which the head is told (False).
@@ -235,7 +238,7 @@ class StageProcess:
                                  self._place.rank)
         kind = backend_for(config.model.backend, Path(setup.model))
         layers, pieces = (setup.start, setup.stop), pieces_of(setup)
-        threads = max(1, threads_of(config.model.threads, self._place) // len(pieces))
+        threads = max(1, self._threads(config, setup) // len(pieces))
         self._make_room(layers, pieces, (setup, config, threads, kind))
         for piece in pieces:
             held = [part.layers for part in self._parts if part.piece == piece]
@@ -315,6 +318,16 @@ class StageProcess:
             embedding = EmbeddingTable.open(open_model(path))
         self._whole = assembled(setup, chains, team, embedding)
         return self._whole, worst(self._parts)
+
+    def _threads(self, config: JobConfig, setup: Setup) -> int:
+        """Threads for the stage; binds this rank anew where idle ranks lend it their cores."""
+        own = threads_of(config.model.threads, self._place)
+        if setup.cores > own or self._borrows:
+            if not self._borrows:
+                self._own_cores = frozenset(os.sched_getaffinity(0))
+            self._borrows = setup.cores > own
+            host.use_cores(max(setup.cores, own), self._own_cores)
+        return max(setup.cores, own)
 
     def _make_room(self, layers: tuple[int, int], pieces: tuple[str, ...],
                    options: tuple[Any, ...]) -> None:

@@ -142,6 +142,7 @@ class Setup(_Message, frozen=True, tag=True):
     exact: width up to which runs are exact, as agreed on before; 0 at first
     curve: cost of runs by rows, as agreed on before; None at first
     vocabulary: for grammars, where the stage chooses tokens
+    cores: threads that the stage may use, those of idle ranks of its host included; 0: its own
     """
 
     port: PortName
@@ -164,6 +165,7 @@ class Setup(_Message, frozen=True, tag=True):
     exact: int = 0
     curve: tuple[float, ...] | None = None
     vocabulary: dict[str, Any] | None = None
+    cores: int = 0
 
 
 class Receive(_Message, frozen=True, tag=True):

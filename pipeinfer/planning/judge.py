@@ -23,6 +23,8 @@ from pipeinfer.planning.partition import Split
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 CHUNK = 64  #: rows of a prompt that travel together
 LINK = 100e-6  #: seconds from a stage to the next one where nobody has measured
+_SIZES = (1, 2, 3, 4, 6, 8)  #: guesses of a run that are weighed
+_HORIZON = 32  #: guesses that a cycle is followed for one by one
 _WIDEST = 8  #: rows of a run that a group of requests or a synchronous tree may have
 _GROWTH = 0.9  #: twice the threads take 1 / 2**_GROWTH of the time
 _MOST = 0.99  #: acceptance beyond which streaks are not taken for longer
@@ -139,13 +141,8 @@ def _generating(arrangement: Arrangement, mix: LoadMix) -> float:
     if mix.policy is Policy.SPECULATIVE:
         return max(plain, *(_in_turns(arrangement, mix.acceptance, streams, size)
                             for size in range(1, _WIDEST)))
-    # A right guess costs a slot of the slowest part, or the draft's time, instead of a way; those
-    # of other requests take slots between, and together they cannot have more than there are.
-    guesses = gain(mix.acceptance)
-    slot = arrangement.slot()
-    step = max(streams * slot, arrangement.draft)
-    guessing = streams * (1 + guesses) / (arrangement.way() + guesses * step)
-    return max(plain, min(guessing, 1 / slot))
+    return max(plain, *(_guessing(arrangement, mix.acceptance, streams, size, join)
+                        for size in _SIZES for join in (False, True)))
 
 
 def _in_groups(arrangement: Arrangement, streams: int, size: int) -> float:
@@ -159,6 +156,42 @@ def _in_turns(arrangement: Arrangement, acceptance: float, streams: int, size: i
     tokens = sum(acceptance**level for level in range(size + 1))
     cycle = arrangement.way(size + 1) + size * arrangement.draft
     return streams * tokens / max(cycle, streams * arrangement.slot(size + 1))
+
+
+def _guessing(arrangement: Arrangement, acceptance: float, streams: int, size: int, join: bool
+              ) -> float:
+    """Continuous speculation with runs of `size` guesses, the first of which may join the tip.
+
+    A cycle begins with an accepted token's run and ends when the first wrong guess is known. Runs
+    follow each other at slots, or as fast as the draft names guesses; those of other requests take
+    slots between, and together they cannot have more rows than there is room for.
+    """
+    acceptance = min(acceptance, _MOST)
+    slot, per_run = streams * arrangement.slot(size), size * arrangement.draft
+    rows, guesses = (1 + size, size) if join else (1, 0)
+    drafted = per_run
+    issue = drafted if join else 0.0
+    done = issue + arrangement.way(rows)
+    step, way = streams * arrangement.slot(rows), arrangement.way(size)
+    busy = step  # what the cycle's useful runs and those of other requests take
+    reach, tokens, seconds = 1.0, 0.0, 0.0
+    for right in range(_HORIZON):
+        while guesses < right:
+            if join or guesses:
+                drafted += per_run
+            issue = max(drafted, issue + step)
+            step = slot
+            busy += slot
+            done = max(issue + way, done + slot / streams)
+            guesses += size
+        share = reach * (1 - acceptance)
+        tokens += share * (1 + right)
+        seconds += share * max(done, busy)
+        reach *= acceptance
+    further = gain(acceptance)
+    tokens += reach * (1 + _HORIZON + further)
+    seconds += reach * (max(done, busy) + further * max(slot, per_run) / size)
+    return min(streams * tokens / seconds, streams * size / slot)
 
 
 # --- ranks ------------------------------------------------------------------------------------
@@ -182,7 +215,7 @@ class Judge:
     """
 
     seats: Mapping[int, Seat]
-    cores: Mapping[str, int]
+    cores: Mapping[str, float]
     mixes: tuple[LoadMix, ...] = (LoadMix(),)
     curve: Curve = ()
     link: float = LINK
@@ -224,7 +257,7 @@ class Judge:
         return replace(self, mixes=mixes)
 
 
-def granted(seats: Mapping[int, Seat], cores: Mapping[str, int], ranks: Sequence[int]
+def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequence[int]
             ) -> dict[int, int]:
     """Threads of each of these ranks when they share the cores of their hosts evenly; never fewer
     than a rank's own."""
@@ -233,7 +266,7 @@ def granted(seats: Mapping[int, Seat], cores: Mapping[str, int], ranks: Sequence
         if rank in seats:
             seat = seats[rank]
             here = sum(other in seats and seats[other].host == seat.host for other in ranks)
-            found[rank] = max(seat.cores, cores.get(seat.host, 0) // here)
+            found[rank] = max(seat.cores, int(cores.get(seat.host, 0) // here))
     return found
 
 

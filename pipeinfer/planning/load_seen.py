@@ -54,8 +54,9 @@ class Seen:
 
 @dataclass(slots=True)
 class LoadWatch:
-    """Adds up; told of every change of what is in flight."""
+    """Adds up; told of every change of what is in flight. worked: seconds since the beginning."""
 
+    worked: float = 0.0
     _sum: Seen = field(default_factory=Seen)
     _marks: deque[Seen] = field(default_factory=lambda: deque(maxlen=_MARKS))
     _streams: int = 0
@@ -67,6 +68,7 @@ class LoadWatch:
         self._sum = Seen(self._sum.busy + passed, self._sum.streams + passed * self._streams,
                          self._sum.prompts, self._sum.tokens)
         self._streams, self._since = streams, when
+        self.worked += passed
 
     def prompt(self, rows: int) -> None:
         """A piece of a prompt goes out."""

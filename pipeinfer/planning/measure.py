@@ -1,8 +1,9 @@
 """What this rank's machine gets through, measured once per host and remembered.
 
-Two figures: bytes per second of a plain copy by all the rank's threads, and the time of runs of 1,
-2 and 4 rows through one layer of the target on the rank's own backend. Windows are long enough for
-a processor quota of the control group to show (its period is a tenth of a second). Nothing here
+Three figures: bytes per second of a plain copy by all the rank's threads, the time of runs of 1,
+2 and 4 rows through one layer of the target on the rank's own backend, and that of one row through
+its output matrix, which gets through more bytes per second than layers do. Windows are long enough
+for a processor quota of the control group to show (its period is a tenth of a second). Nothing here
 can change a token: the planner alone reads the figures. Knows no ranks but this one.
 """
 
@@ -18,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from pipeinfer.errors import PipeinferError
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 
-FORMAT = 1  #: part of a remembered figure's name; raise it when what is measured changes
+FORMAT = 2  #: part of a remembered figure's name; raise it when what is measured changes
 ROWS = (1, 2, 4)
 _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
@@ -45,11 +46,13 @@ _COPY_SHARE = 0.02  #: of free memory, at most
 @dataclass(frozen=True, slots=True)
 class Figures:
     """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer of
-    `layer_bytes` bytes."""
+    `layer_bytes` bytes. head: seconds of the output matrix for one row, 0 if not measured.
+    """
 
     bandwidth: float
     layer_bytes: int
     seconds: Mapping[int, float]
+    head: float = 0.0
 
     @property
     def per_byte(self) -> float:
@@ -70,11 +73,13 @@ def from_json(data: Any) -> Figures:
     """The inverse of `to_json`. Raises ValueError when it is not one."""
     try:
         seconds = {int(k): float(v) for k, v in data["seconds"].items()}
-        found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds)
+        found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds,
+                        float(data.get("head", 0.0)))
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
-    if set(seconds) != set(ROWS) or not all(math.isfinite(v) and v > 0 for v in values):
+    good = all(math.isfinite(v) and v > 0 for v in values) and 0 <= found.head < math.inf
+    if set(seconds) != set(ROWS) or not good:
         raise ValueError("no usable figures: rows are missing, or values are impossible")
     return found
 
@@ -183,10 +188,33 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
             seconds = layer_seconds(backend)
         finally:
             backend.close()
-    return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
+        per_byte = seconds[1] / model.layer_bytes[middle]
+        head = 0.0 if isinstance(model, Hollow) or last else _head_seconds(
+            config, model, threads, per_byte, folder)
+    return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds, head)
 
 
-def layer_seconds(backend: Backend, window: float | None = None) -> dict[int, float]:
+def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float, folder: str
+                  ) -> float:
+    """What the last layer takes with the output matrix, less what a layer takes."""
+    from pipeinfer.backends.factory import llama_options
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.models.shard import extract_shard
+
+    n = model.n_layers
+    backend = LlamaCppBackend.load(
+        extract_shard(model, n - 1, n, cache_dir=folder), layers=(n - 1, n), n_layers_total=n,
+        first=False, last=True, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
+        options=llama_options(config, callbacks=False))
+    try:
+        both = layer_seconds(backend, rows=(1,))[1]
+    finally:
+        backend.close()
+    return max(0.0, both - per_byte * int(model.layer_bytes[n - 1]))
+
+
+def layer_seconds(backend: Backend, window: float | None = None, rows: Sequence[int] = ROWS
+                  ) -> dict[int, float]:
     """Rows -> seconds of a decode: the better of two windows' means, for one row; one for others.
 
     The cache must be empty, and is empty afterwards.
@@ -195,21 +223,21 @@ def layer_seconds(backend: Backend, window: float | None = None) -> dict[int, fl
     info = backend.info
     hidden = None if info.first else np.ones((max(ROWS), info.n_embd), np.float32)
     found = {}
-    for rows in ROWS:
-        batch = make_rows([(1, i, (0,), True) for i in range(rows)])
-        states = None if hidden is None else hidden[:rows]
+    for count in rows:
+        batch = make_rows([(1, i, (0,), True) for i in range(count)])
+        states = None if hidden is None else hidden[:count]
 
         def mean(batch: Any = batch, states: Any = states) -> float:
-            start, count = time.perf_counter(), 0
-            while count < 2 or time.perf_counter() - start < window:
+            start, done = time.perf_counter(), 0
+            while done < 2 or time.perf_counter() - start < window:
                 backend.decode(batch, states)
                 backend.seq_rm(ALL_SEQS, 0, END)
-                count += 1
-            return (time.perf_counter() - start) / count
+                done += 1
+            return (time.perf_counter() - start) / done
 
         backend.decode(batch, states)  # pages in the weights, builds the graph
         backend.seq_rm(ALL_SEQS, 0, END)
-        found[rows] = min(mean() for _ in range(2 if rows == 1 else 1))
+        found[count] = min(mean() for _ in range(2 if count == 1 else 1))
     return found
 
 

@@ -31,7 +31,7 @@ class Interval:
 
 
 def own_seconds(intervals: Sequence[Interval], shares: Sequence[Share],
-                cores: Mapping[str, int]) -> list[float]:
+                cores: Mapping[str, float]) -> list[float]:
     """Of each interval: what it would have taken with cores to itself.
 
     shares: by stage. cores: of each pool; one that is missing has enough.
@@ -47,7 +47,7 @@ def own_seconds(intervals: Sequence[Interval], shares: Sequence[Share],
     return found
 
 
-def _sweep(intervals: Sequence[Interval], shares: Sequence[Share], cores: int,
+def _sweep(intervals: Sequence[Interval], shares: Sequence[Share], cores: float,
            members: Sequence[int], found: list[float]) -> None:
     """From each start or end to the next one, with whoever is at work between."""
     starts = sorted(members, key=lambda index: intervals[index].start)

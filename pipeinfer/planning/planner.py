@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.nodes import RankInfo
+from pipeinfer.planning.judge import LINK, gain
+from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import (
     Load,
     Member,
@@ -35,7 +38,6 @@ from pipeinfer.planning.wide import Teams, holdings
 ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
 WORTH = 1.1  #: how much faster the slowest stage must become for a plan to differ from equal shares
 _SCRATCH = 32 << 20
-_DEFAULT_LINK = 100e-6
 
 
 def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -> int:
@@ -156,6 +158,16 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
         scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + ff)))
 
 
+def with_head(load: Load, figures: Iterable[Figures]) -> Load:
+    """The load with what the output matrix really costs, in bytes of a layer that take as long.
+
+    By its bytes a large vocabulary counts for many layers, and its stage gets none; but a product
+    with one matrix wastes no time between operations, as a layer does.
+    """
+    found = [one.head / one.per_byte for one in figures if one.head > 0]
+    return dataclasses.replace(load, last_cost=statistics.median(found)) if found else load
+
+
 def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
                  hosts: Sequence[RankInfo], whole: Sequence[int] | None
                  ) -> list[int | None]:
@@ -188,13 +200,7 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
     return result
 
 
-def gain(acceptance: float) -> float:
-    """Guesses accepted in a row, on average (acceptance 0 to 1)."""
-    kept = min(max(acceptance, 0.0), 0.99)
-    return kept / (1 - kept)
-
-
-def estimate(split: Split, policy: Policy, link: float = _DEFAULT_LINK,
+def estimate(split: Split, policy: Policy, link: float = LINK,
              acceptance: float = ACCEPTANCE) -> float:
     """Tokens per second of a split, by the formula in the module docstring."""
     whole = split.total + link * (len(split.ranges()) + 1)

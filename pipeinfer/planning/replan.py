@@ -21,6 +21,7 @@ import numpy as np
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import (
+    SAME_SPEED,
     Load,
     Member,
     Split,
@@ -34,6 +35,9 @@ from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
 _SAME = 1e-6  #: speeds that differ by less, relatively, are equal
+FOLD = 1.25  #: times the speed for which a rank that is as fast as the others is left out
+_LINE = 3  #: stages through which a line says something
+_PART = 0.9  #: of a stage's time that may be overhead
 WORTH_MOVING = 1.25  #: times the speed for which more layers are moved than a loss makes necessary
 
 
@@ -161,7 +165,8 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
     """
     ranks = [holding.rank for holding in held]
     costs = [load.stage_cost(holding.start, holding.stop) for holding in held]
-    speeds = level({holding.rank: took / cost
+    overhead = _overhead(costs, seconds)
+    speeds = level({holding.rank: (took - overhead) / cost
                     for holding, took, cost in zip(held, seconds, costs, strict=True)})
     middling = statistics.median(speeds.values())
     back = {rank: speed or middling for rank, speed in (returning or {}).items()}
@@ -170,7 +175,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
 
     def seated(chosen: Sequence[int]) -> list[Member]:
         return [dataclasses.replace(
-            members[rank], overhead=0.0, layers=None,
+            members[rank], overhead=overhead, layers=None,
             per_cost=known[rank] * judge.faster(rank, ranks, chosen)) for rank in chosen]
 
     present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks)
@@ -181,14 +186,31 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
         orders.append(sorted({*ranks, *back}))
     best, gain = tuple(held), 1.0
     for order in orders:
+        least = min(known[rank] for rank in order)
         for chosen in _fewer(order, known):
+            # A healthy rank is left out for much only: the load that is there may change.
+            gone = [rank for rank in order if rank not in chosen]
+            healthy = any(known[rank] <= least * SAME_SPEED for rank in gone)
             with contextlib.suppress(PlanError):
                 split = partition(load, seated(chosen))
-                if (faster := judge(split, chosen) / present) > gain * (1 + _SAME):
+                faster = judge(split, chosen) / present
+                if faster > gain * (FOLD if healthy else 1 + _SAME):
                     best = tuple(Holding(chosen[i], start, stop)
                                  for i, start, stop in split.ranges())
                     gain = faster
     return Verdict(best, gain, known)
+
+
+def _overhead(costs: Sequence[float], seconds: Sequence[float]) -> float:
+    """What any run takes on any stage, whatever its layers: where one line through all stages says
+    so. Without it a stage with a layer or two is taken for a slow rank."""
+    if len(costs) < _LINE or max(costs) < 2 * min(costs):
+        return 0.0
+    slope, level_ = np.polyfit(costs, seconds, 1)
+    fitted = [level_ + slope * cost for cost in costs]
+    straight = all(max(pair) <= SAME_SPEED * min(pair)
+                   for pair in zip(fitted, seconds, strict=True))
+    return float(level_) if straight and 0 < level_ < _PART * min(seconds) else 0.0
 
 
 def _fewer(ranks: Sequence[int], speeds: Mapping[int, float]) -> list[list[int]]:

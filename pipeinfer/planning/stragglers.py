@@ -29,7 +29,7 @@ class StagePace:
     """
 
     def __init__(self, n_stages: int, curve: Sequence[tuple[int, float]],
-                 shares: Sequence[Share] = (), cores: Mapping[str, int] | None = None) -> None:
+                 shares: Sequence[Share] = (), cores: Mapping[str, float] | None = None) -> None:
         self._runs: deque[tuple[float, Spans]] = deque(maxlen=WINDOW)
         self._others: deque[Spans] = deque(maxlen=WINDOW * _OTHERS)
         self._n = n_stages

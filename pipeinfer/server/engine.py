@@ -86,6 +86,7 @@ class Engine:
                 break
             self._news(self._head.next_news(self._patience()))
             self._report()
+            self._session.verify()
             if not self._open and not self._asked_to_leave:
                 self._mind_the_pace()
         self._link.send(Bye())

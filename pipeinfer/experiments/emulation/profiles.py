@@ -97,7 +97,8 @@ class ModelProfile:
     """A model file's sizes in bytes; layers on average.
 
     expert_bytes: the part of `layer_bytes` that belongs to experts; a row uses `experts_used` of
-    `experts` of them (dense: 0, 1, 1). kv_bytes_per_token: all layers, f16.
+    `experts` of them (dense: 0, 1, 1). kv_bytes_per_token: all layers, f16. attention_bytes,
+    keys_bytes: parts of `layer_bytes`, see `Sizes`.
     """
 
     name: str
@@ -114,6 +115,9 @@ class ModelProfile:
     expert_bytes: int = 0
     experts: int = 1
     experts_used: int = 1
+    attention_bytes: int = 0
+    keys_bytes: int = 0
+    shape: Shape | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -367,7 +371,7 @@ def _model(origin: str, name: str, entry: Mapping[str, Any]) -> ModelProfile:
         name, entry.get("title", name), shape.n_layers, shape.n_embd, shape.n_vocab, mix,
         sizes.layer_bytes, sizes.embedding_bytes, sizes.output_bytes, sizes.kv_bytes_per_token,
         entry.get("source", ""), sizes.expert_bytes, shape.n_expert or 1,
-        shape.n_expert_used or 1)
+        shape.n_expert_used or 1, sizes.attention_bytes, sizes.keys_bytes, shape)
 
 
 def _cluster(

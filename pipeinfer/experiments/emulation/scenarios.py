@@ -138,9 +138,9 @@ def assemble(
     )
     wire = Wire(link.latency + experiment.delay, link.bandwidth)
     row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
-    limits, pinned = _limits(policy, len(virtual), row_cost, experiment)
+    limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
     scenario = Scenario(
-        virtual, (wire,) * (len(virtual) + 1), _draft_time(draft, head), limits,
+        virtual, (wire,) * (len(virtual) + 1), draft_time(draft, head), limits,
         SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8, direct_cancel=experiment.direct_cancel,
@@ -149,7 +149,7 @@ def assemble(
     for index, size in enumerate(split.sizes):
         memory[index + alone] += size
     if draft is not None and policy is not Policy.ITERATIVE:
-        memory[0] += draft.total_bytes + _cache(draft, experiment) * draft.n_layers
+        memory[0] += draft.total_bytes + cache_bytes(draft, experiment) * draft.n_layers
     return Built(scenario, split, tuple(memory), tuple(node for node, _, _ in used), head, pinned,
                  row_cost, tuple(
                      (rows, max(stage.seconds(rows) for stage in virtual)
@@ -195,7 +195,7 @@ def load_of(target: ModelProfile, cache_per_layer: float) -> Load:
 
 def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile,
            experiment: Experiment) -> Split:
-    load = load_of(target, _cache(target, experiment))
+    load = load_of(target, cache_bytes(target, experiment))
     members = stage_members(stages, factors, target)
     if experiment.split == "planned":
         return partition(load, members)
@@ -203,7 +203,7 @@ def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: Mode
     return measure(load, members, [each + (k < more) for k in range(len(stages))])
 
 
-def _cache(model: ModelProfile, experiment: Experiment) -> float:
+def cache_bytes(model: ModelProfile, experiment: Experiment) -> float:
     """Bytes of a layer's cache for the experiment's context."""
     return model.kv_bytes_per_token / model.n_layers * (experiment.prompt + experiment.tokens + 64)
 
@@ -213,13 +213,13 @@ def _stage_time(target: ModelProfile, node: NodeProfile, n_layers: int, factor: 
     return lambda rows: factor * target.stage_seconds(node, n_layers, rows, last=last)
 
 
-def _draft_time(draft: ModelProfile | None, head: NodeProfile) -> Any:
+def draft_time(draft: ModelProfile | None, head: NodeProfile) -> Any:
     if draft is None:
         return lambda rows: 0.0 * rows
     return lambda rows: draft.stage_seconds(head, draft.n_layers, rows, last=True)
 
 
-def _limits(policy: Policy, n_stages: int, row_cost: float, experiment: Experiment
+def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experiment
             ) -> tuple[Limits, frozenset[str]]:
     """Starting limits: what the runtime would start with, and what the experiment sets."""
     credit = n_stages + 1

@@ -54,24 +54,30 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes: layers on average, of which `expert_bytes` belong to all experts together."""
+    """Bytes: layers on average, of which `expert_bytes` belong to all experts together,
+    `attention_bytes` to the attention, and `keys_bytes` of those to keys and values."""
 
     layer_bytes: int
     expert_bytes: int
     embedding_bytes: int
     output_bytes: int
     kv_bytes_per_token: int
+    attention_bytes: int
+    keys_bytes: int
 
 
 def quantised(shape: Shape, mix: str) -> Sizes:
     """Sizes of `shape` under `mix` (a key of BASE); cache in f16."""
-    total = experts = 0.0
+    total = experts = attention = keys = 0.0
     for layer in range(shape.n_layers):
         for name, rows, columns in _matrices(shape):
             size = _bytes(_type(shape, mix, name, layer), rows, columns)
             if shape.n_expert and name.startswith("ffn"):
                 size *= shape.n_expert
                 experts += size
+            if name.startswith("attn"):
+                attention += size
+                keys += size * _keys(shape, name)
             total += size
         total += 2 * 4 * shape.n_embd + 4 * shape.n_embd * shape.n_expert
     output = BASE[mix] if mix in ("F16", "Q8_0") else (
@@ -81,7 +87,31 @@ def quantised(shape: Shape, mix: str) -> Sizes:
         round(_bytes(BASE[mix], shape.n_vocab, shape.n_embd)),
         round(_bytes(output, shape.n_vocab, shape.n_embd)),
         shape.n_layers * 2 * shape.kv_width * 2,
+        round(attention / shape.n_layers), round(keys / shape.n_layers),
     )
+
+
+def _keys(shape: Shape, name: str) -> float:
+    """The part of a matrix's rows that makes keys and values."""
+    if name == "attn_qkv":
+        return 2 * shape.kv_width / (shape.n_head * shape.head + 2 * shape.kv_width)
+    return float(name in ("attn_k", "attn_v"))
+
+
+def pieces(shape: Shape, mix: str) -> tuple[int, int, int]:
+    """In how many pieces that end at a block of the quantisation a layer can be cut: whole KV
+    groups, query heads within a group, columns of the FFN."""
+    block = {"F16": 32, "Q8_0": 32}.get(mix, _BLOCK)
+    each = shape.n_head // shape.n_head_kv  # query heads of a KV group
+    groups = _pieces(shape.n_head_kv, each * shape.head, block) or 1
+    heads = shape.n_head_kv * _pieces(each, shape.head, block)
+    return groups, heads, max(shape.n_ff // block, 1)
+
+
+def _pieces(count: int, columns: int, block: int) -> int:
+    """In how many equal parts of whole blocks `count` units of so many columns can be cut."""
+    return next((count // step for step in range(1, count + 1)
+                 if count % step == 0 and step * columns % block == 0), 0)
 
 
 def _matrices(shape: Shape) -> list[tuple[str, int, int]]:

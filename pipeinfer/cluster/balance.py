@@ -1,0 +1,192 @@
+"""Deals the layers out otherwise while a job runs, by the load that is there; and takes it back.
+
+    judge     what stages take (waiting for shared cores left out) and how the job is used say what
+              each arrangement would bring
+    move      ranks that are left out give their threads to those of their host that stay
+    verify    when enough runs have passed over the new stages: was it faster? If not, back
+
+A rank that holds nothing may get layers again. A move that was taken back is not tried again for
+a while. This module knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeinfer.cluster.placement import judge_of
+from pipeinfer.planning.judge import Judge, expected, granted
+from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.own_time import Share
+from pipeinfer.planning.partition import Split
+from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.stragglers import StagePace
+from pipeinfer.planning.wide import is_cut
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.session import Session
+
+ASKED = 1.03  #: least gain, since times are not exact
+_LOOKS = 3  #: times in a row that a stage must look slow before anything moves unasked
+_AGAIN = 600.0  #: seconds before a move that brought nothing is tried again; doubled each time
+_RETURN = 300.0  #: seconds after a move before idle ranks are thought of unasked
+_LOST = 0.97  #: times the old speed below which a move is taken back
+_FEW = 64  #: tokens from which on the load that was seen counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A move that has to prove itself. rate: judged tokens per second before it, under `judge`."""
+
+    before: tuple[Holding, ...]
+    threads: Mapping[int, int]
+    promised: float
+    rate: float
+    seen: Seen
+    judge: Judge
+
+
+@dataclass(slots=True)
+class Balance:
+    """See the module docstring."""
+
+    session: Session
+    _trial: _Trial | None = None
+    _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
+    _looks: int = 0
+    _moved: float = field(default_factory=time.monotonic)
+
+    def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
+        """See `Session.rebalance`."""
+        session, assembly = self.session, self.session.assembly
+        pace = session.head.times.pace
+        back = assembly.returning
+        alone = len(assembly.held) == 1 and not back
+        if not pace.known or session.plan.whole or alone:
+            return None
+        if is_cut(assembly.held):  # slices stay as they are, and so do the layers of stages
+            return None
+        if drift > 1.0 and not self._worth_a_look(pace, drift, idle=bool(back)):
+            return None
+        self._looks = 0
+        judge, seen = self.judge()
+        verdict = assembly.better(pace.seconds, judge)
+        held = verdict.held
+        if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
+            return None
+        ranks = [holding.rank for holding in held]
+        threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
+        trial = _Trial(assembly.held, assembly.threads, verdict.gain,
+                       judge(*self._present()), seen, judge)
+        why = _why(judge, verdict.gain, pace) + _idle(assembly.held, held, threads, judge)
+        self._move(held, why, threads)
+        self._trial = trial
+        return str(assembly.changes[-1])
+
+    def verify(self) -> str | None:
+        """Whether the last move brought anything, once that can be told; takes it back if not."""
+        trial, session = self._trial, self.session
+        pace = session.head.times.pace
+        if trial is None or not pace.settled:
+            return None
+        self._trial = None
+        held = session.assembly.held
+        seen = session.head.times.load.lately(session.head.scheduler.totals.accepted)
+        if seen.like(trial.seen):
+            found, how = seen.speed / trial.seen.speed, "tokens/s"
+        else:
+            found, how = trial.judge(*self._present()) / trial.rate, "by what stages take"
+        if found >= _LOST:
+            self._failed.pop(held, None)
+            session.notes.append(f"the layers dealt out otherwise bring {found:.2f} times the "
+                                 f"speed ({how}; promised {trial.promised:.2f})")
+            return None
+        wait = 2 * self._failed.get(held, (0.0, _AGAIN / 2))[1]
+        self._failed[held] = (time.monotonic() + wait, wait)
+        self._move(trial.before, f"layers back where they were: {found:.2f} times the speed "
+                   f"instead of the {trial.promised:.2f} that was promised ({how})", trial.threads)
+        return str(session.assembly.changes[-1])
+
+    def watch(self) -> None:
+        """Other stages are there: forget what the old ones took and did."""
+        session, assembly = self.session, self.session.assembly
+        threads = {node: one.threads for node, one in assembly.ready.items()}
+        leaders = [(node, assembly.held[node - 1]) for node in assembly.grid.leaders]
+        judge, _ = self.judge()
+        assembly.judge = judge
+        shares = [Share(session.hosts[one.rank].host if one.rank in judge.seats
+                        else f"rank {one.rank}", threads.get(node, 1))
+                  for node, one in leaders]
+        session.head.times.pace = StagePace(
+            len(leaders), session.first.curve, shares, judge.cores)
+        session.head.times.load.restart(session.head.scheduler.totals.accepted)
+        self._trial = None
+
+    def judge(self) -> tuple[Judge, Seen]:
+        """What tells arrangements apart under the load that was seen, or that is expected before
+        there is any; and that load."""
+        session = self.session
+        scheduler, policy = session.head.scheduler, session.limits.policy
+        seen = session.head.times.load.lately(scheduler.totals.accepted)
+        acceptance = scheduler.calibration.acceptance
+        mixes = (seen.mix(policy, acceptance),) if seen.tokens >= _FEW else expected(
+            policy, session.config.speculation.parallel, acceptance)
+        worked = session.head.times.load.worked
+        drafting = 0.0 if session.draft is None or not worked else min(
+            1.0, session.draft.busy_seconds / worked)
+        judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
+                         grows=session.assembly.grows)
+        return judge, seen
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _present(self) -> tuple[Split, list[int]]:
+        """The stages that are there with what they take, and their ranks."""
+        held = self.session.assembly.held
+        seconds = self.session.head.times.pace.seconds
+        counts = tuple(holding.stop - holding.start for holding in held)
+        return Split(counts, tuple(seconds), (0.0,) * len(held)), [one.rank for one in held]
+
+    def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
+        """Unasked: one stage is slower than the others have become, for a while; or a rank is
+        idle for a while. A neighbour that slows all stages alike is nothing to move layers for."""
+        slower = max(pace.slowdown)
+        if len(pace.slowdown) > 1:
+            slower /= min(pace.slowdown)
+        self._looks = self._looks + 1 if slower >= drift else 0
+        return self._looks >= _LOOKS or (idle and time.monotonic() - self._moved > _RETURN)
+
+    def _too_soon(self, held: tuple[Holding, ...]) -> bool:
+        return time.monotonic() < self._failed.get(held, (0.0, 0.0))[0]
+
+    def _move(self, held: tuple[Holding, ...], why: str, threads: Mapping[int, int]) -> None:
+        self.session.assembly.move(held, why, threads)
+        self._moved = time.monotonic()
+        self.session.resume()
+
+
+def _why(judge: Judge, gain: float, pace: StagePace) -> str:
+    streams = max(mix.streams for mix in judge.mixes)
+    slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
+    return (f"layers redistributed for {gain:.2f} times the speed with "
+            f"{streams} request{'s' * (streams != 1)} at once (stage {slowest + 1} takes "
+            f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
+
+
+def _idle(before: Sequence[Holding], after: Sequence[Holding], threads: Mapping[int, int],
+          judge: Judge) -> str:
+    """Which ranks hold nothing from now on, and who takes over their threads."""
+    now = {holding.rank for holding in after}
+    idle = sorted({holding.rank for holding in before} - now)
+    if not idle:
+        return ""
+    text = f"; {_ranks(idle)} hold{'s' * (len(idle) == 1)} no layers now"
+    grown = [f"rank {rank} computes with {count} threads" for rank, count in threads.items()
+             if count > judge.seats[rank].cores]
+    return "; ".join([text, *grown])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

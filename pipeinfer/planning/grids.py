@@ -1,0 +1,417 @@
+"""Which grid of ranks: how many stages, how many members each, who sits where.
+
+More stages let more runs be in flight; wider stages make each run's way shorter, at the price of
+two sums a layer. Contiguous groups of hosts, in a few orders of the hosts, become stages. For
+each bound on the slowest stage dynamic programming over (hosts, layers) finds the shortest way,
+hosts left out where that is better; what is fastest by the judge's tokens per second wins. Pure:
+speeds, links and the cost of sums come from whoever calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.errors import PlanError
+from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
+from pipeinfer.planning.partition import Load, size_text
+from pipeinfer.planning.paths import Matrix
+from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
+
+_BOUNDS = 24  #: bounds on the slowest stage that are tried
+_ROWS = (1, 4)  #: rows of the runs whose way is made short
+_SWAPPED = 9  #: hosts up to which swaps of two are tried, too
+_SAME = 1 + 1e-9
+
+Predict = Callable[[Arrangement], float]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All that a grid is planned for. load: costs and bytes of the layers, whose costs are taken
+    for equal; hop: seconds of processor time of a message between stages; draft: seconds per guess;
+    widths: those that may be used, () for all that the cut allows."""
+
+    hosts: tuple[Host, ...]
+    network: Network
+    load: Load
+    cut: Cut
+    sums: SumCost = field(default_factory=SumCost)
+    mixes: tuple[LoadMix, ...] = (LoadMix(),)
+    hop: float = 0.0
+    draft: float = 0.0
+    widths: tuple[int, ...] = ()
+    _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def n_layers(self) -> int:
+        """Of the model."""
+        return len(self.load.costs)
+
+    @cached_property
+    def cost(self) -> float:
+        """Of a layer, on average."""
+        return sum(self.load.costs) / self.n_layers
+
+    def team(self, chosen: Sequence[int]) -> Team:
+        """See `teams.team`."""
+        key = tuple(chosen)
+        if key not in self._teams:
+            self._teams[key] = team(self.hosts, key, self.network, self.cut, self.cost)
+        return self._teams[key]
+
+    def allows(self, width: int) -> bool:
+        """Whether a stage may be so wide."""
+        return self.cut.allows(width) and (not self.widths or width in self.widths)
+
+    def bytes_of(self, one: Team, n_layers: int, *, first: bool, last: bool) -> list[float]:
+        """Memory of each member of a stage."""
+        size = sum(self.load.sizes) / self.n_layers
+        ends = self.load.first_bytes * first + self.load.scratch
+        return [share * n_layers * size + ends + self.load.last_bytes * last / one.width
+                for share in one.shares]
+
+    def most_layers(self, one: Team, *, first: bool, last: bool) -> int:
+        """Layers that the members' memory allows."""
+        size, found = sum(self.load.sizes) / self.n_layers, float(self.n_layers)
+        base = self.bytes_of(one, 0, first=first, last=last)
+        for index, share, taken in zip(one.hosts, one.shares, base, strict=True):
+            room = self.hosts[index].memory - taken
+            found = min(found, room / (share * size) if size else found if room >= 0 else -1.0)
+        return int(max(found, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class GridPlan:
+    """Stages in order with the layers of each. tokens: per second, as judged; others: the speeds of
+    the best plans of other shapes, for `why`."""
+
+    cluster: Cluster
+    stages: tuple[Team, ...]
+    layers: tuple[int, ...]
+    tokens: float
+    others: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Members of each stage."""
+        return tuple(stage.width for stage in self.stages)
+
+    @property
+    def name(self) -> str:
+        """Such as 2 x 4, or 4+2+2 where stages differ."""
+        return shape(self.widths)
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """With its times."""
+        return arrange(self.cluster, self.stages, self.layers)
+
+    @property
+    def memory(self) -> list[list[float]]:
+        """Bytes of each member of each stage."""
+        end = len(self.stages) - 1
+        return [self.cluster.bytes_of(one, count, first=k == 0, last=k == end)
+                for k, (one, count) in enumerate(zip(self.stages, self.layers, strict=True))]
+
+    def why(self) -> str:
+        """One sentence for people."""
+        made = self.arrangement
+        computing = sum(stage.seconds for stage in made.stages)
+        sums = sum(stage.sums for stage in made.stages)
+        text = (f"grid {self.name} (stages x width): a token computes for {1e3 * computing:.1f} ms,"
+                f" waits {1e3 * sums:.1f} ms for sums and "
+                f"{1e3 * (made.way() - computing - sums):.1f} ms for links")
+        for name, speed in self.others[:2]:
+            text += f"; {name} would bring {speed / self.tokens:.2f} times the speed"
+        left = len(self.cluster.hosts) - sum(self.widths)
+        if left:
+            used = {index for stage in self.stages for index in stage.hosts}
+            idle = [host.name for i, host in enumerate(self.cluster.hosts) if i not in used]
+            text += f"; {', '.join(idle)} left out"
+        return text
+
+
+def shape(widths: Sequence[int]) -> str:
+    """A grid's name: stages x width, or widths joined by +."""
+    if len(set(widths)) == 1:
+        return f"{len(widths)} x {widths[0]}"
+    return "+".join(map(str, widths))
+
+
+def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
+    """The fastest grid. predict: tokens per second of an arrangement, instead of the judge's.
+
+    Raises PlanError when the hosts cannot hold the model.
+    """
+    judged = predict or (lambda made: _score(made, cluster.mixes))
+    found: dict[tuple[int, ...], GridPlan] = {}
+    hosts = range(len(cluster.hosts))
+    orders = _orders(cluster)
+    for order in orders:
+        _keep(found, _by_bounds(cluster, order, judged))
+    if found and len(orders) > 1 and len(cluster.hosts) <= _SWAPPED:
+        _swap(cluster, found, judged)
+    if not found:
+        need = cluster.load.stage_bytes(0, cluster.n_layers)
+        room = sum(cluster.hosts[i].memory for i in hosts)
+        raise PlanError(f"no grid of {len(cluster.hosts)} hosts holds the model: it needs "
+                        f"{size_text(need)}, they have {size_text(room)} together; use more hosts, "
+                        "a smaller quantisation or a smaller context (-c)")
+    ranked = sorted(found.values(), key=lambda plan: -plan.tokens)
+    best = ranked[0]
+    others = tuple((plan.name, plan.tokens) for plan in ranked[1:])
+    return GridPlan(cluster, best.stages, best.layers, best.tokens, others)
+
+
+def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
+    """The hosts in their order as stages of these widths, layers dealt out evenly by speed.
+
+    Raises PlanError where that does not fit.
+    """
+    if not all(map(cluster.cut.allows, widths)) or sum(widths) > len(cluster.hosts):
+        raise PlanError(f"this model's layers cannot be cut for {shape(widths)} on "
+                        f"{len(cluster.hosts)} hosts: possible widths are "
+                        f"{', '.join(map(str, cluster.cut.widths(len(cluster.hosts))))}")
+    starts = itertools.accumulate(widths, initial=0)
+    stages = tuple(cluster.team(range(at, at + width))
+                   for at, width in zip(starts, widths, strict=False))
+    layers = _level(cluster, stages)
+    if layers is None:
+        raise PlanError(f"{shape(widths)} does not fit the memory of its hosts")
+    made = arrange(cluster, stages, layers)
+    return GridPlan(cluster, stages, layers, _score(made, cluster.mixes))
+
+
+def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> Arrangement:
+    """Stages with so many layers each, as the judge sees them."""
+    end, n_embd = len(stages) - 1, cluster.cut.n_embd
+    times = tuple(one.time(count, cluster.load.last_cost if k == end else 0.0, cluster.cut,
+                           cluster.sums)
+                  for k, (one, count) in enumerate(zip(stages, layers, strict=True)))
+    hops = [_hop(cluster, a, b) for a, b in itertools.pairwise(stages)] or [0.0]
+    per_row = 4 * n_embd / cluster.network.usual.bandwidth
+    usual = cluster.network.usual.latency + cluster.hop
+    link = (sum(hops) + 2 * usual) / (len(stages) + 1)
+    return Arrangement(times, link, per_row * (len(stages) - 1) / (len(stages) + 1), cluster.draft)
+
+
+def _hop(cluster: Cluster, one: Team, two: Team) -> float:
+    """Seconds from a stage to the next: each member of it hears one of this one's."""
+    wires = [cluster.network.between(one.hosts[k % one.width], host)
+             for k, host in enumerate(two.hosts)]
+    size = 4 * cluster.cut.n_embd
+    return cluster.hop + max(wire.latency + size / wire.bandwidth for wire in wires)
+
+
+def _score(made: Arrangement, mixes: Sequence[LoadMix]) -> float:
+    speeds = [tokens_per_second(made, mix) for mix in mixes]
+    return float(np.exp(np.mean(np.log(speeds))))
+
+
+def _keep(found: dict[tuple[int, ...], GridPlan], plans: Sequence[GridPlan]) -> None:
+    """Of each shape the fastest."""
+    for plan in plans:
+        before = found.get(plan.widths)
+        if before is None or plan.tokens > before.tokens * _SAME:
+            found[plan.widths] = plan
+
+
+# --- orders of the hosts ----------------------------------------------------------------------
+
+
+def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Orders in which contiguous groups are looked for: as given; by speed; and along the best
+    links from each of a few hosts. One where all are alike."""
+    hosts, network = cluster.hosts, cluster.network
+    given = tuple(range(len(hosts)))
+    alike = len({(host.per_cost, host.memory, host.curve) for host in hosts}) == 1
+    found = [given]
+    if not alike:
+        found.append(tuple(sorted(given, key=lambda i: hosts[i].per_cost)))
+    if network.special:
+        starts = sorted(given, key=lambda i: hosts[i].per_cost)[:4]
+        for start in starts:
+            chain, left = [start], set(given) - {start}
+            while left:
+                here = chain[-1]
+                chain.append(min(left, key=lambda i: (
+                    cluster.sums.seconds(2, cluster.cut.n_embd, network.between(here, i)),
+                    hosts[i].per_cost, i)))
+                left.discard(chain[-1])
+            found.append(tuple(chain))
+    return list(dict.fromkeys(found))
+
+
+def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan], judged: Predict) -> None:
+    """Better places for two hosts of the best plans, and layers anew, as long as that helps."""
+    for widths in sorted(found, key=lambda key: -found[key].tokens)[:6]:
+        better = True
+        while better:
+            better = False
+            plan = found[widths]
+            used = [index for stage in plan.stages for index in stage.hosts]
+            rest = [i for i in range(len(cluster.hosts)) if i not in used]
+            places = [*used, *rest]
+            for a, b in itertools.combinations(range(len(places)), 2):
+                if a >= len(used):
+                    continue
+                order = list(places)
+                order[a], order[b] = order[b], order[a]
+                one = _along(cluster, order, widths, judged)
+                if one is not None and one.tokens > found[widths].tokens * 1.001:
+                    found[widths], better = one, True
+
+
+def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged: Predict
+           ) -> GridPlan | None:
+    """Stages of these widths along an order, layers so that the slowest stage is fast."""
+    cuts = list(itertools.accumulate(widths, initial=0))
+    stages = tuple(cluster.team(sorted(order[a:b])) for a, b in itertools.pairwise(cuts))
+    layers = _level(cluster, stages)
+    if layers is None:
+        return None
+    return GridPlan(cluster, stages, layers, judged(arrange(cluster, stages, layers)))
+
+
+def _level(cluster: Cluster, stages: Sequence[Team]) -> tuple[int, ...] | None:
+    """Layers for each stage so that the slowest is as fast as possible; None: they do not fit."""
+    end, counts = len(stages) - 1, [1] * len(stages)
+    most = [cluster.most_layers(one, first=k == 0, last=k == end) for k, one in enumerate(stages)]
+    if sum(most) < cluster.n_layers or min(most) < 1 or len(stages) > cluster.n_layers:
+        return None
+    base = [one.time(0, cluster.load.last_cost if k == end else 0.0, cluster.cut,
+                     cluster.sums).taken(1) for k, one in enumerate(stages)]
+    each = [one.time(1, 0.0, cluster.cut, cluster.sums).taken(1) - one.overhead for one in stages]
+    for _ in range(cluster.n_layers - len(stages)):
+        open_ = [k for k in range(len(stages)) if counts[k] < most[k]]
+        index = min(open_, key=lambda k: (base[k] + (counts[k] + 1) * each[k], k))
+        counts[index] += 1
+    return tuple(counts)
+
+
+# --- dynamic programming ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Hosts start to stop - 1 of an order as one stage: fixed seconds, those of each layer, what
+    the last stage has besides, and the most layers (of the first, the last, any other stage)."""
+
+    start: int
+    stop: int
+    one: Team
+    fixed: float
+    each: float
+    last: float
+    most: tuple[int, int, int]
+
+
+def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[GridPlan]:
+    """For each bound the plan with the shortest way; and regular grids of each width."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], GridPlan] = {}
+
+    def add(stages: tuple[Team, ...], layers: tuple[int, ...]) -> None:
+        key = (tuple(index for one in stages for index in (*one.hosts, -1)), layers)
+        if key not in found:
+            found[key] = GridPlan(cluster, stages, layers,
+                                  judged(arrange(cluster, stages, layers)))
+
+    for rows in _ROWS:
+        groups = _groups(cluster, order, rows)
+        if not groups:
+            continue
+        n = cluster.n_layers
+        low = 1 / sum(1 / max(g.each, 1e-12) for g in groups if g.stop - g.start == 1 or n == 1) \
+            if any(g.stop - g.start == 1 for g in groups) else min(g.each for g in groups)
+        low = max(low, min(g.fixed + g.each for g in groups))
+        high = max(g.fixed + n * g.each + g.last for g in groups)
+        for bound in np.geomspace(low, high, _BOUNDS):
+            path = _shortest(cluster, len(order), groups, float(bound))
+            if path is not None:
+                add(tuple(group.one for group, _ in path), tuple(count for _, count in path))
+    for width in cluster.cut.widths(len(order)):
+        count = len(order) // width
+        if cluster.allows(width):
+            one = _along(cluster, order, [width] * count, judged)
+            if one is not None:
+                add(one.stages, one.layers)
+    return list(found.values())
+
+
+def _groups(cluster: Cluster, order: Sequence[int], rows: int) -> list[_Group]:
+    found = []
+    for start, stop in itertools.combinations(range(len(order) + 1), 2):
+        if not cluster.allows(stop - start):
+            continue
+        one = cluster.team(sorted(order[start:stop]))
+        none, layer, last = (one.time(count, cost, cluster.cut, cluster.sums) for count, cost in (
+            (0, 0.0), (1, 0.0), (0, cluster.load.last_cost)))
+        hop = cluster.hop
+        if stop < len(order):
+            wire = cluster.network.between(order[stop - 1], order[stop])
+            hop += wire.latency + rows * 4 * cluster.cut.n_embd / wire.bandwidth
+        fixed = none.taken(rows) + hop
+        most = (cluster.most_layers(one, first=True, last=False),
+                cluster.most_layers(one, first=False, last=True),
+                cluster.most_layers(one, first=False, last=False))
+        found.append(_Group(start, stop, one, fixed, layer.taken(rows) - none.taken(rows),
+                            last.taken(rows) - none.taken(rows), most))
+    return found
+
+
+def _shortest(cluster: Cluster, n_hosts: int, groups: Sequence[_Group], bound: float
+              ) -> list[tuple[_Group, int]] | None:
+    """The stages with the least total time none of which takes longer than the bound."""
+    n = cluster.n_layers
+    best: Matrix = np.full((n_hosts + 1, n + 1), np.inf)
+    best[0, 0] = 0.0
+    delta = np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None]
+    came: dict[tuple[int, int], tuple[int, int, _Group | None]] = {}
+    starting: dict[int, list[_Group]] = {}
+    for group in groups:
+        starting.setdefault(group.start, []).append(group)
+    for at in range(n_hosts):
+        here = best[at]
+        skip = here < best[at + 1]
+        for layer in np.flatnonzero(skip).tolist():
+            best[at + 1, layer] = here[layer]
+            came[at + 1, layer] = (at, layer, None)
+        for group in starting.get(at, ()):
+            _extend(group, here, best[group.stop], delta, came, bound)
+    if not np.isfinite(best[n_hosts, n]):
+        return None
+    path: list[tuple[_Group, int]] = []
+    at, layer = n_hosts, n
+    while (at, layer) != (0, 0):
+        before, placed, used = came[at, layer]
+        if used is not None:
+            path.append((used, layer - placed))
+        at, layer = before, placed
+    return path[::-1]
+
+
+def _extend(group: _Group, here: Matrix, there: Matrix, delta: npt.NDArray[np.int64],
+            came: dict[tuple[int, int], tuple[int, int, _Group | None]], bound: float) -> None:
+    """Let a group take some layers after each number of layers that has been placed.
+
+    delta: int[n + 1, n + 1]: layers between two places.
+    """
+    times = group.fixed + group.each * delta
+    times[:, -1] += group.last
+    first, last, other = group.most
+    most = np.full(delta.shape, other)
+    most[0, :], most[:, -1] = first, last
+    most[0, -1] = min(first, last)
+    usable = (delta > 0) & (delta <= most) & (times <= bound * _SAME)
+    ways = np.where(usable, here[:, None] + times, np.inf)
+    start = np.argmin(ways, axis=0)
+    least = ways[start, np.arange(len(there))]
+    for layer in np.flatnonzero(least < there).tolist():
+        there[layer] = least[layer]
+        came[group.stop, layer] = (group.start, int(start[layer]), group)
