@@ -84,7 +84,7 @@ def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute
     config = JobConfig.of(distribute=distribute, spares=asked, timeout=timeout)
     return Assembly(config, port, plan, load, members, hosts,
                     lambda holding: Setup(
-                        PortName(0), 0, "m.gguf", "x", 6, holding.start, holding.stop, n_ctx=1,
+                        PortName(0), (), "m.gguf", "x", 6, holding.start, holding.stop, n_ctx=1,
                         n_seq_max=1, n_batch=1, prompt_id=0, gaps=False, settings={}),
                     lambda start, stop: None, None, survives=survives)
 

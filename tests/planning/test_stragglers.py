@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster.balance import Balance
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.load_seen import Seen
@@ -281,6 +282,7 @@ class Bed:
                                worked=0.0)
         self.assembly = SimpleNamespace(
             held=self.before, threads={}, returning=(), grows=False, changes=["moved"], ready={},
+            grid=Grid.plain(len(self.before)),
             better=lambda seconds, judge: Verdict(self.better, gain, {}), move=self.move)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,

@@ -1,0 +1,283 @@
+"""Members of a stage sum up parts: through shared memory and as messages, the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.backends.llamacpp.layer_probe import compiled
+from pipeinfer.backends.shared_team import Region, SharedTeam
+from pipeinfer.backends.team import (
+    SUM_TYPES,
+    PeerFailed,
+    TeamShape,
+    add_up,
+    lengthen,
+    shorten,
+)
+from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout
+from pipeinfer.runtime.port_team import PortTeam
+from pipeinfer.transport.inproc import local_ports
+
+needs_c = pytest.mark.skipif(compiled() is None, reason="sums.c was not compiled here")
+WAYS = [pytest.param("memory", marks=needs_c), "messages"]
+HOLDERS = [((0,),), ((0, 1),), ((0,), (1,)), ((0,), (1,), (2,)), ((0, 2), (1,)), ((0,), (1, 2, 3))]
+
+
+class Stage:
+    """All members of a stage, each to be used by threads of its own."""
+
+    def __init__(self, way, holders, kind="f32", capacity=64, watch=lambda index: None,
+                 vocabulary=()):
+        self.holders, self.n = holders, sum(map(len, holders))
+        shapes = [TeamShape(holders, member, kind, capacity, vocabulary)
+                  for member in range(len(holders))]
+        if way == "memory":
+            regions = [Region.create(shapes[0])]
+            regions += [Region.open(regions[0].name, shape) for shape in shapes[1:]]
+            self.teams = [SharedTeam(shape, region, watch)
+                          for shape, region in zip(shapes, regions, strict=True)]
+        else:
+            ports = local_ports(len(holders) + 1)
+            self.teams = [PortTeam(shape, ports[1 + member], range(1, len(holders) + 1), watch)
+                          for member, shape in enumerate(shapes)]
+
+    def each(self, work):
+        """work(team, slice) by every slice at once, in order of slices; what each gave."""
+        owners = [(team, index) for team, held in zip(self.teams, self.holders, strict=True)
+                  for index in held]
+        with ThreadPoolExecutor(self.n) as pool:
+            futures = {index: pool.submit(work, team, index) for team, index in owners}
+            return [futures[index].result(20) for index in range(self.n)]
+
+    def begin(self, run_id, cancelled=False):
+        return [team.begin(run_id, cancelled=cancelled) for team in self.teams]
+
+    def close(self):
+        for team in self.teams:
+            team.close()
+
+
+@pytest.fixture
+def stage(request):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Stage(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("kind", SUM_TYPES)
+@pytest.mark.parametrize("holders", HOLDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_are_added_in_the_order_of_slices(stage, way, holders, kind):
+    team = stage(way, holders, kind)
+    rng = np.random.default_rng(1)
+    for run_id in range(3):
+        parts = (rng.standard_normal((5, team.n, 48)) * 1e3).astype(np.float32)
+        assert not any(team.begin(run_id))
+        for one in team.teams:
+            one.arm(None)
+
+        def sums(member, index, parts=parts):
+            found = []
+            for place in range(5):
+                own = parts[place, index].copy()
+                assert member.part(index).add(own, place)
+                found.append(own)
+            return np.stack(found)
+
+        for found in team.each(sums):
+            for place in range(5):
+                expected = add_up([shorten(part, kind) for part in parts[place]], kind)
+                assert found[place].tobytes() == expected.tobytes()
+    assert team.teams[0].count == 15
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_leader_stops_everyone_at_the_same_sum(stage, way):
+    team = stage(way, ((0,), (1, 2), (3,)))
+    for run_id, at in ((7, 1), (8, 3), (9, 0)):
+        assert not any(team.begin(run_id))
+        asked = []
+
+        def stop(asked=asked, at=at):
+            asked.append(None)
+            return len(asked) > at
+
+        for one in team.teams:
+            one.arm(stop)
+
+        def sums(member, index):
+            part = member.part(index)
+            done = 0
+            for place in range(12):
+                if not part.add(np.ones(8, np.float32), place):
+                    break
+                done += 1
+            return done
+
+        assert team.each(sums) == [2 * at + 1] * 4  # looks after the feed forward of each layer
+        for one in team.teams:
+            one.check()  # nothing is wrong
+    assert not any(team.begin(10))
+    for one in team.teams:
+        one.arm(None)
+    assert team.each(lambda member, index: member.part(index).add(
+        np.ones(8, np.float32), 0)) == [True] * 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_cancelled_is_skipped_by_all_sooner_or_later(stage, way):
+    team = stage(way, ((0,), (1, 2)))
+    leader, other = team.teams
+    assert leader.begin(1, cancelled=True)
+    assert other.begin(1, cancelled=False)  # it hears so before it begins
+    assert not other.begin(2, cancelled=False)  # the leader has not said anything
+    other.arm(None)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(other.part(i).add, np.ones(8, np.float32), 0) for i in (1, 2)]
+        assert leader.begin(2, cancelled=True)
+        assert [one.result(20) for one in waiting] == [False, False]
+    other.check()
+    for run_id in range(3, 63):  # the leader is far ahead
+        assert leader.begin(run_id, cancelled=True)
+    for run_id in range(3, 63):
+        assert other.begin(run_id, cancelled=False)
+    assert not any(team.begin(63))
+    for one in team.teams:
+        one.arm(None)
+    assert team.each(lambda member, index: member.part(index).add(
+        np.ones(8, np.float32), 0)) == [True] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_fails_is_heard_by_the_others_at_their_next_sum(stage, way):
+    team = stage(way, ((0,), (1,), (2,)))
+    team.begin(4)
+    for one in team.teams:
+        one.arm(None)
+
+    def sums(member, index):
+        if index == 1:
+            member.fail(1)
+            return None
+        return member.part(index).add(np.ones(8, np.float32), 0)
+
+    assert team.each(sums) == [False, None, False]
+    for member in (0, 2):
+        with pytest.raises(PeerFailed, match="failed in run 4"):
+            team.teams[member].check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wait_without_end_is_ended_by_its_watch(stage, way):
+    awaited = []
+
+    def watch(index):
+        awaited.append(index)
+        if len(awaited) > 2:
+            raise TransportTimeout(rank=2, peer=1, tag="SUM", run_id=5, seconds=0.1)
+
+    team = stage(way, ((0,), (1,)), watch=watch)
+    other = team.teams[1]
+    other.begin(5, cancelled=False)
+    other.arm(None)
+    assert not other.part(1).add(np.ones(8, np.float32), 0)
+    with pytest.raises(TransportTimeout, match=r"rank 2 waited .* for SUM from rank 1, run 5"):
+        other.check()
+    assert set(awaited) == {0}
+
+
+@pytest.mark.parametrize(("place", "count", "run_id"), [(1, 8, 6), (0, 4, 6), (0, 8, 9)])
+@pytest.mark.parametrize("way", WAYS)
+def test_members_that_are_not_at_the_same_sum_say_so(stage, way, place, count, run_id):
+    team = stage(way, ((0,), (1,)))
+    team.teams[0].begin(6, cancelled=False)
+    team.teams[1].begin(run_id, cancelled=False)
+    for one in team.teams:
+        one.arm(None)
+    wrong = team.each(lambda member, index: member.part(index).add(
+        np.ones(count if index else 8, np.float32), place if index else 0))
+    assert wrong == [False, False]
+    with pytest.raises(ProtocolError, match="not at the same sum of run 6"):
+        team.teams[0].check()
+
+
+@pytest.mark.parametrize("holders", HOLDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_are_put_beside_each_other(stage, way, holders):
+    n = sum(map(len, holders))
+    cuts = np.cumsum([0, *range(3, 3 + n)]).tolist()
+    vocabulary = tuple(itertools.pairwise(cuts))
+    team = stage(way, holders, vocabulary=vocabulary)
+    whole = np.arange(2 * cuts[-1], dtype=np.float32).reshape(2, -1)
+    for run_id in range(3):
+        team.begin(run_id)
+        for one in team.teams:
+            one.arm(None)
+        found = team.each(lambda member, index: member.gather(
+            index, np.ascontiguousarray(whole[:, slice(*vocabulary[index])])))
+        assert np.array_equal(found[holders[0][0]], whole)
+        assert all(one is None for index, one in enumerate(found) if index != holders[0][0])
+    with pytest.raises(BackendError, match="slice 0 gave 1 logits"):
+        team.teams[0].gather(0, np.zeros((1, 1), np.float32))
+
+
+values = st.integers(0, 2**32 - 1)
+
+
+@needs_c
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@given(bits=st.lists(values, min_size=1, max_size=50))
+def test_c_and_numpy_round_alike(kind, bits):
+    numbers = np.array(bits, np.uint32).view(np.float32)
+    expected = lengthen(shorten(numbers, kind), kind)
+    own = numbers.copy()
+    compiled().pipeinfer_sums_shorten(
+        SUM_TYPES[kind], ctypes.c_void_p(own.ctypes.data), ctypes.c_size_t(own.size))
+    real = ~np.isnan(numbers)
+    assert own[real].tobytes() == expected[real].tobytes()
+    assert np.isnan(own[~real]).all()
+    assert np.isnan(expected[~real]).all()
+
+
+@needs_c
+def test_names_of_shared_memory_are_checked_and_not_left_behind():
+    shape = TeamShape(((0,), (1,)), 0, "f32", 64)
+    region = Region.create(shape)
+    name = region.name
+    other = Region.open(name, shape)
+    region.forget_name()
+    with pytest.raises(BackendError, match="--sum-path messages"):
+        Region.open(name, shape)
+    for wrong in ("../etc/passwd", "pipeinfer-sums-/x", ""):
+        with pytest.raises(ProtocolError, match="no name"):
+            Region.open(wrong, shape)
+    region.close()
+    other.close()
+
+
+@needs_c
+def test_without_room_there_is_no_shared_memory(monkeypatch, tmp_path):
+    shape = TeamShape(((0,), (1,)), 0, "f32", 64)
+    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path / "missing")
+    assert Region.create(shape) is None
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path)
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert Region.create(shape) is None
+    assert not list(tmp_path.iterdir())
