@@ -58,7 +58,7 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
 
     def stage(node):
         try:
-            name, total = shard_transfer._ask(ports[node], node, node + 1, timeout)
+            name, total = shard_transfer._ask(ports[node], PortName(node), node, node + 1, timeout)
             outcome[node] = receive(ports[node], directories[node], name, total, timeout,
                                     lambda *_: None)
         except Exception as error:
@@ -162,12 +162,12 @@ def test_an_answer_that_names_no_shard_is_refused(answer):
     ports = local_ports(2)
     ports[0].send(1, Tag.TRANSACTION, answer)
     with pytest.raises(ProtocolError, match="a request for layers was answered with"):
-        shard_transfer._ask(ports[1], 0, 1, 5.0)
+        shard_transfer._ask(ports[1], PortName(1), 0, 1, 5.0)
 
 
 def test_a_head_that_answers_no_wish():
     with pytest.raises(TransportTimeout, match="ShardOffer from rank 0"):
-        shard_transfer._ask(local_ports(2)[1], 0, 1, 0.2)
+        shard_transfer._ask(local_ports(2)[1], PortName(1), 0, 1, 0.2)
 
 
 def test_old_beginnings_are_forgotten(tmp_path):

@@ -59,13 +59,13 @@ def test_other_texts_name_none(text):
 def test_a_cut_covers_the_model_at_blocks_and_near_its_shares(tmp_path_factory, data):
     qtype = data.draw(st.sampled_from(("F32", "F16", "Q8_0", "Q4_K_M")))
     block = {"Q8_0": 32, "Q4_K_M": 256}.get(qtype, 1)
-    kv, group = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    head = data.draw(st.sampled_from((16, 32, 48)))
+    kv, group = data.draw(st.sampled_from((1, 2, 4))), data.draw(st.integers(1, 4))
+    head = data.draw(st.sampled_from((16, 32, 64)))
     width = kv * group * head
     unit = np.lcm(block, width)
     spec = RandomSpec(
         n_layer=1, n_head=kv * group * int(unit // width), n_head_kv=kv * int(unit // width),
-        n_embd=int(unit), n_ff=data.draw(st.integers(1, 9)) * max(block, 24), qtype=qtype,
+        n_embd=int(unit), n_ff=data.draw(st.integers(1, 5)) * max(block, 24), qtype=qtype,
         n_vocab=data.draw(st.integers(300, 400)))
     model = ModelFile(write_random_model(tmp_path_factory.mktemp("c") / "m.gguf", spec))
     sizes, widths = sizes_of(model), widths_of(model)
@@ -84,7 +84,8 @@ def test_a_cut_covers_the_model_at_blocks_and_near_its_shares(tmp_path_factory, 
         assert ranges_[0][0] == 0
         assert ranges_[-1][1] == size
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges_))
-    assert all(low % 32 == 0 for low, _ in (p.vocab for p in cut))
+    if sizes.vocab // 32 >= n:
+        assert all(p.vocab[0] % 32 == 0 for p in cut)
     step = int(np.lcm(block, 32))
     if sizes.ff // step >= n:
         assert all(low % step == 0 for low, _ in (p.ff for p in cut))
