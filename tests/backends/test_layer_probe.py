@@ -85,8 +85,8 @@ def test_both_give_the_same_hidden_rows(shard, monkeypatch):
 def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "_layer_filter.abi3.so").write_bytes(b"not a library")
     monkeypatch.setattr(layer_probe, "__file__", str(tmp_path / "layer_probe.py"))
-    layer_probe.compiled_filter.cache_clear()
+    layer_probe.compiled.cache_clear()
     try:
         assert layer_probe.compiled_filter() is None
     finally:
-        layer_probe.compiled_filter.cache_clear()
+        layer_probe.compiled.cache_clear()

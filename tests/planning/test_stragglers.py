@@ -298,6 +298,7 @@ class Bed:
     def move(self, held, why, threads):
         self.moved.append(held)
         self.assembly.held, self.assembly.changes = held, [why]
+        self.assembly.grid = Grid.plain(len(held))
 
     def runs(self, seconds):
         feed(self.session.head.times.pace, seconds)

@@ -15,7 +15,7 @@ from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.backends.wide import WideBackend
 from pipeinfer.core.grid import Grid, deal
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, Part, RunCancelled, Tag, Verdict
-from pipeinfer.core.policy import CancelPath, Policy
+from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import Request, SamplingParams, make_rows
 from pipeinfer.errors import ProtocolError, TransportTimeout
@@ -46,7 +46,8 @@ POLICIES = {
     "iterative": {"policy": Policy.ITERATIVE},
     "speculative": {"policy": Policy.SPECULATIVE, "draft_max": 3},
     "pipeinfer": {"policy": Policy.PIPEINFER, "draft_max": 2, "alternatives": 1, "credit": 6},
-    "no cancel": {"policy": Policy.PIPEINFER, "draft_max": 2, "credit": 6, "cancel": False},
+    "no cancel": {"policy": Policy.PIPEINFER, "draft_max": 2, "credit": 6,
+                  "ablations": frozenset({Ablation.CANCEL})},
 }
 SAMPLERS = {"greedy": SamplingParams(),
             "sampled": SamplingParams(temperature=0.9, top_k=20, key=1234)}
