@@ -2,11 +2,13 @@
 
     python -m benchmarks.methods.lossless --prompts 4 --tokens 128            the whole matrix
     python -m benchmarks.methods.lossless --prompts 20 --share 0.25           a random quarter
+    python -m benchmarks.methods.lossless --share 0.1 --grid 2x2              over wide stages
 
 Greedy and temperature 0.8 with three seeds. The reference is rig/plain_loop.py (llama-cpp-python
 on the unsplit file) for greedy and sampled decoding alike. Each mismatch is teacher-forced: the
 plain loop is fed the tokens up to that position, once with single rows and once in other widths,
-and the gap of the two best perturbed scores is printed beside the noise between the widths.
+and the gap of the two best perturbed scores is printed beside the noise between the widths. With
+--grid the reference is plain decoding over the same slices (rig/sliced_loop.py).
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ import click
 import numpy as np
 
 from benchmarks.methods.prompts import PROMPTS
+from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.sampling import candidates, noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig.launch import python
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.planning.wide import shares_of
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (
@@ -48,16 +54,29 @@ SAMPLINGS = ({"temperature": 0.0}, *({"temperature": 0.8, "key": noise_key(s)} f
 @click.option("--model", default=str(EMBEDDED / "target.gguf"))
 @click.option("--draft", default=str(EMBEDDED / "draft.gguf"))
 @click.option("--seed", default=0, help="Of the random share.")
+@click.option("--grid", default="", help="Stages x members; world sizes follow from it.")
+@click.option("--slices", default="", help="As of pipeinfer.")
+@click.option("--layers", default="", help="As of pipeinfer; needed for several stages.")
+@click.option("--sum-type", default="f32")
+@click.option("--sum-path", default="auto")
 @click.option("--p-min", default=0.3, help="Draft cutoff.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON with every case.")
 def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft: str, seed: int,
-         p_min: float, output: Path | None) -> None:
+         p_min: float, output: Path | None, **wide: str) -> None:
     """Run the matrix and print what differs."""
     from pipeinfer.models.locate import open_tokenizer
 
     rng = random.Random(seed)
     tokenizer = open_tokenizer(model)
-    plain = PlainLoop(model)
+    if wide["grid"] or wide["slices"]:
+        widths = parse_widths(wide["grid"] or "1")
+        n_layers = ModelFile(model).n_layers
+        counts = [int(n) for n in (wide["layers"] or str(n_layers)).split(",")]
+        shares = [own or (1.0,) for own in shares_of(wide["slices"], widths)]
+        plain: PlainLoop = SlicedLoop(model, counts, shares, sum_type=wide["sum_type"])
+        ranks = str(sum(widths) + 1)
+    else:
+        plain = PlainLoop(model)
     texts = [tokenizer.encode(p) for p in PROMPTS[:prompts]]
     wanted = {(i, k): plain.generate(texts[i], tokens, SamplingParams(**s))
               for i, (k, s) in itertools.product(range(prompts), enumerate(SAMPLINGS))}
@@ -74,7 +93,8 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
             task, out = Path(folder) / "task.json", Path(folder) / "out.json"
             task.write_text(json.dumps({"config": {
                 "model": model, "draft_model": draft, "ctx": 1024, "threads": 1,
-                "threads_draft": 1, "branches": 3, "policy": "pipeinfer"}, "cases": cases}))
+                "threads_draft": 1, "branches": 3, "policy": "pipeinfer", **wide},
+                "cases": cases}))
             done = python(np_, "matrix", str(task), str(out), timeout=3600)
             if done.returncode:
                 sys.exit(f"{np_} ranks failed\n{done.stderr[-3000:]}")
