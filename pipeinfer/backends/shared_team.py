@@ -32,7 +32,7 @@ from pipeinfer.errors import BackendError, ProtocolError
 _GIVEN_UP, _UNLIKE = 4, 5
 _FOLDER = Path("/dev/shm")  #: memory that has names
 _PREFIX = "pipeinfer-sums-"
-_SPIN_NS = 20_000  #: how long to wait before the processor is offered to others
+_SPIN_NS = 2_000  #: how long to wait before the processor is offered to others
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int)
 
 

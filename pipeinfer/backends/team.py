@@ -10,6 +10,7 @@ Knows numbers and slices; no messages, no matrices. Runs are numbers here, to te
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.llamacpp.layer_probe import PartSum, compiled
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError, ClusterError
 
@@ -120,6 +121,12 @@ def shorten(values: npt.NDArray[np.float32], kind: str) -> npt.NDArray[Any]:
     the nearest, ties to even."""
     if kind == "f32":
         return values
+    library = compiled()
+    if library is not None:
+        short = np.empty(values.shape, np.uint16)
+        library.pipeinfer_sums_narrow(SUM_TYPES[kind], _at(short), _at(values),
+                                      ctypes.c_size_t(short.size))
+        return short
     if kind == "f16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).view(np.uint16)
@@ -132,15 +139,30 @@ def lengthen(values: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
     """What `shorten` made, as float32."""
     if kind == "f32":
         return np.asarray(values, np.float32)
+    library = compiled()
+    if library is not None:
+        long = np.empty(values.shape, np.float32)
+        library.pipeinfer_sums_widen(SUM_TYPES[kind], _at(long), _at(values),
+                                     ctypes.c_size_t(long.size))
+        return long
     if kind == "f16":
         return values.view(np.float16).astype(np.float32)
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
+def _at(values: npt.NDArray[Any]) -> ctypes.c_void_p:
+    """The address of an array whose numbers lie side by side."""
+    assert values.flags.c_contiguous
+    return ctypes.c_void_p(values.__array_interface__["data"][0])
+
+
 def add_up(parts: Sequence[npt.NDArray[Any]], kind: str) -> npt.NDArray[np.float32]:
     """The sum of parts as they travelled, in their order, rounded as they were."""
-    total = lengthen(parts[0], kind).copy()
-    for part in parts[1:]:
+    if len(parts) == 1:
+        total = lengthen(parts[0], kind).copy()
+    else:
+        total = lengthen(parts[0], kind) + lengthen(parts[1], kind)
+    for part in parts[2:]:
         total += lengthen(part, kind)
     return total if kind == "f32" else lengthen(shorten(total, kind), kind)
 

@@ -86,6 +86,9 @@ _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows look through other ids than they are stored under
 _FLAGS = 15  # all of them
+_PART = int(Op.PART)
+_VERDICTS = tuple(Verdict)
+_FLOAT, _HALF = np.dtype("<f4"), np.dtype("<u2")
 _SHORT = 4  # of a PART frame: its numbers have 16 bits; the two bits below are its verdict
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
@@ -117,9 +120,9 @@ def encode(message: Message) -> bytes:
             body = np.asarray(run_ids, "<i8").tobytes()
             return _frame(Op.CANCEL, body, n_rows=len(run_ids))
         case Part(member, turn, run_id, place, verdict, data):
-            flags = verdict | (0 if data.dtype == np.float32 else _SHORT)
-            return _frame(Op.PART, data.tobytes(), flags=flags, run_id=run_id, parent_id=turn,
-                          n_rows=member, n_ops=place, d=data.size)
+            flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
+            return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, turn, member, 0, place,
+                                data.size, data.nbytes, 0) + data.tobytes()
         case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
             words = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
             return _frame(Op.WORKER_FAILED, json.dumps(words).encode(), run_id=run_id,
@@ -154,6 +157,11 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     body = view[HEADER_BYTES:]
     if len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
         raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
+    if op == _PART:  # two hundred a token
+        if size != d * (2 if flags & _SHORT else 4) or n_ids or n_spans or flags > 7:
+            raise ProtocolError(f"a part of a sum announces {d} numbers in {size} bytes")
+        return Part(n_rows, parent_id, run_id, n_ops, _VERDICTS[flags & 3],
+                    np.frombuffer(body, _HALF if flags & _SHORT else _FLOAT))
     reader = _Reader(body)
     spans = _read_spans(reader, run_id, n_spans) if n_spans else NO_SPANS
     message: Message
@@ -178,10 +186,6 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
         case Op.WORKER_FAILED:
             message = _decode_failure(reader, run_id, parent_id)
-        case Op.PART:
-            verdict = Verdict(flags & 3)
-            kind = "<u2" if flags & _SHORT else "<f4"
-            message = Part(n_rows, parent_id, run_id, n_ops, verdict, reader.array(kind, d))
         case Op.CONTROL:
             message = _decode_control(reader)
         case Op.SHARD_HAVE | Op.SHARD_CHUNK | Op.SHARD_END:

@@ -34,6 +34,7 @@ from pipeinfer.transport.base import Port
 
 _NOTHING: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 _NAP = 0.05
+_MANY = 256
 _LEFT_BEHIND = 60.0  #: seconds after which a slice no longer believes in its process's first one
 
 
@@ -139,8 +140,9 @@ class PortTeam:
             self._say(Verdict.STOP)
             return None
         mine = self._meeting.collect(shape.own[0], own, self._watch)
+        # copied: what is here becomes the sum
         self._send(Part(shape.member, self._turn, self.run_id, place, Verdict.GO,
-                        np.concatenate(mine)))  # copied: what is here becomes the sum
+                        mine[0].copy() if len(mine) == 1 else np.concatenate(mine)))
         parts: dict[int, npt.NDArray[Any]] = dict(zip(shape.own, mine, strict=True))
         for member, held in enumerate(shape.holders):
             if member == shape.member:
@@ -148,7 +150,10 @@ class PortTeam:
             heard = self._await(member, place, len(held) * own.size)
             if heard is None:
                 return None
-            parts |= zip(held, np.split(heard.data, len(held)), strict=True)
+            if len(held) == 1:
+                parts[held[0]] = heard.data
+            else:
+                parts |= zip(held, np.split(heard.data, len(held)), strict=True)
         self.count += 1
         return add_up([parts[index] for index in range(shape.n_slices)], shape.kind)
 
@@ -199,6 +204,8 @@ class PortTeam:
                                     "of a sum")
             if part.turn >= self._turn:
                 self._arrived[part.turn, part.member] = part
+            if len(self._arrived) > _MANY:  # verdicts of turns that nobody waited for
+                self._arrived = {k: one for k, one in self._arrived.items() if k[0] >= self._turn}
 
     def _await(self, member: int, place: int, count: int) -> Part | None:
         """A member's part of this turn; None where the leader leaves the run."""
@@ -217,7 +224,7 @@ class PortTeam:
                 self._watch(self.shape.holders[member][0])
             self._port.wait(_NAP, tag=Tag.SUM)
         self.waited += time.monotonic() - start
-        self._arrived = {k: part for k, part in self._arrived.items() if k[0] >= self._turn}
+        self._arrived.pop(key, None)
         if found.verdict is Verdict.FAILED:
             raise PeerFailed(f"member {member} of this stage has failed in run {self.run_id}")
         if found.run_id != self.run_id or (found.verdict is Verdict.GO and (
@@ -282,6 +289,8 @@ class _Meeting:
     def collect(self, index: int, part: npt.NDArray[Any], watch: Callable[[int], None]
                 ) -> list[npt.NDArray[Any]]:
         """The first slice: all parts of this member, in order. Raises what `watch` does."""
+        if len(self._own) == 1:
+            return [part]
         with self._changed:
             while not self._changed.wait_for(
                     lambda: self._over or (not self._takers and len(self._brought)

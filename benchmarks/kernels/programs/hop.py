@@ -19,7 +19,8 @@ from pipeinfer.core.messages import Decode, Tag
 from pipeinfer.core.types import make_rows
 from pipeinfer.transport.base import Layout
 from pipeinfer.transport.mpi import MpiPort
-from pipeinfer.transport.mpi_startup import introduce, world
+from pipeinfer.transport.mpi_job import world
+from pipeinfer.transport.mpi_startup import introduce
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from pipeinfer.core.types import FloatArray, Rows, SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.base import Layout
 from pipeinfer.transport.mpi import MpiPort
-from pipeinfer.transport.mpi_startup import introduce, world
+from pipeinfer.transport.mpi_job import world
+from pipeinfer.transport.mpi_startup import introduce
 
 STAGE_SECONDS = 0.030
 RUNS, CREDIT, N_ROWS = 30, 5, 16

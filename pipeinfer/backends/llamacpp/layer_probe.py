@@ -204,7 +204,8 @@ def compiled() -> Any | None:
         return None
     try:
         library = ctypes.CDLL(spec.origin)
-        library.pipeinfer_sums_bytes.restype = ctypes.c_size_t  # the newest of its functions
+        library.pipeinfer_sums_bytes.restype = ctypes.c_size_t
+        _ = library.pipeinfer_sums_widen  # the newest of its functions
     except (OSError, AttributeError):
         return None
     return library

@@ -210,6 +210,102 @@ void pipeinfer_sums_shorten(int32_t kind, float *values, size_t count)
     shorten(kind, values, values, count);
 }
 
+static uint16_t bits_of_f16(float value)
+{
+    uint32_t bits = bits_of(to_f16(value)), size = bits & 0x7fffffff;
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    if (size > 0x7f800000)
+        return sign | 0x7e00;
+    if (size == 0x7f800000)
+        return sign | 0x7c00;
+    if (size < 0x38800000)  /* a multiple of 2^-24 */
+        return sign | (uint16_t)(of_bits(size) * 16777216.0f);
+    return sign | (uint16_t)((size - 0x38000000) >> 13);
+}
+
+static float of_f16(uint16_t bits)
+{
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, size = bits & 0x7fff;
+    if (size >= 0x7c00)
+        return of_bits(sign | 0x7f800000 | (size & 0x3ff) << 13);
+    if (size < 0x400)
+        return of_bits(sign | bits_of((float)size / 16777216.0f));
+    return of_bits(sign | ((size << 13) + 0x38000000));
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+__attribute__((target("avx,f16c")))
+static size_t narrow_fast(uint16_t *to, const float *from, size_t count)
+{
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    return i;
+}
+
+__attribute__((target("avx,f16c")))
+static size_t widen_fast(float *to, const uint16_t *from, size_t count)
+{
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    return i;
+}
+
+static int fast(void)
+{
+    return __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+}
+#else
+static size_t narrow_fast(uint16_t *to, const float *from, size_t count)
+{
+    (void)to, (void)from, (void)count;
+    return 0;
+}
+
+static size_t widen_fast(float *to, const uint16_t *from, size_t count)
+{
+    (void)to, (void)from, (void)count;
+    return 0;
+}
+
+static int fast(void)
+{
+    return 0;
+}
+#endif
+
+/* Numbers as they travel, see team.shorten and team.lengthen. */
+void pipeinfer_sums_narrow(int32_t kind, uint16_t *to, const float *from, size_t count)
+{
+    size_t i = 0;
+    if (kind == SUM_F16) {
+        if (fast())
+            i = narrow_fast(to, from, count);
+        for (; i < count; i++)
+            to[i] = bits_of_f16(from[i]);
+    } else {
+        for (; i < count; i++)
+            to[i] = (uint16_t)(bits_of(to_bf16(from[i])) >> 16);
+    }
+}
+
+void pipeinfer_sums_widen(int32_t kind, float *to, const uint16_t *from, size_t count)
+{
+    size_t i = 0;
+    if (kind == SUM_F16) {
+        if (fast())
+            i = widen_fast(to, from, count);
+        for (; i < count; i++)
+            to[i] = of_f16(from[i]);
+    } else {
+        for (; i < count; i++)
+            to[i] = of_bits((uint32_t)from[i] << 16);
+    }
+}
+
 /* --- turns --------------------------------------------------------------------------------- */
 
 static int answer(struct sums *sums, uint64_t turn, int32_t index, int32_t place, uint32_t count)
