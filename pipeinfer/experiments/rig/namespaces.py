@@ -72,15 +72,16 @@ def _run(*command: str) -> str:
 class Cluster:
     """`n_nodes` hosts, node1 to nodeN. Use as a context manager; raises Refused.
 
-    rate: of every link, as tc writes it ("" for no limit). cpu: cores per node, 0 for no limit;
+    rate: of every link, as tc writes it ("" for no limit). burst: how many bytes pass at once before
+    that; a small one makes short transfers take what a wire takes, too. cpu: cores per node, 0 for no limit;
     cpus: other values for some nodes. private: directories that are empty and its own on every
     node but node1, which keeps the real ones.
     """
 
     def __init__(self, n_nodes: int, *, rate: str = "1gbit", cpu: float = 0.0,
-                 cpus: Mapping[int, float] | None = None, private: Sequence[str | Path] = ()
-                 ) -> None:
-        self.n_nodes, self.rate = n_nodes, rate
+                 cpus: Mapping[int, float] | None = None, private: Sequence[str | Path] = (),
+                 burst: str = "256kb") -> None:
+        self.n_nodes, self.rate, self.burst = n_nodes, rate, burst
         self.cpus = {node: (cpus or {}).get(node, cpu) for node in self.nodes}
         self.private = [str(path) for path in private]
         self.id = f"pi{os.getpid():x}x{time.monotonic_ns() // 1000 % 4096:x}"
@@ -164,7 +165,7 @@ class Cluster:
         if self.rate:
             for where, device in ((space, "eth0"), (switch, port)):
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", "rate",
-                     self.rate, "burst", "256kb", "latency", "50ms")
+                     self.rate, "burst", self.burst, "latency", "50ms")
 
     def _make_cgroup(self, node: int) -> None:
         cores = self.cpus[node]
