@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers [--files 05b-Q8_0,smollm2-Q4_1] [--rounds 5] [--json FILE]
     python -m benchmarks.peers --lengths 0,1024,4096,8192 [--files 05b-Q8_0]
+    python -m benchmarks.peers --wide [--files 05b-Q8_0]          members of a stage, on two cores
 
 Programs and models are made on first use, below --work, and kept. The first takes half an hour of
 two cores and 5 GB. --only takes the entries whose "group: name" contains one of some words.
@@ -25,7 +26,15 @@ import click
 
 from benchmarks.methods.heldout import prompts
 from benchmarks.peers import models, programs
-from benchmarks.peers.contest import Entry, contest, entries, length_entries, lines, table
+from benchmarks.peers.contest import (
+    Entry,
+    contest,
+    entries,
+    length_entries,
+    lines,
+    table,
+    wide_entries,
+)
 from benchmarks.peers.runs import Measured, Task
 from pipeinfer import __version__
 from pipeinfer.files import check_writable, write_atomically
@@ -50,6 +59,7 @@ class Options:
     prompt_tokens: int
     prompts: int
     lengths: str
+    wide: bool
     deadline: float
     output: Path | None
 
@@ -67,6 +77,7 @@ class Options:
 @click.option("--prompts", type=click.IntRange(1), default=1, show_default=True,
               help="Prompts that the rounds take in turn.")
 @click.option("--lengths", default="", help="Measure speed after so many tokens instead.")
+@click.option("--wide", is_flag=True, help="Grids of two members instead.")
 @click.option("--deadline", default=1800.0, show_default=True, help="Seconds for one run.")
 @click.option("--json", "output", type=click.Path(path_type=Path),
               help="Write everything that was reported here, after every run.")
@@ -102,7 +113,9 @@ def _contests(options: Options, name: str, path: Path, folder: Path) -> list[
     found = []
     for length in map(int, options.lengths.split(",")) if options.lengths else (None,):
         count = options.prompt_tokens if length is None else max(length, _LEAST_PROMPT)
-        wanted = list(entries(models.draft_of(name)) if length is None else length_entries(length))
+        draft = models.draft_of(name)
+        wanted = list(length_entries(length) if length is not None else
+                      wide_entries(draft) if options.wide else entries(draft))
         if options.only:
             wanted = [one for one in wanted
                       if any(word in f"{one.group}: {one.name}" for word in

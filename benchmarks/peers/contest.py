@@ -72,6 +72,23 @@ def entries(draft: Path | None) -> Iterator[Entry]:
         yield _ours(group, kind, ours, ranks, guesses=True)
 
 
+def wide_entries(draft: Path | None) -> Iterator[Entry]:
+    """Two members of a wide stage with a core each, beside one process with two threads and two
+    stages of a pipeline. draft: as in `entries`."""
+    group, plain = "two cores", ["--speculation", "off"]
+    ours = ["-md", str(draft)] if draft else ["--proposer", "prompt-lookup"]
+    yield from (_theirs(group, flash) for flash in "01")
+    yield _ours(group, "one rank, plain", plain)
+    for kind, options in (("plain", plain), ("guesses", ours)):
+        guesses = kind == "guesses"
+        yield _ours(group, f"1x2, rank 0 a member, {kind}", [*options, "--grid", "1x2",
+                                                             "--head-stage"], 2, guesses=guesses)
+        yield _ours(group, f"1x2, {kind}", [*options, "--grid", "1x2"], 3, guesses=guesses)
+        yield _ours(group, f"two stages, rank 0 one of them, {kind}", [*options, "--head-stage"],
+                    2, guesses=guesses)
+        yield _ours(group, f"two stages, {kind}", options, 3, guesses=guesses)
+
+
 def length_entries(length: int) -> Iterator[Entry]:
     """One process with so many tokens in the cache, by kind of cache."""
     group, plain = f"after {length} tokens", ["--speculation", "off"]
