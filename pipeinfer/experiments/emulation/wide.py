@@ -10,7 +10,7 @@ This module starts nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -219,6 +219,3 @@ def sums_a_token(grid: GridPlan) -> int:
     """How many sums a token takes on its way."""
     return sum(SUMS * count for one, count in zip(grid.stages, grid.layers, strict=True)
                if one.width > 1)
-
-
-Runner = Callable[[WideExperiment], float]  #: tokens per second of an experiment
