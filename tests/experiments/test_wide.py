@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli import main
+from pipeinfer.cli.plan import plan_command
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.experiments import grids
 from pipeinfer.experiments.emulation import scenarios, wide
@@ -133,6 +134,6 @@ def test_the_command():
     (["mixtral-8x22b", "--grids", "--cluster", "c"], "mixture of experts"),
 ])
 def test_what_cannot_be_compared_is_named(args, words):
-    found = CliRunner().invoke(main.main, ["plan", *args])
+    found = CliRunner().invoke(plan_command, args)
     assert found.exit_code != 0
     assert words in (found.output + str(found.exception))
