@@ -8,6 +8,8 @@ synchronous speculation with the best of a few trees. Knows no command line.
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,11 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles
-from pipeinfer.experiments.emulation.scenarios import Experiment
+from pipeinfer.experiments.emulation.scenarios import Built, Experiment
 from pipeinfer.experiments.emulation.virtual import Result
 from pipeinfer.experiments.emulation.wide import APART, BESIDE, WideExperiment
 from pipeinfer.planning.grids import GridPlan
+from pipeinfer.planning.grids import shape as name_of
 
 TREES = (1, 2, 4, 7)  #: drafted tokens of a synchronous tree that are tried
 PARTS = (0.25, 0.5)  #: of the first member's machine for head and draft beside it
@@ -69,16 +72,18 @@ class Table:
         return max((row for row in self.rows if not row.what), key=lambda row: row.best)
 
 
-def compare(profiles: Profiles, base: WideExperiment, most: int = MOST) -> Table:
+def compare(profiles: Profiles, base: WideExperiment, most: int = MOST, seeds: int = 1) -> Table:
     """The table for an experiment's cluster, pair, number of nodes and kind of sums; its policy,
-    widths and head are of no account. Raises UsageError and PlanError."""
+    widths and head are of no account. seeds: texts whose speeds are averaged. Raises UsageError and
+    PlanError."""
     count = base.nodes or len(profiles.cluster(base.cluster).nodes)
     base = dataclasses.replace(base, nodes=count)
-    plain = _plain(profiles, base)
+    plain = _plain(profiles, base, seeds)
     assert plain.iterative is not None
-    rows = [plain, _alone(profiles, base, plain.iterative)]
+    rows = [plain, _alone(profiles, base, plain.iterative, seeds)]
     plans = candidates(profiles, base, most)
-    rows += [_grid(profiles, experiment, grid, plain.iterative) for experiment, grid in plans]
+    rows += [_grid(profiles, experiment, grid, plain.iterative, seeds)
+             for experiment, grid in plans]
     rows[2:] = sorted(rows[2:], key=lambda row: -row.best)
     why = next((grid.why() for experiment, grid in plans
                 if (grid.name, _head(experiment)) == (rows[2].grid, rows[2].head)), "")
@@ -119,7 +124,28 @@ def _regular(count: int) -> list[tuple[int, ...]]:
     return [(width,) * (count // width) for width in range(2, count + 1)]
 
 
-def _plain(profiles: Profiles, base: WideExperiment) -> Row:
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """Over several texts: tokens per second, seconds until the prompt's own token; memory of the
+    fullest member."""
+
+    speed: float
+    prompt: float
+    memory: float
+
+
+def _mean(run: Callable[[Profiles, Any], tuple[Built, Result]], profiles: Profiles,
+          experiment: Any, seeds: int) -> _Mean:
+    """Tokens of all texts over the seconds of all; no text twice."""
+    found = [run(profiles, dataclasses.replace(experiment, prompt_seed=seed))
+             for seed in range(seeds)]
+    tokens = sum(len(result.times) - 1 for _, result in found)
+    return _Mean(tokens / sum(result.seconds for _, result in found),
+                 statistics.fmean(result.prompt_seconds for _, result in found),
+                 max(found[0][0].memory))
+
+
+def _plain(profiles: Profiles, base: WideExperiment, seeds: int) -> Row:
     """Counted as in the paper: the baselines spread layers over all nodes."""
     names = {field.name for field in dataclasses.fields(Experiment)}
     asked = Experiment(**{name: getattr(base, name) for name in names})
@@ -127,10 +153,10 @@ def _plain(profiles: Profiles, base: WideExperiment) -> Row:
     tree, memory, prompt = 0, 0.0, 0.0
     for policy in Policy:
         for one, size in _trees(asked, policy):
-            built, result = scenarios.run(profiles, one)
-            if result.tokens_per_second > speeds.get(policy, 0.0):
-                speeds[policy] = result.tokens_per_second
-                memory, prompt = max(built.memory), result.prompt_seconds
+            result = _mean(scenarios.run, profiles, one, seeds)
+            if result.speed > speeds.get(policy, 0.0):
+                speeds[policy] = result.speed
+                memory, prompt = result.memory, result.prompt
                 tree = size if policy is Policy.SPECULATIVE else tree
     return Row(f"{base.nodes - 1} x 1", APART, speeds[Policy.ITERATIVE],
                speeds[Policy.SPECULATIVE], speeds[Policy.PIPEINFER],
@@ -138,40 +164,41 @@ def _plain(profiles: Profiles, base: WideExperiment) -> Row:
                what=PLAIN)
 
 
-def _alone(profiles: Profiles, base: WideExperiment, plain: float) -> Row:
+def _alone(profiles: Profiles, base: WideExperiment, plain: float, seeds: int) -> Row:
     """One stage of as many nodes as the model can be cut for, no guesses."""
     experiment = dataclasses.replace(base, policy=Policy.ITERATIVE.value)
     cluster = wide.cluster_of(wide.ground_of(profiles, experiment), experiment)
-    grid, result = None, None
+    result, best = None, experiment
     for width in cluster.cut.widths(base.nodes):
         one = dataclasses.replace(experiment, widths=(width,))
         try:
-            built, found = wide.run(profiles, one)
+            found = _mean(wide.run, profiles, one, seeds)
         except PlanError:
             continue
-        if result is None or found.tokens_per_second > result.tokens_per_second:
-            grid, result, memory = wide.plan(profiles, one), found, max(built.memory)
-    if grid is None or result is None:
+        if result is None or found.speed > result.speed:
+            result, best = found, one
+    if result is None:
         raise PlanError("no single stage of these nodes holds the model")
-    speed = result.tokens_per_second
-    return Row(grid.name, "", speed, None, None, speed / plain, memory, result.prompt_seconds,
-               _sums(grid), what=ALONE)
+    grid = wide.plan(profiles, best)
+    return Row(grid.name, "", result.speed, None, None, result.speed / plain, result.memory,
+               result.prompt, _sums(grid), what=ALONE)
 
 
-def _grid(profiles: Profiles, experiment: WideExperiment, grid: GridPlan, plain: float) -> Row:
-    found: dict[Policy, tuple[float, Result, int]] = {}
+def _grid(profiles: Profiles, experiment: WideExperiment, grid: GridPlan, plain: float, seeds: int
+          ) -> Row:
+    found: dict[Policy, tuple[float, _Mean, int]] = {}
     memory = 0.0
     for policy in Policy:
         for one, size in _trees(experiment, policy):
-            built, result = wide.run(profiles, one)
-            if policy not in found or result.tokens_per_second > found[policy][0]:
-                found[policy] = (result.tokens_per_second, result, size)
-            memory = max(memory, max(built.memory))
+            result = _mean(wide.run, profiles, one, seeds)
+            if policy not in found or result.speed > found[policy][0]:
+                found[policy] = (result.speed, result, size)
+            memory = max(memory, result.memory)
     speeds = {policy: entry[0] for policy, entry in found.items()}
     best = max(found.values(), key=lambda entry: entry[0])
     return Row(grid.name, _head(experiment), speeds[Policy.ITERATIVE],
                speeds[Policy.SPECULATIVE], speeds[Policy.PIPEINFER], best[0] / plain, memory,
-               best[1].prompt_seconds, _sums(grid), found[Policy.SPECULATIVE][2])
+               best[1].prompt, _sums(grid), found[Policy.SPECULATIVE][2])
 
 
 def _trees(experiment: Any, policy: Policy) -> list[tuple[Any, int]]:
@@ -226,3 +253,7 @@ def as_text(table: Table) -> str:
 def as_data(table: Table) -> dict[str, Any]:
     """For --json; sizes in bytes, times in seconds."""
     return dataclasses.asdict(table)
+
+
+__all__ = ["ALONE", "COLUMNS", "PLAIN", "Row", "Table", "as_data", "as_text", "candidates", "cells",
+           "compare", "name_of"]
