@@ -8,6 +8,7 @@ synchronous speculation with the best of a few trees. Knows no command line.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from pipeinfer.experiments.emulation.wide import APART, BESIDE, WideExperiment
 from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.grids import shape as name_of
 
-TREES = (1, 2, 4, 7)  #: drafted tokens of a synchronous tree that are tried
+TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree that are tried
+CUTOFFS = (0.0, 0.4)  #: of its drafted tokens
 PARTS = (0.25, 0.5)  #: of the first member's machine for head and draft beside it
 MOST = 6  #: grids in a table, by what the planner thinks of them
 PLAIN, ALONE = "plain pipeline", "tensor parallel alone"
@@ -85,7 +87,7 @@ def compare(profiles: Profiles, base: WideExperiment, most: int = MOST, seeds: i
     rows += [_grid(profiles, experiment, grid, plain.iterative, seeds)
              for experiment, grid in plans]
     rows[2:] = sorted(rows[2:], key=lambda row: -row.best)
-    why = next((grid.why() for experiment, grid in plans
+    why = next((f"{grid.options}: {grid.why()}" for experiment, grid in plans
                 if (grid.name, _head(experiment)) == (rows[2].grid, rows[2].head)), "")
     return Table(base.cluster, base.pair, count, base.sum_type, base.exchange, tuple(rows), why)
 
@@ -158,7 +160,7 @@ def _plain(profiles: Profiles, base: WideExperiment, seeds: int) -> Row:
                 speeds[policy] = result.speed
                 memory, prompt = result.memory, result.prompt
                 tree = size if policy is Policy.SPECULATIVE else tree
-    return Row(f"{base.nodes - 1} x 1", APART, speeds[Policy.ITERATIVE],
+    return Row(f"{base.nodes - 1}x1", APART, speeds[Policy.ITERATIVE],
                speeds[Policy.SPECULATIVE], speeds[Policy.PIPEINFER],
                max(speeds.values()) / speeds[Policy.ITERATIVE], memory, prompt, tree=tree,
                what=PLAIN)
@@ -206,8 +208,8 @@ def _trees(experiment: Any, policy: Policy) -> list[tuple[Any, int]]:
     if policy is not Policy.SPECULATIVE:
         return [(dataclasses.replace(experiment, policy=policy.value), 0)]
     return [(dataclasses.replace(experiment, policy=policy.value,
-                                 limits=(("tree_max", tree), ("p_min", 0.4))), tree)
-            for tree in TREES]
+                                 limits=(("tree_max", tree), ("p_min", cutoff))), tree)
+            for tree, cutoff in itertools.product(TREES, CUTOFFS)]
 
 
 def _head(experiment: WideExperiment) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
-from pipeinfer.planning.partition import Load, size_text
+from pipeinfer.planning.partition import SAME_SPEED, Load, size_text
 from pipeinfer.planning.paths import Matrix
 from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
 
@@ -104,7 +104,7 @@ class GridPlan:
 
     @property
     def name(self) -> str:
-        """Such as 2 x 4, or 4+2+2 where stages differ."""
+        """Such as 2x4, or 4,2,2 where stages differ."""
         return shape(self.widths)
 
     @property
@@ -118,6 +118,19 @@ class GridPlan:
         end = len(self.stages) - 1
         return [self.cluster.bytes_of(one, count, first=k == 0, last=k == end)
                 for k, (one, count) in enumerate(zip(self.stages, self.layers, strict=True))]
+
+    @property
+    def options(self) -> str:
+        """What a job is started with to get this grid: hosts in the order of its stages."""
+        text, shares = f"--grid {self.name}", []
+        for stage in self.stages:
+            speeds = [1 / self.cluster.hosts[index].per_cost for index in stage.hosts]
+            unequal = max(speeds) > SAME_SPEED * min(speeds)
+            shares.append(":".join(f"{speed / max(speeds):.2f}" for speed in speeds)
+                          if unequal else str(stage.width))
+        if any(":" in share for share in shares):
+            text += f" --slices {','.join(shares)}"
+        return text
 
     def why(self) -> str:
         """One sentence for people."""
@@ -138,10 +151,10 @@ class GridPlan:
 
 
 def shape(widths: Sequence[int]) -> str:
-    """A grid's name: stages x width, or widths joined by +."""
+    """A grid as --grid takes it: stages x width, or the width of each stage."""
     if len(set(widths)) == 1:
-        return f"{len(widths)} x {widths[0]}"
-    return "+".join(map(str, widths))
+        return f"{len(widths)}x{widths[0]}"
+    return ",".join(map(str, widths))
 
 
 def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:

@@ -106,7 +106,7 @@ def test_a_table_has_the_baselines_and_the_best_grid_in_it():
     table = grids.compare(PROFILES, dataclasses.replace(BASE, nodes=4), most=2)
     plain, alone, *others = table.rows
     assert (plain.what, alone.what) == (grids.PLAIN, grids.ALONE)
-    assert plain.grid == "3 x 1"
+    assert plain.grid == "3x1"
     assert alone.asynchronous is None
     assert alone.iterative > 2.5 * plain.iterative
     assert 1 <= len(others) <= 2

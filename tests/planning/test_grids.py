@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.grids import Cluster, _score, arrange, best_grid, even_grid, shape
@@ -126,8 +127,12 @@ def test_what_fits_nowhere_is_an_error_that_says_what_is_missing():
 
 def test_only_widths_that_are_allowed_are_used():
     assert set(best_grid(cluster(widths=(1, 2))).widths) <= {1, 2}
-    assert even_grid(cluster(), (4, 4)).name == "2 x 4"
-    assert shape((4, 2, 2)) == "4+2+2"
+    assert even_grid(cluster(), (4, 4)).name == "2x4"
+    assert shape((4, 2, 2)) == "4,2,2"
+    assert parse_widths(shape((4, 2, 2))) == (4, 2, 2)
+    assert even_grid(cluster(), (4, 4)).options == "--grid 2x4"
+    unlike = even_grid(cluster(4, speeds=(1, 2, 1, 1)), (2, 2))
+    assert unlike.options == "--grid 2x2 --slices 1.00:0.50,2"
 
 
 def every_plan(where):

@@ -17,6 +17,7 @@ from functools import partial
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
+from pipeinfer.experiments.emulation import scenarios
 from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, Profiles
 from pipeinfer.experiments.emulation.scenarios import (
     Built,
@@ -207,6 +208,13 @@ def stage_seconds(one: Team, count: int, last: bool, nodes: Sequence[NodeProfile
 
 def _computing(node: NodeProfile, size: float, mix: str, rows: int) -> float:
     return node.seconds(size, mix, rows) - node.overhead
+
+
+def build_any(profiles: Profiles, experiment: Experiment) -> Built:
+    """An experiment's scenario, on a grid or not. Raises UsageError and PlanError."""
+    if isinstance(experiment, WideExperiment):
+        return build(profiles, experiment)
+    return scenarios.build(profiles, experiment)
 
 
 def run(profiles: Profiles, experiment: WideExperiment) -> tuple[Built, Result]:
