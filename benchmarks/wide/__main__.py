@@ -146,8 +146,9 @@ Nothing here was measured on the machines that are named: the real scheduler in 
 exchange besides the wire. N nodes are N in all, head and draft included; *beside*: head and draft
 have this share of the first member's machine, which holds a smaller slice then. *Over plain*: the
 fastest policy over plain decoding on the plain pipeline. Synchronous speculation has the best of
-trees of 1, 2, 4 and 8 with cutoffs of 0 and 0.4. Tensor parallelism alone is one stage of as many nodes as the model can be
-cut for, without guesses. Four texts of 256 tokens after 128, 1,024 tokens for places of the head.
+trees of 1, 2, 4 and 8 with cutoffs of 0 and 0.4. Tensor parallelism alone is one stage of as many
+nodes as the model can be cut for, without guesses. Four texts of 256 tokens after 128; 1,024 tokens
+for places of the head.
 """
 processor = "none: virtual time (the profiles' kernels: virtual Sapphire Rapids, 4.0 GHz)"
 command = "{COMMAND}"
