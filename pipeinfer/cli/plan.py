@@ -17,20 +17,25 @@ import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeinfer import host
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.errors import PipeinferError, PlanError, UsageError
 from pipeinfer.experiments import grids
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
 from pipeinfer.experiments.emulation.wide import ITEM_BYTES, WideExperiment
 from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
+from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import size_text
-from pipeinfer.planning.teams import EXCHANGE
+from pipeinfer.planning.planner import ACCEPTANCE
+from pipeinfer.planning.teams import EXCHANGE, SumCost
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.session import Job
 
 
 @click.command()
@@ -135,7 +140,8 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
     own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
-    links = [Link(one["latency"], one["bandwidth"]) for text in texts for one in json.loads(text)]
+    measured_links = [one for text in texts for one in json.loads(text)]
+    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links]
     found = job.survey
     middling = statistics.median(f.per_byte for f in found.figures.values()) if (
         found.figures) else 0.0
@@ -157,8 +163,30 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if not found.figures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
-    return report_of(target, machines, links, "links as measured", profiles, given,
-                   list(found.notes), job.plan, str(job.draft or ""))
+    notes = [*found.notes, *_grid_note(job, measured_links, given)]
+    return report_of(target, machines, links, "links as measured", profiles, given, notes, job.plan,
+                     str(job.draft or ""))
+
+
+def _grid_note(job: Job, links: list[dict[str, float]], given: Mapping[str, Any]) -> list[str]:
+    """What a grid of these ranks would bring, where the model can be sliced at all."""
+    from pipeinfer.planning import measured_grid
+
+    ranks, survey = job.plan.candidates, job.survey
+    policy = Policy.ITERATIVE if job.draft is None else Policy.PIPEINFER
+    acceptance = ACCEPTANCE if given["acceptance"] is None else given["acceptance"]
+    sums = SumCost(ITEM_BYTES[given["sum_type"]], 1e-6 * given["exchange_us"])
+    try:
+        best, plain = measured_grid.grids_of_ranks(
+            job.model, survey.load, [survey.members[rank] for rank in ranks],
+            [survey.figures.get(rank) for rank in ranks],
+            measured_grid.network_of(ranks, links), LoadMix(policy, acceptance=acceptance), sums)
+    except PipeinferError as error:
+        return [f"no grid is considered: {error}"]
+    if max(best.widths) == 1:
+        return ["no grid of wide stages would be faster than one rank to a stage"]
+    return [f"{best.options} would bring about {best.tokens / plain.tokens:.2f} times the speed of "
+            f"one rank to a stage: {best.why()}"]
 
 
 # --- print ------------------------------------------------------------------------------------
