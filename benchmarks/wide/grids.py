@@ -1,8 +1,8 @@
 """Grids of wide stages against the plain pipeline and tensor parallelism alone, in virtual time.
 
-    python -m benchmarks.wide             # all tables as text
-    python -m benchmarks.wide --write     # and benchmarks/records/grids.toml from them
-    python -m benchmarks.wide --quick     # a few tokens of one pair; figures mean little
+    python -m benchmarks.wide.grids             # all tables as text
+    python -m benchmarks.wide.grids --write     # and benchmarks/records/grids.toml from them
+    python -m benchmarks.wide.grids --quick     # a few tokens of one pair; figures mean little
 
 Clusters C (InfiniBand) with 8, 9 and 32 nodes and A (gigabit) with 8 and 9, three pairs; N nodes
 are N in all, head and draft included. Machines, links and kernels are those of the emulator
@@ -32,7 +32,7 @@ GROUNDS = (("c", 8, "f32"), ("c", 9, "f32"), ("c", 32, "f32"), ("a", 8, "f16"), 
            ("a", 8, "f32"))
 EXCHANGES = (10e-6, 40e-6, 100e-6)
 AIMS = {("c", 8, "f32"): 7.0, ("c", 32, "f32"): 15.0, ("a", 8, "f16"): 4.5, ("a", 9, "f16"): 5.5}
-COMMAND = "python -m benchmarks.wide --write"
+COMMAND = "python -m benchmarks.wide.grids --write"
 COLUMNS = ["pair", "what", "head and draft", "iterative", "synchronous", "asynchronous",
            "over plain", "MB per member"]
 
