@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.slice_parts import sizes_of
-from pipeinfer.planning.grids import Cluster, GridPlan, best_grid, even_grid
+from pipeinfer.planning.grid_cluster import Cluster
+from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member

@@ -10,7 +10,8 @@ import pytest
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
-from pipeinfer.planning.grids import Cluster, _score, arrange, best_grid, even_grid, shape
+from pipeinfer.planning.grid_cluster import Cluster, arrange
+from pipeinfer.planning.grids import _score, best_grid, even_grid, shape
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Load
 from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire, shares_of, team

@@ -39,7 +39,8 @@ from pipeinfer.experiments.emulation.virtual import (
     simulate,
 )
 from pipeinfer.planning import teams
-from pipeinfer.planning.grids import Cluster, GridPlan, best_grid, even_grid
+from pipeinfer.planning.grid_cluster import Cluster
+from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Split
 from pipeinfer.planning.teams import EXCHANGE, PEER, SUMS, Cut, Host, Network, SumCost, Team
