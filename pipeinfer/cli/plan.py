@@ -2,10 +2,11 @@
 
     pipeinfer plan dolphin-70b --dry-run --hostfile hostfiles/beowulf-hetero
     mpirun -np 5 --hostfile H pipeinfer plan model.gguf -md draft.gguf
+    pipeinfer plan --grids --cluster c --hosts 8
 
 A dry run takes machines from profiles and asks no host; under mpirun every rank measures itself
-and its link. Layers come from `planner`, speeds from the real scheduler in virtual time. Loads no
-model.
+and its link; --grids compares wide stages on a cluster profile (`experiments.grids`). Layers come
+from `planner`, speeds from the real scheduler in virtual time. Loads no model.
 """
 
 from __future__ import annotations
@@ -14,18 +15,27 @@ import dataclasses
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeinfer import host
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.errors import PipeinferError, PlanError, UsageError
+from pipeinfer.experiments import grids
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
+from pipeinfer.experiments.emulation.wide import ITEM_BYTES, WideExperiment
 from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
+from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import size_text
+from pipeinfer.planning.planner import ACCEPTANCE
+from pipeinfer.planning.teams import EXCHANGE, SumCost
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.session import Job
 
 
 @click.command()
@@ -48,6 +58,16 @@ from pipeinfer.planning.partition import size_text
 @click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
 @click.option("--remeasure", is_flag=True, help="Measure the ranks again (under mpirun).")
+@click.option("--grids", "compared", is_flag=True,
+              help="Compare grids of wide stages on a cluster profile.")
+@click.option("--pair", default="", help="With --grids: profile of a target and its draft.")
+@click.option("--hosts", type=click.IntRange(0, 256), default=0,
+              help="With --grids: number of the cluster's nodes [default: all].")
+@click.option("--sum-type", type=click.Choice(list(ITEM_BYTES)), default="f32",
+              help="With --grids: type of sums between the members of a stage [default: f32].")
+@click.option("--exchange-us", type=click.FloatRange(0, 1e6), default=1e6 * EXCHANGE,
+              help="With --grids: processor time of an exchange besides the wire, in microseconds "
+                   "[default: 40, as measured over loopback].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
@@ -59,6 +79,10 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
     if given["acceptance"] is not None and math.isnan(given["acceptance"]):
         raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
+    if given["compared"]:
+        table = grids.compare(profiles, _grid_experiment(model, profiles, given))
+        click.echo(json.dumps(grids.as_data(table)) if as_json else grids.as_text(table))
+        return
     report: Report | None
     if dry_run or (given["cluster"] and host.launched_size() == 1):
         report = dry(model, profiles, **given)
@@ -66,6 +90,23 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
         report = measured(model, profiles, **given)
     if report is not None:
         click.echo(json.dumps(as_data(report)) if as_json else as_text(report))
+
+
+def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]) -> WideExperiment:
+    """What --grids compares. model: the target's profile. Raises UsageError."""
+    if not given["cluster"]:
+        raise UsageError("--grids needs --cluster NAME (known clusters: "
+                         f"{', '.join(profiles.clusters)})")
+    pairs = [name for name, pair in profiles.pairs.items()
+             if pair.target == model and given["draft"] in ("", pair.draft)]
+    if model and not given["pair"] and not pairs:
+        raise UsageError(f"no pair of {model} is known: give --pair NAME (known pairs: "
+                         f"{', '.join(profiles.pairs)})")
+    pair = given["pair"] or (pairs[0] if pairs else "dolphin-tinyllama")
+    return WideExperiment(
+        given["cluster"], pair, nodes=given["hosts"], acceptance=given["acceptance"],
+        link=given["link"], tokens=256, sum_type=given["sum_type"],
+        exchange=1e-6 * given["exchange_us"])
 
 
 # --- where machines come from -----------------------------------------------------------------
@@ -99,7 +140,8 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
     own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
-    links = [Link(one["latency"], one["bandwidth"]) for text in texts for one in json.loads(text)]
+    measured_links = [one for text in texts for one in json.loads(text)]
+    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links]
     found = job.survey
     middling = statistics.median(f.per_byte for f in found.figures.values()) if (
         found.figures) else 0.0
@@ -121,8 +163,30 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if not found.figures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
-    return report_of(target, machines, links, "links as measured", profiles, given,
-                   list(found.notes), job.plan, str(job.draft or ""))
+    notes = [*found.notes, *_grid_note(job, measured_links, given)]
+    return report_of(target, machines, links, "links as measured", profiles, given, notes, job.plan,
+                     str(job.draft or ""))
+
+
+def _grid_note(job: Job, links: list[dict[str, float]], given: Mapping[str, Any]) -> list[str]:
+    """What a grid of these ranks would bring, where the model can be sliced at all."""
+    from pipeinfer.planning import measured_grid
+
+    ranks, survey = job.plan.candidates, job.survey
+    policy = Policy.ITERATIVE if job.draft is None else Policy.PIPEINFER
+    acceptance = ACCEPTANCE if given["acceptance"] is None else given["acceptance"]
+    sums = SumCost(ITEM_BYTES[given["sum_type"]], 1e-6 * given["exchange_us"])
+    try:
+        best, plain = measured_grid.grids_of_ranks(
+            job.model, survey.load, [survey.members[rank] for rank in ranks],
+            [survey.figures.get(rank) for rank in ranks],
+            measured_grid.network_of(ranks, links), LoadMix(policy, acceptance=acceptance), sums)
+    except PipeinferError as error:
+        return [f"no grid is considered: {error}"]
+    if max(best.widths) == 1:
+        return ["no grid of wide stages would be faster than one rank to a stage"]
+    return [f"{best.options} would bring about {best.tokens / plain.tokens:.2f} times the speed of "
+            f"one rank to a stage: {best.why()}"]
 
 
 # --- print ------------------------------------------------------------------------------------

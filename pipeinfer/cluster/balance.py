@@ -86,7 +86,7 @@ class Balance:
         return str(assembly.changes[-1])
 
     def verify(self) -> str | None:
-        """Whether the last move brought anything, once that can be told; takes it back if not."""
+        """What the last move has brought, once that can be told; takes it back if nothing."""
         trial, session = self._trial, self.session
         pace = session.head.times.pace
         if trial is None or not pace.settled:
@@ -100,9 +100,10 @@ class Balance:
             found, how = trial.judge(*self._present()) / trial.rate, "by what stages take"
         if found >= _LOST:
             self._failed.pop(held, None)
-            session.notes.append(f"the layers dealt out otherwise bring {found:.2f} times the "
-                                 f"speed ({how}; promised {trial.promised:.2f})")
-            return None
+            text = (f"the layers dealt out otherwise bring {found:.2f} times the speed ({how}; "
+                    f"promised {trial.promised:.2f})")
+            session.notes.append(text)
+            return text
         wait = 2 * self._failed.get(held, (0.0, _AGAIN / 2))[1]
         self._failed[held] = (time.monotonic() + wait, wait)
         self._move(trial.before, f"layers back where they were: {found:.2f} times the speed "

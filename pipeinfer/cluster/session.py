@@ -257,7 +257,7 @@ class Session:
         return self.balance.rebalance(need, drift)
 
     def verify(self) -> str | None:
-        """Take the last `rebalance` back if it has brought nothing; None: nothing was done."""
+        """What the last `rebalance` has brought, once that can be told; taken back if nothing."""
         return self.balance.verify()
 
     def go_on(self, loss: Loss) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 import click
 
 from pipeinfer import host
+from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.emulation import scenarios
+from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles, lookup
 from pipeinfer.experiments.emulation.scenarios import Built, Experiment
 from pipeinfer.experiments.emulation.virtual import (
@@ -69,8 +70,8 @@ def as_policy(experiment: Experiment, policy: str) -> Experiment:
 
 def measure(profiles: Profiles, experiment: Experiment) -> dict[str, Any]:
     """Run an experiment in virtual time; its figures as plain data, times in seconds."""
-    built, result = scenarios.run(profiles, experiment)
-    return figures(built, result)
+    built = wide.build_any(profiles, experiment)
+    return figures(built, simulate(built.scenario, scenarios.controller_of(built, experiment)))
 
 
 def figures(built: Built, result: Result) -> dict[str, Any]:
@@ -127,6 +128,11 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--slow", default="", metavar="NODE:FACTOR",
               help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
+@click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
+@click.option("--head", type=click.Choice([wide.APART, wide.BESIDE]), default=wide.APART,
+              help="With --grid: head and draft on a node of their own, or beside a member.")
+@click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
+              help="With --grid: type of the sums between members.")
 @click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")
 @click.option("--tokens", type=click.IntRange(2), default=512)
 @click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=128)
@@ -189,11 +195,18 @@ def read_experiment(given: Mapping[str, Any]) -> Experiment:
         if given["nodes"] and slow[0] >= given["nodes"]:
             raise UsageError(f"--slow {given['slow']}: there are nodes 0 to {given['nodes'] - 1}")
     limits = tuple(read_limit(text) for text in given["settings"])
-    return Experiment(
+    grid: dict[str, Any] = {}
+    if given["grid"]:
+        grid = {"widths": parse_widths(given["grid"]), "head": given["head"],
+                "sum_type": given["sum_type"]}
+        if slow is not None or given["split"] != "planned":
+            raise UsageError("--slow and --split are for pipelines of one rank a stage: leave out "
+                             "--grid")
+    return (wide.WideExperiment if grid else Experiment)(
         cluster=given["cluster"], pair=given["pair"], nodes=given["nodes"], link=given["link"],
         delay=given["delay"] * 1e-3, acceptance=given["acceptance"], slow=slow,
         split=given["split"], ablate=tuple(given["ablate"]), limits=limits,
-        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"])
+        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"], **grid)
 
 
 def read_limit(text: str) -> tuple[str, float | int | bool]:
@@ -290,7 +303,7 @@ def at_wall_clock(profiles: Profiles, experiment: Experiment, policy: str, scale
         chosen, _ = best([(one, measure(profiles, one)) for one in synchronous_grid(experiment)])
     else:
         chosen = as_policy(experiment, policy)
-    built = scenarios.build(profiles, chosen)
+    built = wide.build_any(profiles, chosen)
     n_stages = len(built.scenario.stages)
     if ranks != n_stages + 1:
         raise UsageError(

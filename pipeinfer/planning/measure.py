@@ -41,6 +41,8 @@ ROWS = (1, 2, 4)
 _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
 _COPY_SHARE = 0.02  #: of free memory, at most
+_HEAD_SHARE = 0.25  #: likewise, for the output matrix
+_SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not worth a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +198,17 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
 
 def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float, folder: str
                   ) -> float:
-    """What the last layer takes with the output matrix, less what a layer takes."""
+    """What the last layer takes with the output matrix, less what a layer takes; 0 where the matrix
+    is small beside a layer, or large beside the memory."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-    from pipeinfer.models.shard import extract_shard
+    from pipeinfer.models.shard import extract_shard, shard_bytes
 
     n = model.n_layers
+    size = shard_bytes(model, n - 1, n)
+    room = _HEAD_SHARE * psutil.virtual_memory().available
+    if not model.layer_bytes[n - 1] * (1 + _SMALL_HEAD) < size < room:
+        return 0.0
     backend = LlamaCppBackend.load(
         extract_shard(model, n - 1, n, cache_dir=folder), layers=(n - 1, n), n_layers_total=n,
         first=False, last=True, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,

@@ -35,6 +35,7 @@ from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
 _SAME = 1e-6  #: speeds that differ by less, relatively, are equal
+HEALTHY = 1.5  #: times the fastest rank's time, up to which a rank counts as fast as the others
 FOLD = 1.25  #: times the speed for which a rank that is as fast as the others is left out
 _LINE = 3  #: stages through which a line says something
 _PART = 0.9  #: of a stage's time that may be overhead
@@ -190,7 +191,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
         for chosen in _fewer(order, known):
             # A healthy rank is left out for much only: the load that is there may change.
             gone = [rank for rank in order if rank not in chosen]
-            healthy = any(known[rank] <= least * SAME_SPEED for rank in gone)
+            healthy = any(known[rank] <= least * HEALTHY for rank in gone)
             with contextlib.suppress(PlanError):
                 split = partition(load, seated(chosen))
                 faster = judge(split, chosen) / present

@@ -90,8 +90,8 @@ class Cut:
     """How a layer can be shared out.
 
     groups: KV groups, in the smallest numbers that end at a block of the quantisation. heads:
-    pieces of the query heads that do so: with more members than groups each takes one or more, and
-    the keys and values of its group are computed by several. blocks: pieces of the FFN's columns.
+    pieces of the query heads that do so: with more members than groups each takes some of one
+    group, whose keys and values several compute then. blocks: pieces of the FFN's columns.
     attention: the part of a layer's cost that is attention, of which `kv` keys and values.
     """
 
@@ -106,8 +106,7 @@ class Cut:
         """Whether a layer can be cut for so many members."""
         if width <= self.groups:
             return width <= self.blocks
-        repeats = self.heads > 0 and self.heads % width == 0 and width % self.groups == 0
-        return repeats and width <= self.blocks
+        return width <= self.heads and width <= self.blocks
 
     def widths(self, most: int) -> tuple[int, ...]:
         """All possible ones up to `most`."""
@@ -159,14 +158,11 @@ def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cu
     """These hosts as members of one stage; cost: of a layer. The cut must allow so many."""
     members = [hosts[index] for index in chosen]
     speeds = [member.per_cost for member in members]
-    whole = len(members) <= cut.groups
-    pieces = shares_of(cut.groups if whole else cut.heads, speeds)
+    pieces, keys = _heads(cut, speeds)
     blocks = shares_of(cut.blocks, speeds)
     total = sum(pieces)
-    repeated = [count / total if whole else math.ceil(count * cut.groups / total) / cut.groups
-                for count in pieces]
-    attention = [(cut.attention - cut.kv) * count / total + cut.kv * keys
-                 for count, keys in zip(pieces, repeated, strict=True)]
+    attention = [(cut.attention - cut.kv) * count / total + cut.kv * own / cut.groups
+                 for count, own in zip(pieces, keys, strict=True)]
     feed = [(1 - cut.attention) * count / sum(blocks) for count in blocks]
     layer = cost * (max(s * a for s, a in zip(speeds, attention, strict=True))
                     + max(s * f for s, f in zip(speeds, feed, strict=True)))
@@ -175,6 +171,23 @@ def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cu
         max(member.overhead for member in members),
         tuple(attention), tuple(feed), network.worst(chosen),
         _worst_curve([member.curve for member in members]))
+
+
+def _heads(cut: Cut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Pieces of the attention and groups of keys and values of each member.
+
+    More members than groups: each has some of one group's query heads, and computes its keys.
+    """
+    width = len(speeds)
+    if width <= cut.groups:
+        pieces = shares_of(cut.groups, speeds)
+        return pieces, pieces
+    found: list[int] = []
+    sharers = [width // cut.groups + (k < width % cut.groups) for k in range(cut.groups)]
+    for count in sharers:
+        own = speeds[len(found):len(found) + count]
+        found += shares_of(cut.heads // cut.groups, own)
+    return found, [1] * width
 
 
 def shares_of(pieces: int, speeds: Sequence[float]) -> list[int]:

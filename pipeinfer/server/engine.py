@@ -86,7 +86,7 @@ class Engine:
                 break
             self._news(self._head.next_news(self._patience()))
             self._report()
-            self._session.verify()
+            self._verify()
             if not self._open and not self._asked_to_leave:
                 self._mind_the_pace()
         self._link.send(Bye())
@@ -157,6 +157,12 @@ class Engine:
         message = str(self._session.assembly.changes[-1])
         click.echo(f"pipeinfer: {message}", err=True)
         self._link.send(Changed(self._facts(), message))
+
+    def _verify(self) -> None:
+        """Say what moving layers has brought; that it was taken back is told as a change."""
+        said = self._session.verify()
+        if said is not None and said != str(self._session.assembly.changes[-1]):
+            click.echo(f"pipeinfer: {said}", err=True)
 
     def _mind_the_pace(self) -> None:
         """Between requests: redistribute the layers if a stage has become slow for good."""

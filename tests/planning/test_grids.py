@@ -7,9 +7,11 @@ import random
 
 import pytest
 
+from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
-from pipeinfer.planning.grids import Cluster, _score, arrange, best_grid, even_grid, shape
+from pipeinfer.planning.grid_cluster import Cluster, arrange
+from pipeinfer.planning.grids import _score, best_grid, even_grid, shape
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Load
 from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire, shares_of, team
@@ -74,7 +76,7 @@ def test_more_members_than_groups_compute_keys_and_values_twice():
     wide = team(hosts, range(16), Network(FAST), CUT, 1.0)
     assert wide.pieces == (2,) * 16
     assert wide.layer == pytest.approx(0.16 / 16 + 0.02 / 8 + 0.82 / 16)
-    assert CUT.widths(40) == (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+    assert CUT.widths(40) == tuple(range(1, 33))
     assert Cut(14848, 2, 232, 0.15).widths(9) == (1, 2)
 
 
@@ -126,8 +128,12 @@ def test_what_fits_nowhere_is_an_error_that_says_what_is_missing():
 
 def test_only_widths_that_are_allowed_are_used():
     assert set(best_grid(cluster(widths=(1, 2))).widths) <= {1, 2}
-    assert even_grid(cluster(), (4, 4)).name == "2 x 4"
-    assert shape((4, 2, 2)) == "4+2+2"
+    assert even_grid(cluster(), (4, 4)).name == "2x4"
+    assert shape((4, 2, 2)) == "4,2,2"
+    assert parse_widths(shape((4, 2, 2))) == (4, 2, 2)
+    assert even_grid(cluster(), (4, 4)).options == "--grid 2x4"
+    unlike = even_grid(cluster(4, speeds=(1, 2, 1, 1)), (2, 2))
+    assert unlike.options == "--grid 2x2 --slices 1.00:0.50,2"
 
 
 def every_plan(where):

@@ -52,6 +52,7 @@ def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
     "", "{", "[]", "{}", '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 1}}',
     '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 0, "2": 1, "4": 1}}',
     '{"bandwidth": 1e999, "layer_bytes": 1, "seconds": {"1": 1, "2": 1, "4": 1}}',
+    '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 1, "2": 1, "4": 1}, "head": -1}',
 ])
 def test_a_damaged_memory_is_measured_anew(model, cache, text):
     cache.mkdir(exist_ok=True, mode=0o700)
@@ -63,6 +64,18 @@ def test_a_damaged_memory_is_measured_anew(model, cache, text):
         remember(path, json.loads(text))
         found = measure.figures_here(ModelConfig(), model, 1)
         assert measure.from_json(recall(path)) == found
+
+
+def test_a_large_output_matrix_is_timed_and_a_small_one_is_not(tmp_path, monkeypatch):
+    for vocabulary, large in ((2000, True), (300, False)):
+        path = tmp_path / f"{vocabulary}.gguf"
+        spec = RandomSpec(n_layer=3, n_embd=32, n_ff=32, n_vocab=vocabulary)
+        found = measure.figures_here(ModelConfig(), ModelFile(write_random_model(path, spec)), 1)
+        assert found.head >= 0
+        assert (found.head > 0) <= large
+    monkeypatch.setattr(measure, "_HEAD_SHARE", 0.0)
+    model = ModelFile(tmp_path / "2000.gguf")
+    assert measure.figures_here(ModelConfig(), model, 1, again=True).head == 0.0
 
 
 def test_a_quota_and_a_gpu_have_figures_of_their_own(model, monkeypatch):

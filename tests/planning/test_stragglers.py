@@ -323,9 +323,10 @@ def test_a_move_that_kept_its_promise_stays_and_says_so():
     bed.runs([0.1, 0.1])
     bed.balance.rebalance()
     bed.runs([0.12])
-    assert bed.balance.verify() is None
+    said = bed.balance.verify()
+    assert "1.67 times the speed (by what stages take; promised 1.50)" in said
+    assert bed.session.notes[-1] == said
     assert bed.moved == [bed.better]
-    assert "1.67 times the speed (by what stages take; promised 1.50)" in bed.session.notes[-1]
 
 
 def test_tokens_per_second_under_a_like_load_count_more_than_stage_times():

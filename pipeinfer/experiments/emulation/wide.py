@@ -10,13 +10,14 @@ This module starts nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
+from pipeinfer.experiments.emulation import scenarios
 from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, Profiles
 from pipeinfer.experiments.emulation.scenarios import (
     Built,
@@ -38,7 +39,8 @@ from pipeinfer.experiments.emulation.virtual import (
     simulate,
 )
 from pipeinfer.planning import teams
-from pipeinfer.planning.grids import Cluster, GridPlan, best_grid, even_grid
+from pipeinfer.planning.grid_cluster import Cluster
+from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Split
 from pipeinfer.planning.teams import EXCHANGE, PEER, SUMS, Cut, Host, Network, SumCost, Team
@@ -209,6 +211,13 @@ def _computing(node: NodeProfile, size: float, mix: str, rows: int) -> float:
     return node.seconds(size, mix, rows) - node.overhead
 
 
+def build_any(profiles: Profiles, experiment: Experiment) -> Built:
+    """An experiment's scenario, on a grid or not. Raises UsageError and PlanError."""
+    if isinstance(experiment, WideExperiment):
+        return build(profiles, experiment)
+    return scenarios.build(profiles, experiment)
+
+
 def run(profiles: Profiles, experiment: WideExperiment) -> tuple[Built, Result]:
     """Emulate an experiment in virtual time. Raises UsageError and PlanError."""
     built = build(profiles, experiment)
@@ -219,6 +228,3 @@ def sums_a_token(grid: GridPlan) -> int:
     """How many sums a token takes on its way."""
     return sum(SUMS * count for one, count in zip(grid.stages, grid.layers, strict=True)
                if one.width > 1)
-
-
-Runner = Callable[[WideExperiment], float]  #: tokens per second of an experiment

@@ -1,0 +1,91 @@
+"""What a grid is planned for: hosts, links, a model, the load; and the times of stages on them.
+
+Pure: speeds, links and the cost of sums come from whoever calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pipeinfer.planning.judge import Arrangement, LoadMix
+from pipeinfer.planning.partition import Load
+from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All that a grid is planned for. load: costs and bytes of the layers, whose costs are taken
+    for equal; hop: seconds of processor time of a message between stages; draft: seconds per guess;
+    widths: those that may be used, () for all that the cut allows."""
+
+    hosts: tuple[Host, ...]
+    network: Network
+    load: Load
+    cut: Cut
+    sums: SumCost = field(default_factory=SumCost)
+    mixes: tuple[LoadMix, ...] = (LoadMix(),)
+    hop: float = 0.0
+    draft: float = 0.0
+    widths: tuple[int, ...] = ()
+    _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def n_layers(self) -> int:
+        """Of the model."""
+        return len(self.load.costs)
+
+    @cached_property
+    def cost(self) -> float:
+        """Of a layer, on average."""
+        return sum(self.load.costs) / self.n_layers
+
+    def team(self, chosen: Sequence[int]) -> Team:
+        """See `teams.team`."""
+        key = tuple(chosen)
+        if key not in self._teams:
+            self._teams[key] = team(self.hosts, key, self.network, self.cut, self.cost)
+        return self._teams[key]
+
+    def allows(self, width: int) -> bool:
+        """Whether a stage may be so wide."""
+        return self.cut.allows(width) and (not self.widths or width in self.widths)
+
+    def bytes_of(self, one: Team, n_layers: int, *, first: bool, last: bool) -> list[float]:
+        """Memory of each member of a stage."""
+        size = sum(self.load.sizes) / self.n_layers
+        ends = self.load.first_bytes * first + self.load.scratch
+        return [share * n_layers * size + ends + self.load.last_bytes * last / one.width
+                for share in one.shares]
+
+    def most_layers(self, one: Team, *, first: bool, last: bool) -> int:
+        """Layers that the members' memory allows."""
+        size, found = sum(self.load.sizes) / self.n_layers, float(self.n_layers)
+        base = self.bytes_of(one, 0, first=first, last=last)
+        for index, share, taken in zip(one.hosts, one.shares, base, strict=True):
+            room = self.hosts[index].memory - taken
+            found = min(found, room / (share * size) if size else found if room >= 0 else -1.0)
+        return int(max(found, 0.0))
+
+
+def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> Arrangement:
+    """Stages with so many layers each, as the judge sees them."""
+    end, n_embd = len(stages) - 1, cluster.cut.n_embd
+    times = tuple(one.time(count, cluster.load.last_cost if k == end else 0.0, cluster.cut,
+                           cluster.sums)
+                  for k, (one, count) in enumerate(zip(stages, layers, strict=True)))
+    hops = [_hop(cluster, a, b) for a, b in itertools.pairwise(stages)] or [0.0]
+    per_row = 4 * n_embd / cluster.network.usual.bandwidth
+    usual = cluster.network.usual.latency + cluster.hop
+    link = (sum(hops) + 2 * usual) / (len(stages) + 1)
+    return Arrangement(times, link, per_row * (len(stages) - 1) / (len(stages) + 1), cluster.draft)
+
+
+def _hop(cluster: Cluster, one: Team, two: Team) -> float:
+    """Seconds from a stage to the next: each member of it hears one of this one's."""
+    wires = [cluster.network.between(one.hosts[k % one.width], host)
+             for k, host in enumerate(two.hosts)]
+    size = 4 * cluster.cut.n_embd
+    return cluster.hop + max(wire.latency + size / wire.bandwidth for wire in wires)

@@ -1,0 +1,72 @@
+"""The best grid of a job's own ranks: from the model's file and what ranks and links were measured
+at.
+
+Links are measured between neighbours in the order of ranks; two ranks further apart are taken to be
+joined by the worst link between them. Loads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.slice_parts import sizes_of
+from pipeinfer.planning.grid_cluster import Cluster
+from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
+from pipeinfer.planning.judge import LoadMix
+from pipeinfer.planning.measure import Figures
+from pipeinfer.planning.partition import Load, Member
+from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire
+
+_ROWS = (2, 4, 8)  #: of the curve that a measured row cost is drawn into
+
+
+def cut_from(model: ModelFile) -> Cut:
+    """How a file's layers can be shared out. Raises UnsupportedArchitecture."""
+    sizes = sizes_of(model)
+    group = sizes.heads // sizes.kv_heads
+    step = math.lcm(sizes.head_block, group * sizes.value) // (group * sizes.value)
+    parts = 0
+    if step == 1:
+        parts = group // (math.lcm(sizes.head_block, sizes.value) // sizes.value)
+    middle = model.n_layers // 2
+    mine = [tensor for tensor in model.tensors.values() if tensor.layer == middle]
+    total = sum(tensor.nbytes for tensor in mine)
+    attention = sum(tensor.nbytes for tensor in mine if ".attn_" in tensor.name)
+    keys = sum(tensor.nbytes for tensor in mine
+               if ".attn_k." in tensor.name or ".attn_v." in tensor.name)
+    return Cut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
+               attention / total, keys / total, sizes.kv_heads * parts)
+
+
+def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Network:
+    """Wires between ranks, by their places in `ranks`. links: source, dest, latency (seconds),
+    bandwidth (bytes/s) of neighbours."""
+    steps = {int(link["source"]): Wire(link["latency"], link["bandwidth"]) for link in links}
+    special: dict[frozenset[int], Wire] = {}
+    for a, first in enumerate(ranks):
+        for b in range(a + 1, len(ranks)):
+            way = [steps[rank] for rank in range(first, ranks[b]) if rank in steps]
+            if way:
+                special[frozenset((a, b))] = Wire(max(wire.latency for wire in way),
+                                                  min(wire.bandwidth for wire in way))
+    usual = max(special.values(), key=lambda wire: wire.latency, default=Wire(50e-6, 1e9))
+    return Network(usual, special)
+
+
+def grids_of_ranks(
+    model: ModelFile, load: Load, members: Sequence[Member], figures: Sequence[Figures | None],
+    network: Network, mix: LoadMix, sums: SumCost,
+) -> tuple[GridPlan, GridPlan]:
+    """The best grid of these ranks, and the plain pipeline of all of them.
+
+    Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
+    not fit.
+    """
+    hosts = tuple(Host(member.name, member.per_cost, member.memory, member.overhead,
+                       () if one is None else tuple(
+                           (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
+                  for member, one in zip(members, figures, strict=True))
+    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,))
+    return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))

@@ -1,0 +1,50 @@
+"""Grids of a job's own ranks: what the file allows, and what links say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.slices import widths_of
+from pipeinfer.planning.judge import LoadMix
+from pipeinfer.planning.measure import Figures
+from pipeinfer.planning.measured_grid import cut_from, grids_of_ranks, network_of
+from pipeinfer.planning.partition import Member
+from pipeinfer.planning.planner import load_of
+from pipeinfer.planning.teams import SumCost, Wire
+
+FIGURES = Figures(1e10, 1, {1: 1.0, 2: 1.3, 4: 1.9})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    return ModelFile(write_random_model(path, RandomSpec(n_layer=6)))
+
+
+def test_a_file_has_the_widths_that_its_slices_have(model):
+    cut = cut_from(model)
+    assert cut.widths(64) == widths_of(model)
+    assert 0 < cut.kv < cut.attention < 1
+
+
+def test_ranks_further_apart_are_joined_by_the_worst_link_between():
+    links = [{"source": 0, "dest": 1, "latency": 1e-6, "bandwidth": 1e10},
+             {"source": 1, "dest": 2, "latency": 5e-5, "bandwidth": 1e8},
+             {"source": 2, "dest": 3, "latency": 2e-6, "bandwidth": 2e10}]
+    network = network_of([1, 2, 3], links)
+    assert network.between(0, 1) == Wire(5e-5, 1e8)
+    assert network.between(1, 2) == Wire(2e-6, 2e10)
+    assert network.between(0, 2) == Wire(5e-5, 1e8)
+
+
+@pytest.mark.parametrize(("latency", "wide"), [(1e-6, True), (0.1, False)])
+def test_a_grid_is_proposed_where_links_are_fast_enough(model, latency, wide):
+    links = [{"source": k, "dest": k + 1, "latency": latency, "bandwidth": 1e10} for k in range(3)]
+    members = [Member(f"rank {k}", 1e-6) for k in range(1, 4)]
+    best, plain = grids_of_ranks(model, load_of(model, 256, 64), members, [FIGURES] * 3,
+                                 network_of([1, 2, 3], links), LoadMix(), SumCost())
+    assert (max(best.widths) > 1) == wide
+    assert best.tokens >= plain.tokens * 0.999
+    assert plain.widths == (1, 1, 1)
