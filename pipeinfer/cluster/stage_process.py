@@ -165,12 +165,12 @@ class StageProcess:
         while time.monotonic() < deadline:
             try:
                 self._port.take(Tag.TRANSACTION)
+                self._pulse.beat("waits since another member of its stage has failed")
+                self._port.wait(0.2, live=False)
             except Regrouped:
                 self._recovering()
                 self._port.adopt()
                 return True
-            self._pulse.beat("waits since another member of its stage has failed")
-            self._port.wait(0.2, live=False)
         return False
 
     def _wait(self) -> NoReturn:
