@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from pipeinfer.errors import BackendError, ProtocolError
 _GIVEN_UP, _UNLIKE = 4, 5
 _FOLDER = Path("/dev/shm")  #: memory that has names
 _PREFIX = "pipeinfer-sums-"
+_YOUNG = 60.0  #: seconds
 _SPIN_NS = 2_000  #: how long to wait before the processor is offered to others
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int)
 
@@ -71,6 +74,7 @@ class Region:
     @classmethod
     def create(cls, shape: TeamShape) -> Region | None:
         """For processes of one host; None where there is no room for it."""
+        clear_leftovers()
         name = f"{_PREFIX}{secrets.token_hex(8)}"
         path = _FOLDER / name
         try:
@@ -78,6 +82,7 @@ class Region:
         except OSError:
             return None
         try:
+            fcntl.flock(handle, fcntl.LOCK_SH)  # until the last process has unmapped it
             os.posix_fallocate(handle, 0, cls.size(shape))  # a hole would kill who touches it
             return cls(mmap.mmap(handle, cls.size(shape)), name)
         except OSError:
@@ -115,6 +120,17 @@ class Region:
         self._view = None
         with contextlib.suppress(BufferError):
             self._memory.close()
+
+
+def clear_leftovers() -> None:
+    """Remove what leaders have left who were killed before they could forget the name: nobody
+    holds its lock. A young one may not be locked yet."""
+    with contextlib.suppress(OSError):
+        for path in _FOLDER.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if time.time() - path.stat().st_mtime > _YOUNG:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def slice_bytes(shape: TeamShape) -> int:

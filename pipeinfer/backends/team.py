@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pipeinfer.backends.llamacpp.layer_probe import PartSum, compiled
 from pipeinfer.core.types import FloatArray
-from pipeinfer.errors import BackendError, ClusterError
+from pipeinfer.errors import BackendError, ClusterError, TransportTimeout
 
 #: how a number of a part travels, and its number in sums.h
 SUM_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
@@ -29,6 +29,11 @@ GATHER = (1 << 24) - 1  #: the place of what is gathered rather than summed up
 
 class PeerFailed(ClusterError):
     """Another member of this stage cannot go on, and has told the head so: await its verdict."""
+
+
+class PeerSilent(TransportTimeout):
+    """Another member of this stage has sent no part for too long; it, or the way to it, is broken.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeinfer.cluster.faults import (
 from pipeinfer.core.messages import Message, Tag
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
-from pipeinfer.transport.base import Envelope, Port
+from pipeinfer.transport.base import Envelope, Layout, Port
 from pipeinfer.transport.delaying import DelayingPort
 
 _MEMORY_STEP = 4 << 20
@@ -45,16 +46,20 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
     what a process does to itself, with the signal's number.
     """
     mine = faults_of(faults, rank, (*SIGNALS, Kind.ERROR, Kind.MEMORY), ("prefill", "decode"))
-    return _FaultyBackend(backend, mine, die) if mine else backend
+    for fault in (slow := [f for f in faults if f.rank == rank and f.kind is Kind.SLOW]):
+        begin(fault)
+    if not mine and not slow:
+        return backend
+    return _FaultyBackend(backend, mine, die, sum(fault.ms for fault in slow) / 1e3)
 
 
 class _FaultyBackend:
     """See `Backend`; a run of a prompt's chunk is one that does not want every row's output."""
 
-    def __init__(self, inner: Backend, faults: list[Fault], die: Die) -> None:
+    def __init__(self, inner: Backend, faults: list[Fault], die: Die, late: float) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
         self.seq_rm, self.seq_cp, self.seq_keep = inner.seq_rm, inner.seq_cp, inner.seq_keep
-        self._inner, self._faults, self._die = inner, faults, die
+        self._inner, self._faults, self._die, self._seconds = inner, faults, die, late
         self._seen = {"prefill": 0, "decode": 0}
 
     def __getattr__(self, name: str) -> Any:
@@ -78,6 +83,8 @@ class _FaultyBackend:
                 exhaust_memory()
             else:
                 self._die(SIGNALS[fault.kind])
+        if self._seconds:
+            time.sleep(self._seconds)
         return self._inner.decode(rows, hidden, should_stop)
 
     def _fail_inside(self, fault: Fault, rows: Rows, hidden: FloatArray | None,
@@ -134,7 +141,11 @@ def exhaust_memory() -> None:
 
 
 def faulty_port(port: Port, faults: Sequence[Fault], rank: int) -> Port:
-    """A rank's port that loses cancellations or gets its messages late."""
+    """A rank's port that loses cancellations or gets its messages late, or whose link to another
+    rank is cut."""
+    cut = [f for f in faults if f.kind is Kind.CUT_LINK and rank in (f.rank, f.peer)]
+    if cut:
+        port = _CutPort(port, cut[0], sum((cut[0].rank, cut[0].peer)) - rank)
     slow = faults_of(faults, rank, (Kind.SLOW_LINK,), ("",))
     lossy = faults_of(faults, rank, (Kind.LOSE_CANCEL,), ("",))
     if not slow and not lossy:
@@ -174,3 +185,22 @@ class _FaultyPort(DelayingPort):
         lost = self._cancels % self._every == 0
         self.lost += lost
         return lost
+
+
+class _CutPort(DelayingPort):
+    """See `Port`: nothing is sent to rank `peer` any more."""
+
+    def __init__(self, inner: Port, fault: Fault, peer: int) -> None:
+        super().__init__(inner, lambda *_: time.monotonic())
+        self._fault, self._peer, self._sent = fault, peer, 0
+
+    def send(self, dest: int, tag: Tag, message: Message) -> None:
+        """See `Port.send`."""
+        layout = getattr(self._inner, "layout", None)  # of ranks other than 0, and only MPI has it
+        if isinstance(layout, Layout) and layout.rank_of[dest] == self._peer:
+            self._sent += 1
+            if self._sent == self._fault.after + 1:
+                begin(self._fault)
+            if self._sent > self._fault.after:
+                return
+        super().send(dest, tag, message)

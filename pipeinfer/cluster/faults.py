@@ -8,12 +8,15 @@
     error@1:decode=7:layer=3    an exception after so many layers of the rank's own (type=backend
                                 or memory: BackendError, MemoryError instead of RuntimeError)
     memory@2:decode=5           allocates until the process's limit answers with MemoryError
+    slow@2:ms=5                 every run takes rank 2 so much longer
     slow-link@2:ms=50           every message to rank 2 comes so much later
+    cut-link@2:peer=3:after=40  of what ranks 2 and 3 send each other, all but the first 40 messages
+                                are lost; both still hear the head
     lose-cancel@3:every=2       every second cancellation that comes to rank 3 is lost
     disk-full@2:load            ENOSPC while the shard is written
     corrupt-cache@2:load        a byte of the cached shard is flipped before it is taken
 
-Several are separated by commas. Each happens once in a process (slow-link and lose-cancel last),
+Several are separated by commas. Each happens once in a process (slow, links and lose-cancel last),
 and says so on standard error. Every wrapper returns its argument untouched when no fault is for
 this rank; those of the port and the backend are in `faulty.py`. Knows progress and shard files,
 no MPI, request, plan or server.
@@ -46,7 +49,9 @@ class Kind(enum.StrEnum):
     STOP = "stop"
     ERROR = "error"
     MEMORY = "memory"
+    SLOW = "slow"
     SLOW_LINK = "slow-link"
+    CUT_LINK = "cut-link"
     LOSE_CANCEL = "lose-cancel"
     DISK_FULL = "disk-full"
     CORRUPT_CACHE = "corrupt-cache"
@@ -56,12 +61,13 @@ _MOMENTS = ("load", "prefill", "decode", "recovery")
 _FIELDS = {
     Kind.KILL: _MOMENTS, Kind.STOP: _MOMENTS,
     Kind.ERROR: ("prefill", "decode", "layer", "type"), Kind.MEMORY: ("prefill", "decode"),
-    Kind.SLOW_LINK: ("ms",), Kind.LOSE_CANCEL: ("every",),
+    Kind.SLOW: ("ms",), Kind.SLOW_LINK: ("ms",), Kind.CUT_LINK: ("peer", "after"),
+    Kind.LOSE_CANCEL: ("every",),
     Kind.DISK_FULL: ("load",), Kind.CORRUPT_CACHE: ("load",),
 }
 _TYPES = ("runtime", "backend", "memory")
 SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP}
-_LASTING = (Kind.SLOW_LINK, Kind.LOSE_CANCEL)
+_LASTING = (Kind.SLOW, Kind.SLOW_LINK, Kind.CUT_LINK, Kind.LOSE_CANCEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Fault:
     type: of the exception that is raised
     ms: delay in milliseconds
     every: every how many cancellations one is affected
+    peer: the rank at the other end of a link
+    after: how many messages still get there
     """
 
     kind: Kind
@@ -88,6 +96,8 @@ class Fault:
     type: str = "runtime"
     ms: float = 50.0
     every: int = 2
+    peer: int = -1
+    after: int = 0
 
     def __str__(self) -> str:
         text = f"{self.kind}@{self.rank}"
@@ -98,8 +108,10 @@ class Fault:
             text += f":layer={self.layer}"
         if self.type != "runtime":
             text += f":type={self.type}"
-        if self.kind is Kind.SLOW_LINK:
+        if self.kind in (Kind.SLOW, Kind.SLOW_LINK):
             text += f":ms={self.ms:g}"
+        if self.kind is Kind.CUT_LINK:
+            text += f":peer={self.peer}:after={self.after}"
         if self.kind is Kind.LOSE_CANCEL:
             text += f":every={self.every}"
         return text
@@ -141,6 +153,9 @@ def _parse(spec: str) -> Fault:
         if key in _MOMENTS and fault.moment:
             raise UsageError(f"--fault {spec}: {fault.moment} and {key} exclude each other")
         fault = _with(fault, key, value, spec)
+    if kind is Kind.CUT_LINK and (fault.peer < 1 or fault.peer == fault.rank or not fault.rank):
+        raise UsageError(f"--fault {spec}: name two ranks that are not rank 0, such as "
+                         "cut-link@1:peer=2")
     if not fault.moment and kind not in _LASTING:
         first = "load" if kind in (Kind.DISK_FULL, Kind.CORRUPT_CACHE) else "decode"
         fault = dataclasses.replace(fault, moment=first)
@@ -161,6 +176,10 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
                                    count=_whole(value, 1, key, spec) if value else 1)
     if key == "layer":
         return dataclasses.replace(fault, layer=_whole(value, 0, key, spec))
+    if key in ("peer", "after"):
+        value_of = _whole(value, int(key == "peer"), key, spec)
+        return dataclasses.replace(fault, peer=value_of) if key == "peer" else \
+            dataclasses.replace(fault, after=value_of)
     if key == "every":
         return dataclasses.replace(fault, every=_whole(value, 1, key, spec))
     try:

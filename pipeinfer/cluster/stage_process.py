@@ -39,7 +39,7 @@ from pipeinfer.backends.factory import (
     paced,
 )
 from pipeinfer.backends.pytorch.options import torch_version
-from pipeinfer.backends.team import PeerFailed, Team
+from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.backends.wide import WideBackend
 from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
@@ -131,7 +131,9 @@ class StageProcess:
             except Regrouped:
                 self._recovering()
                 self._port.adopt()
-            except PeerFailed as error:  # the member itself has told the head
+            except (PeerFailed, PeerSilent) as error:  # whom to blame is the head's affair
+                if isinstance(error, PeerSilent):
+                    self._tell(error)
                 if not self._regrouped():
                     self._tell(error)
                     return False
@@ -163,11 +165,12 @@ class StageProcess:
         while time.monotonic() < deadline:
             try:
                 self._port.take(Tag.TRANSACTION)
+                self._pulse.beat("waits since another member of its stage has failed")
+                self._port.wait(0.2, live=False)
             except Regrouped:
+                self._recovering()
                 self._port.adopt()
                 return True
-            self._pulse.beat("waits since another member of its stage has failed")
-            self._port.wait(0.2, live=False)
         return False
 
     def _wait(self) -> NoReturn:

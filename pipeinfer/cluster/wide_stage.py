@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
-from pipeinfer.backends.team import Team, TeamShape
+from pipeinfer.backends.team import PeerSilent, Team, TeamShape
 from pipeinfer.backends.wide import SliceBackend, WideBackend
 from pipeinfer.cluster.shard_transfer import await_answer
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import Setup, SumRegion
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag
-from pipeinfer.errors import ProtocolError, TransportTimeout, UsageError
+from pipeinfer.errors import ProtocolError, UsageError
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.slices import Slice
 from pipeinfer.runtime.port_team import PortTeam
@@ -23,6 +23,7 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Port
 
 _LOOKS = 8  #: how often the leader looks for a reason to stop within a run
+_PATIENCE = 0.5  #: of --timeout, for a part: whoever waits for the stage, or its run, waits longer
 
 
 def shape_of(setup: Setup, n_embd: int, sum_type: str) -> TeamShape:
@@ -70,13 +71,13 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
 
 class SumWatch:
     """Called now and then while a part is awaited: the rank is alive, but for how long? Raises
-    Regrouped and Dismissed where the job has gone on without this sum, TransportTimeout."""
+    Regrouped and Dismissed where the job has gone on without this sum, PeerSilent."""
 
     def __init__(self, port: Port, nodes: Sequence[int], shape: TeamShape, pulse: Pulse,
                  timeout: float) -> None:
         self.team: Team | None = None
         self._port, self._nodes, self._shape = port, tuple(nodes), shape
-        self._pulse, self._timeout = pulse, timeout
+        self._pulse, self._timeout = pulse, _PATIENCE * timeout
         self._sum, self._since, self._called = -1, 0.0, 0.0
 
     def __call__(self, index: int) -> None:
@@ -89,8 +90,8 @@ class SumWatch:
         self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
         if now - self._since > self._timeout:
             run = None if self.team is None else self.team.run_id
-            raise TransportTimeout(rank=self._port.node, peer=self._nodes[member],
-                                   tag=Tag.SUM.name, run_id=run, seconds=self._timeout)
+            raise PeerSilent(rank=self._port.node, peer=self._nodes[member], tag=Tag.SUM.name,
+                             run_id=run, seconds=self._timeout)
 
 
 def assembled(

@@ -125,28 +125,65 @@ def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int]
     """Who holds what when ranks are lost: every slice is held again, and none is cut anew.
 
     held: before, in order of nodes. A spare stands in for a lost member; else the member of the
-    same stage that has the fewest slices takes its slices, too. room: whether a rank has the
-    memory for what a holding says. Raises PlanError where a stage has nobody left.
+    same stage that has the fewest slices takes its slices, too. A stage that has nobody left is
+    joined to a neighbour whose layers are cut alike. room: whether a rank has the memory for what
+    a holding says. Raises PlanError where that is not possible.
     """
-    free, stages = list(spares), []
+    free = list(spares)
+    stages: list[_Team] = []
     for team in stages_of(held):
         alive = [one for one in team if one.rank not in lost]
+        waiting = []
         for gone in (one for one in team if one.rank in lost):
             stand_in = next((rank for rank in free if room(rank, gone)), None)
-            if stand_in is not None:
+            if stand_in is None:
+                waiting.append(gone)
+            else:
                 free.remove(stand_in)
                 alive.append(dataclasses.replace(gone, rank=stand_in))
-                continue
-            able = [one for one in alive if gone.cut and room(one.rank, _both(one, gone))]
+        for gone in waiting if alive else ():
+            able = [one for one in alive if room(one.rank, _both(one, gone))]
             if not able:
-                slices = "slices " + ", ".join(map(str, gone.slices)) if gone.cut else "layers"
-                raise PlanError(f"no rank is left to hold {slices} of layers {gone.start} to "
-                                f"{gone.stop}: start the job again, with --spares to survive this")
+                raise PlanError(_lack([gone]))
             heir = min(able, key=lambda one: (len(one.slices), one.member))
             alive[alive.index(heir)] = _both(heir, gone)
         alive.sort(key=lambda one: one.slices)
-        stages += [dataclasses.replace(one, member=member) for member, one in enumerate(alive)]
-    return tuple(stages)
+        stages.append(_Team(team, alive))
+    while empty := [one for one in stages if not one.alive]:
+        if not any(_joined(stages, one, room) for one in empty):
+            raise PlanError(_lack(empty[0].before))
+    return tuple(dataclasses.replace(one, member=member)
+                 for team in stages for member, one in enumerate(team.alive))
+
+
+@dataclass(slots=True)
+class _Team:
+    """A stage before a loss, and who holds it afterwards."""
+
+    before: list[Holding]
+    alive: list[Holding]
+
+
+def _joined(stages: list[_Team], empty: _Team, room: Callable[[int, Holding], bool]) -> bool:
+    """Give a stage without members to a neighbour, the one with fewer layers first. Whether that
+    was possible."""
+    at, layers = stages.index(empty), empty.before[0]
+    beside = [stages[k] for k in (at - 1, at + 1) if 0 <= k < len(stages) and stages[k].alive]
+    for team in sorted(beside, key=lambda one: one.alive[0].stop - one.alive[0].start):
+        wider = [dataclasses.replace(one, start=min(one.start, layers.start),
+                                     stop=max(one.stop, layers.stop)) for one in team.alive]
+        if wider[0].cut == layers.cut and all(room(one.rank, one) for one in wider):
+            team.alive = wider
+            stages.remove(empty)
+            return True
+    return False
+
+
+def _lack(gone: Sequence[Holding]) -> str:
+    numbers = sorted({index for one in gone for index in one.slices})
+    what = f"slices {', '.join(map(str, numbers))} of " if gone[0].cut else ""
+    return (f"no rank with the memory for it is left to hold {what}layers {gone[0].start} to "
+            f"{gone[0].stop - 1}: start the job again, with --spares to survive this")
 
 
 def _both(one: Holding, other: Holding) -> Holding:

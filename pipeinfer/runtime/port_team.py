@@ -170,13 +170,13 @@ class PortTeam:
         for member, held in enumerate(shape.holders):
             if member == shape.member:
                 continue
-            sizes = [n * (shape.vocabulary[i][1] - shape.vocabulary[i][0]) for i in held]
-            heard = self._await(member, GATHER, sum(sizes))
+            widths = [shape.vocabulary[i][1] - shape.vocabulary[i][0] for i in held]
+            heard = self._await(member, GATHER, n * sum(widths))
             if heard is None:
                 return None
-            cuts = np.cumsum(sizes)[:-1]
-            columns |= {i: one.reshape(n, -1)
-                        for i, one in zip(held, np.split(heard.data, cuts), strict=True)}
+            cuts = n * np.cumsum(widths)[:-1]
+            columns |= {i: one.reshape(n, width) for i, width, one in zip(
+                held, widths, np.split(heard.data, cuts), strict=True)}
         return np.concatenate([columns[i] for i in range(shape.n_slices)], axis=1)
 
     def _stops(self, place: int) -> bool:

@@ -24,6 +24,7 @@ from pipeinfer.cluster.faults import (
 from pipeinfer.core.messages import Cancel, LaneClose, Tag
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, UsageError
+from pipeinfer.transport.base import Layout
 from pipeinfer.transport.inproc import local_ports
 
 
@@ -63,7 +64,8 @@ def chunk(pos, count=4):
 @pytest.mark.parametrize("text", [
     "kill@2:decode=30", "stop@3:prefill=2", "error@1:decode=7:layer=3", "memory@2:decode=5",
     "slow-link@2:ms=50", "lose-cancel@3:every=2", "disk-full@2:load", "corrupt-cache@2:load",
-    "kill@4:recovery=1", "kill@2:load=extracting", "error@12:prefill=1:type=backend"])
+    "kill@4:recovery=1", "kill@2:load=extracting", "error@12:prefill=1:type=backend",
+    "slow@2:ms=5", "cut-link@2:peer=3:after=40"])
 def test_a_fault_is_written_as_it_is_read(text):
     (fault,) = parse_faults(text)
     assert str(fault) == text
@@ -85,6 +87,8 @@ def test_several_and_what_is_left_out():
     ("kill@2:load=lunch", "extracting, receiving"), ("kill@2:decode=0", "of at least 1"),
     ("kill@2:decode=soon", "of at least 1"), ("kill@2:decode=1:prefill=1", "exclude each other"),
     ("slow-link@2:ms=-3", "milliseconds"), ("slow-link@2:ms=inf", "milliseconds"),
+    ("cut-link@2", "two ranks"), ("cut-link@2:peer=2", "two ranks"), ("cut-link@0:peer=2", "two"),
+    ("cut-link@2:peer=0", "of at least 1"), ("slow@2:ms=x", "milliseconds"),
     ("error@1:type=fatal", "runtime, backend, memory"), ("disk-full@1:decode=3", "accepts load"),
 ])
 def test_nonsense_is_told_what_is_allowed(text, says):
@@ -98,7 +102,7 @@ def test_nonsense_is_told_what_is_allowed(text, says):
 
 def test_other_ranks_get_back_what_they_gave(backend, tmp_path):
     every = parse_faults("kill@2,stop@2,error@2,memory@2,slow-link@2,lose-cancel@2,disk-full@2,"
-                         "corrupt-cache@2,kill@2:load")
+                         "corrupt-cache@2,kill@2:load,slow@2,cut-link@2:peer=3")
     (port,) = local_ports(1)
     shard = tmp_path / "a.gguf"
     shard.write_bytes(bytes(100))
@@ -291,3 +295,36 @@ def test_messages_over_a_slow_link_come_late_in_order_and_wake_the_waiter():
             lanes.append(envelope.message.lane)
     assert time.monotonic() - start >= 0.055
     assert lanes == [0, 1, 2]
+
+
+def test_a_slow_rank_takes_longer_for_every_run(backend):
+    slow = faulty_backend(backend, parse_faults("slow@1:ms=30"), 1)
+    start = time.monotonic()
+    for pos in range(3):
+        assert slow.decode(token(pos)) is not None
+    assert time.monotonic() - start >= 0.09
+
+
+class Placed:
+    """A port whose nodes have ranks, as MPI's have."""
+
+    def __init__(self, inner, layout):
+        self._inner, self.layout = inner, layout
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("rank", [4, 7])
+def test_over_a_cut_link_nothing_gets_to_the_other_end_and_all_to_others(rank, capfd):
+    head, one, two = local_ports(3)
+    own, other = (one, two) if rank == 4 else (two, one)
+    cut = faulty_port(Placed(own, Layout((0, 4, 7))), parse_faults("cut-link@4:peer=7:after=2"),
+                      rank)
+    for lane in range(4):
+        cut.send(other.node, Tag.TRANSACTION, LaneClose(lane))
+        cut.send(0, Tag.TRANSACTION, LaneClose(lane))
+    assert [other.take(Tag.TRANSACTION).message.lane for _ in range(2)] == [0, 1]
+    assert other.take(Tag.TRANSACTION) is None
+    assert [head.take(Tag.TRANSACTION).message.lane for _ in range(4)] == [0, 1, 2, 3]
+    assert capfd.readouterr().err.count("pipeinfer: fault: cut-link@4:peer=7:after=2") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -83,10 +83,28 @@ def test_without_a_spare_a_member_of_the_same_stage_holds_more_slices():
 
 
 def test_where_nobody_is_left_it_says_what_is_missing():
-    with pytest.raises(PlanError, match=r"slices 0, 1, 2, 3 of layers 4 to 8.*--spares"):
-        retake(grid((2, 1)), {3}, [], anyone)
-    with pytest.raises(PlanError, match="no rank is left"):
+    with pytest.raises(PlanError, match=r"slices 0, 1, 2, 3 of layers 0 to 3.*--spares"):
+        retake(grid((2,)), {1, 2}, [], anyone)
+    with pytest.raises(PlanError, match="no rank with the memory"):
         retake(grid((2,)), {1}, [], lambda rank, holding: False)
+
+
+def test_a_stage_that_has_lost_everybody_is_joined_to_a_neighbour_with_the_same_slices():
+    now = retake(grid((2, 1, 2)), {3}, [], anyone)
+    assert [(one.rank, one.start, one.stop, one.slices) for one in now] == [
+        (1, 0, 8, (0, 1)), (2, 0, 8, (2, 3)), (4, 8, 12, (0, 1)), (5, 8, 12, (2, 3))]
+    no_room = retake(grid((2, 1, 2)), {3}, [], lambda rank, holding: holding.stop != 8)
+    assert [(one.rank, one.start, one.stop) for one in no_room] == [
+        (1, 0, 4), (2, 0, 4), (4, 4, 12), (5, 4, 12)]
+    one_left = retake(grid((2, 1, 2)), {1, 2, 3, 5}, [], anyone)
+    assert one_left == (Holding(4, 0, 12, 0, CUT, (0, 1, 2, 3)),)
+
+
+def test_layers_that_are_cut_otherwise_are_never_taken():
+    held = [dataclasses.replace(one, cut=CUT[::-1]) if one.rank == 3 else one
+            for one in grid((2, 1))]
+    with pytest.raises(PlanError, match=r"layers 4 to 7.*--spares"):
+        retake(held, {3}, [], anyone)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
@@ -98,16 +116,21 @@ def test_every_slice_is_held_once_whoever_is_lost(widths, data):
     try:
         now = retake(held, lost, spares, anyone)
     except PlanError:
-        gone = [all(one.rank in lost for one in team) for team in stages_of(held)]
-        assert any(gone)
+        assert len(lost) == len(ranks)
+        assert not spares
         return
     assert not lost & {one.rank for one in now}
     assert len({one.rank for one in now}) == len(now)
-    for before, after in itertools.zip_longest(stages_of(held), stages_of(now)):
+    at = 0
+    for after in stages_of(now):
         assert sorted(i for one in after for i in one.slices) == [0, 1, 2, 3]
         assert [one.member for one in after] == list(range(len(after)))
-        assert {(one.start, one.stop, one.cut) for one in after} == {
-            (before[0].start, before[0].stop, before[0].cut)}
-        for one in before:  # who lives keeps what it holds
-            assert one.rank in lost or any(
-                other.rank == one.rank and set(one.slices) <= set(other.slices) for other in after)
+        (start, stop, cut), = {(one.start, one.stop, one.cut) for one in after}
+        assert (start, cut) == (at, CUT)
+        at = stop
+    assert at == held[-1].stop
+    if not any(all(one.rank in lost for one in team) for team in stages_of(held)):
+        assert len(stages_of(now)) == len(widths)
+    for one in held:  # who lives keeps what it holds
+        assert one.rank in lost or any(
+            other.rank == one.rank and set(one.slices) <= set(other.slices) for other in now)
