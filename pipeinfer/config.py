@@ -163,8 +163,8 @@ class ClusterConfig:
                             "out.")
     grid: str = _opt("", "--grid", kind="str",
                      help="Stages x members, such as 2x4, or members of each stage, such as 4,3: "
-                          "the members of a stage share its layers as slices [default: one member "
-                          "a stage].")
+                          "the members of a stage share its layers as slices; auto: what is "
+                          "fastest by the measured ranks and links [default: one member a stage].")
     slices: str = _opt("", "--slices", kind="str",
                        help="Slices of each stage's layers, such as 4 or 4,2, or their shares, "
                             "such as 3:2:2 [default: one for each member]. Tokens are equal "

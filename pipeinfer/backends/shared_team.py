@@ -181,7 +181,8 @@ class SharedTeam:
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
         """See `Team`."""
-        self._region.forget_name()
+        if self.count:  # everybody has it
+            self._region.forget_name()
         self._error = None
         for sums in self._sums.values():
             sums.run = run_id

@@ -18,14 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import ClusterConfig, JobConfig
-from pipeinfer.core.control import Measure, Measured, Meeting, Placed
+from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import ProtocolError, RankLost, UsageError
+from pipeinfer.errors import (
+    PlanError,
+    ProtocolError,
+    RankLost,
+    UnsupportedArchitecture,
+    UsageError,
+)
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
+from pipeinfer.planning.measured_grid import grids_of_ranks, network_of
 from pipeinfer.planning.partition import Load, Member, Split, level
 from pipeinfer.planning.planner import (
     Plan,
@@ -37,6 +44,7 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
     with_head,
 )
+from pipeinfer.planning.teams import SumCost
 from pipeinfer.planning.wide import Teams, combined, teams_of
 
 Hosts = Sequence[RankInfo]
@@ -73,7 +81,8 @@ def agree(
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
     whole = config.speculation.layout == "replicate"
     nodes = load_nodes(config.cluster)
-    teams = _teams(config, candidates, hosts)
+    auto = config.cluster.grid == "auto"
+    teams = None if auto else _teams(config, candidates, hosts)
     counts: list[int | None] = [None] * len(candidates)
     if teams is None:
         counts = asked_counts(config.cluster, model, candidates, hosts,
@@ -96,6 +105,10 @@ def agree(
 
     if whole:
         plan = replicate(load, list(members.values()), candidates)
+    elif auto and (chosen := _chosen(config, place, model, load, members, figures,
+                                     expected(policy, config.speculation.parallel)[0], notes)):
+        plan = _wide_plan(config, model, load, members, hosts, chosen[0], policy,
+                          timed=bool(figures), layers=chosen[1])
     elif teams is not None:
         plan = _wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
     else:
@@ -128,15 +141,57 @@ def _teams(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams 
     return teams_of(cluster.grid, cluster.slices, usable[:len(usable) - cluster.spares])
 
 
+def _chosen(
+    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
+    figures: Mapping[int, Figures], mix: LoadMix, notes: list[str],
+) -> tuple[Teams, tuple[int, ...]] | None:
+    """What --grid auto takes: teams and their layers; None for a plain pipeline. Says why in
+    `notes`."""
+    ranks = [rank for rank, member in members.items() if member.layers is None]
+    if place.comm is None or len(ranks) < 2:
+        return None
+    try:
+        best, plain = grids_of_ranks(
+            model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
+            network_of(ranks, _links(config, place)), mix,
+            SumCost(4 if config.cluster.sum_type == "f32" else 2))
+    except (PlanError, UnsupportedArchitecture, RankLost) as error:
+        notes.append(f"no grid is chosen: {error}")
+        return None
+    if max(best.widths) == 1:
+        notes.append("no grid of wide stages would be faster than one rank to a stage")
+        return None
+    notes.append(f"{best.why()} ({best.tokens / plain.tokens:.2f} times one rank to a stage)")
+    shares = tuple(tuple(1 / members[ranks[i]].per_cost for i in stage.hosts) if stage.width > 1
+                   else () for stage in best.stages)
+    return Teams(tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages),
+                 shares), best.layers
+
+
+def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
+    """The links between neighbours, as all ranks measure them together. Raises RankLost."""
+    from pipeinfer.transport import mpi_startup
+
+    for rank in range(1, place.size):
+        mpi_startup.say(place.comm, rank, TestLinks())
+    found = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+    for rank in range(1, place.size):
+        heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
+        if isinstance(heard, Measured) and heard.figures:
+            found += heard.figures["links"]
+    return found
+
+
 def _wide_plan(
     config: JobConfig, model: Any, load: Load, members: Mapping[int, Member], hosts: Hosts,
-    teams: Teams, policy: Policy, *, timed: bool,
+    teams: Teams, policy: Policy, *, timed: bool, layers: Sequence[int] = (),
 ) -> Plan:
-    """The layers dealt out to teams, and cut into slices. Raises PlanError, UsageError,
-    UnsupportedArchitecture."""
+    """The layers dealt out to teams, and cut into slices. layers: of each stage, where that is
+    decided. Raises PlanError, UsageError, UnsupportedArchitecture."""
     from pipeinfer.models.slices import cut_of
 
-    counts = asked_counts(config.cluster, model, teams.leaders, hosts, None)
+    counts: Sequence[int | None] = layers or asked_counts(
+        config.cluster, model, teams.leaders, hosts, None)
     leaders = [dataclasses.replace(one, layers=count)
                for one, count in zip(combined(members, teams), counts, strict=True)]
     plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts,
@@ -259,5 +314,8 @@ def await_place(config: JobConfig, place: Place) -> Placed:
             case Measure(settings, model, fingerprint, hollow):
                 mpi_startup.say(place.comm, 0, _answer(
                     config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
+            case TestLinks():
+                links = [dataclasses.asdict(one) for one in mpi_startup.measure_links(place.comm)]
+                mpi_startup.say(place.comm, 0, Measured({"links": links}))
             case other:
                 raise ProtocolError(f"rank 0 sent {type(other).__name__} before the job began")

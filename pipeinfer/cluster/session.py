@@ -224,8 +224,10 @@ class Session:
 
     @property
     def stages(self) -> dict[int, dict[str, Any]]:
-        """What each stage said when it was ready, by node."""
-        return {node: ready.figures() for node, ready in self.assembly.ready.items()}
+        """What each member of a stage said when it was ready, by node; with its name."""
+        grid = self.assembly.grid
+        return {node: {"stage": grid.name(node).stage, "member": grid.name(node).member,
+                       **ready.figures()} for node, ready in self.assembly.ready.items()}
 
     @property
     def n_stages(self) -> int:

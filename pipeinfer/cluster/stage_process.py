@@ -51,7 +51,7 @@ from pipeinfer.cluster.faults import (
     parse_faults,
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
-from pipeinfer.cluster.wide_stage import assembled, team_of
+from pipeinfer.cluster.wide_stage import assembled, paced_team, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -110,6 +110,7 @@ class StageProcess:
         self._recovering = faulty_recovery(self._faults, place.rank)
         self._parts: list[Part] = []
         self._team: Team | None = None
+        self._sum_seconds = 0.0
         self._whole: WideBackend | None = None  #: all slices held here, while there is a team
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
@@ -266,7 +267,9 @@ class StageProcess:
             max(part.threads for part in self._parts),
             sum(part.received for part in self._parts),
             tuple(part.layers for part in self._parts), setup.cut and pieces,
-            "" if team is None else "memory" if team.shares_memory else "messages"))
+            "" if team is None else "memory" if team.shares_memory else "messages",
+            self._sum_seconds))
+        begun = (0, 0.0) if team is None else (team.count, team.waited)
         whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
             port,
@@ -282,7 +285,8 @@ class StageProcess:
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
                 "exact_width": widths.exact,
-                **({} if team is None else {"sums": team.count, "sum_wait": team.waited}),
+                **({} if team is None else {"n_sums": team.count - begun[0],
+                                            "sum_wait": team.waited - begun[1]}),
                 **host.memory_parts(),
             },
         )
@@ -294,8 +298,10 @@ class StageProcess:
             return None
         if registry.adapter(config.speculation):
             raise UsageError("--bita needs stages of whole layers: leave out --grid and --slices")
-        self._team = team_of(config.cluster, setup, self._parts[0].backend.info.n_embd, self._port,
-                             self._pulse)
+        n_embd = self._parts[0].backend.info.n_embd
+        team = self._team = team_of(config.cluster, setup, n_embd, self._port, self._pulse)
+        self._sum_seconds = sum_seconds(team, n_embd)
+        self._team = paced_team(config.cluster, setup, team, n_embd)
         return self._team
 
     def _part_team(self) -> None:
@@ -304,6 +310,7 @@ class StageProcess:
         if self._team is not None:
             self._team.close()
         self._whole = self._team = None
+        self._sum_seconds = 0.0
 
     def _wide(self, config: JobConfig, setup: Setup, team: Team, report: Report
               ) -> tuple[Backend, Widths]:

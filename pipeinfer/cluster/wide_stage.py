@@ -3,8 +3,12 @@ how long others are waited for."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
@@ -22,6 +26,7 @@ from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Port
 
+_TRIES = 24  #: sums that are timed at the start
 _LOOKS = 8  #: how often the leader looks for a reason to stop within a run
 _PATIENCE = 0.5  #: of --timeout, for a part: whoever waits for the stage, or its run, waits longer
 
@@ -63,6 +68,32 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
     team: Team = PortTeam(shape, port, nodes, watch) if region is None else \
         SharedTeam(shape, region, watch)
     watch.team = team
+    return team
+
+
+def sum_seconds(team: Team, n_embd: int) -> float:
+    """Of one sum for a single row, the median of some. Collective. Raises what waiting for others
+    raises."""
+    zeros = [np.zeros(n_embd, np.float32) for _ in team.shape.own]
+    times = []
+
+    def add(turn: int) -> bool:
+        return team.part(team.shape.own[turn]).add(zeros[turn], 0)
+
+    team.begin(-1, cancelled=False)
+    team.arm(None)
+    with ThreadPoolExecutor(len(zeros)) as pool:
+        for _ in range(_TRIES):
+            start = time.perf_counter()
+            further = [pool.submit(add, turn) for turn in range(1, len(zeros))]
+            if not add(0) or not all(one.result() for one in further):
+                team.check()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times[_TRIES // 4:])
+
+
+def paced_team(config: ClusterConfig, setup: Setup, team: Team, n_embd: int) -> Team:
+    """The team at another machine's pace, where that is asked for."""
     if config.pace_ms:
         sums = 2 * (setup.stop - setup.start)
         team = PacedTeam(team, config.pace_ms / 1e3 / sums, config.pace_row_ms / 1e3 / sums, n_embd)

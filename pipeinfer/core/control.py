@@ -2,6 +2,7 @@
 
     rank k    Hello                                     at the start, to rank 0
     rank 0    Measure -> Measured, then Placed          before any port exists
+    rank 0    TestLinks -> Measured                     before that, with --grid auto
     rank 0    Place, Leave, Rehearse                    orders from rank to rank, of no epoch
     rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
     stage     ShardWanted -> ShardOffer                 where the host has no model file
@@ -108,6 +109,10 @@ class Meeting(_Message, frozen=True):
     seconds: float
 
 
+class TestLinks(_Message, frozen=True, tag=True):
+    """All ranks at once: bounce messages with your neighbours, and say what that took."""
+
+
 class Placed(_Message, frozen=True, tag=True):
     """Which rank holds which node, where heartbeats go, every rank's doorbell."""
 
@@ -186,7 +191,8 @@ class Progress(_Message, frozen=True, tag=True):
 
 class Ready(_Message, frozen=True, tag=True):
     """A member of a stage serves from now on. parts: the ranges of layers that it loaded apart.
-    slices: names of those that it holds. sums: how parts of sums travel ("" without any)."""
+    slices: names of those that it holds. sums: how parts of sums travel ("" without any);
+    sum_seconds: of one for a single row, as measured at the start."""
 
     port: PortName
     rank: int
@@ -203,6 +209,7 @@ class Ready(_Message, frozen=True, tag=True):
     parts: tuple[tuple[int, int], ...]
     slices: tuple[str, ...] = ()
     sums: str = ""
+    sum_seconds: float = 0.0
 
     def figures(self) -> dict[str, Any]:
         """All of it in one mapping, but for the port's name."""
@@ -294,7 +301,7 @@ class Rehearse(_Message, frozen=True, tag=True):
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
     Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer)
-StartMessage: TypeAlias = Hello | Measure | Measured | Placed
+StartMessage: TypeAlias = Hello | Measure | Measured | TestLinks | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage
 
 _encoder = msgspec.json.Encoder()

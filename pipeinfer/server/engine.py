@@ -201,7 +201,10 @@ class Engine:
 
     def _facts(self) -> dict[str, Any]:
         session, limits, assembly = self._session, self._session.limits, self._session.assembly
-        stages = [{"node": node, "rank": holding.rank, "host": session.hosts[holding.rank].host,
+        stages = [{"node": node, "stage": assembly.grid.name(node).stage, "member": holding.member,
+                   "rank": holding.rank, "host": session.hosts[holding.rank].host,
+                   "slices": len(holding.slices), "of_slices": len(holding.cut),
+                   "sum_seconds": assembly.ready[node].sum_seconds,
                    "layers": [holding.start, holding.stop],
                    "exact_width": assembly.ready[node].exact_width}
                   for node, holding in enumerate(assembly.held, 1)]

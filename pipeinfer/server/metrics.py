@@ -113,8 +113,10 @@ class Metrics:
         """Take the gauges from the engine's report. facts: who holds the stages."""
         self._changed(facts)
         for name, gauge in self._stages.items():
-            for stage, value in zip(facts.get("stages", ()), status.get(name, ()), strict=False):
-                gauge.labels(stage["node"], stage["rank"], stage["host"]).set(value)
+            leaders = [one for one in facts.get("stages", ()) if not one.get("member")]
+            for stage, value in zip(leaders, status.get(name, ()), strict=False):
+                gauge.labels(stage.get("stage", stage["node"]), stage["rank"],
+                             stage["host"]).set(value)
         for name, gauge in self._gauges.items():
             value = status.get(name)
             if isinstance(value, list):

@@ -104,6 +104,26 @@ def test_parts_are_added_in_the_order_of_slices(stage, way, holders, kind):
     assert team.teams[0].count == 15
 
 
+@pytest.mark.parametrize("kind", SUM_TYPES)
+@pytest.mark.parametrize("holders", HOLDERS[2:])
+def test_large_parts_are_added_up_in_shares_with_the_same_bits(stage, holders, kind):
+    team = stage("messages", holders, kind)
+    parts = (np.random.default_rng(2).standard_normal((team.n, 9001)) * 30).astype(np.float32)
+    expected = add_up([shorten(part, kind) for part in parts], kind)
+    team.begin(0)
+    for one in team.teams:
+        one.arm(None)
+
+    def sums(member, index):
+        own = parts[index].copy()
+        assert member.part(index).add(own, 0)
+        small = np.ones(8, np.float32)
+        assert member.part(index).add(small, 1)
+        return own
+
+    assert all(found.tobytes() == expected.tobytes() for found in team.each(sums))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_leader_stops_everyone_at_the_same_sum(stage, way):
     team = stage(way, ((0,), (1, 2), (3,)))

@@ -72,10 +72,10 @@ def _run(*command: str) -> str:
 class Cluster:
     """`n_nodes` hosts, node1 to nodeN. Use as a context manager; raises Refused.
 
-    rate: of every link, as tc writes it ("" for no limit). burst: how many bytes pass at once before
-    that; a small one makes short transfers take what a wire takes, too. cpu: cores per node, 0 for no limit;
-    cpus: other values for some nodes. private: directories that are empty and its own on every
-    node but node1, which keeps the real ones.
+    rate: of every link, as tc writes it ("" for no limit). burst: bytes that pass at once before
+    that; a small one makes short transfers take what a wire takes, too. cpu: cores per node, 0 for
+    no limit; cpus: other values for some nodes. private: directories that are empty and its own on
+    every node but node1, which keeps the real ones.
     """
 
     def __init__(self, n_nodes: int, *, rate: str = "1gbit", cpu: float = 0.0,

@@ -1,0 +1,135 @@
+"""Wide stages in real MPI jobs: the tokens of a plain loop over the same slices."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import serve
+from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.planning.wide import shares_of
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, cases, check, run_matrix
+from tests.support.sample import full, mostly_full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+N_LAYERS = 12
+#: members of each stage, slices, layers, how parts travel, how numbers travel
+GRIDS = {
+    "1x2": ((2,), "", (12,), "auto", "f32"),
+    "1x3 unequal": ((3,), "3:2:1", (12,), "messages", "f32"),
+    "2x2": ((2, 2), "", (7, 5), "auto", "f32"),
+    "1x4": ((4,), "", (12,), "messages", "f16"),
+    "two slices on one rank": ((1,), "2", (12,), "auto", "f32"),
+    "2,1": ((2, 1), "2,2", (5, 7), "messages", "bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The tokens of each case over the slices of a grid."""
+    from pipeinfer.core.types import SamplingParams
+    from pipeinfer.models.locate import open_tokenizer
+
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+    known = {}
+
+    def tokens(grid):
+        widths, slices, layers, _, sum_type = GRIDS[grid]
+        shares = shares_of(slices, widths)
+        loop = SlicedLoop(EMBEDDED / "target.gguf", layers, shares, sum_type=sum_type)
+        for case in cases():
+            key = (case["prompt"], json.dumps(case["params"]))
+            if (grid, *key) not in known:
+                known[grid, *key] = loop.generate(
+                    tokenizer.encode(case["prompt"]), case["count"],
+                    SamplingParams(**case["params"]))
+        loop.close()
+        return {key[1:]: found for key, found in known.items() if key[0] == grid}
+
+    yield tokens
+    tokenizer.close()
+
+
+def options(grid, **more):
+    widths, slices, layers, way, sum_type = GRIDS[grid]
+    return {"grid": ",".join(map(str, widths)), "slices": slices, "sum_path": way,
+            "layers": ",".join(map(str, layers)), "sum_type": sum_type, **more}
+
+
+@pytest.mark.parametrize("grid", mostly_full(GRIDS, "1x3 unequal", "2,1"))
+def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, reference, grid):
+    widths = GRIDS[grid][0]
+    todo = cases()[::3]
+    answer = run_matrix(tmp_path, sum(widths) + 1, options(grid), todo)
+    check(answer, todo, reference(grid))
+    assert len(answer["reports"]) == sum(widths)
+    assert all(report["n_sums"] > 0 for report in answer["reports"].values())
+
+
+@pytest.mark.parametrize("way", ["auto", full("messages")])
+def test_rank_0_may_be_a_member(tmp_path, reference, way):
+    todo = cases()[::4]
+    answer = run_matrix(tmp_path, 2, options("1x2", head_stage=True, sum_path=way), todo)
+    check(answer, todo, reference("1x2"))
+
+
+def generate(np, *arguments, **env):
+    done = launch.run(np, [*PIPEINFER, "generate", "-p", "def add(a, b):\n", "-n", "24", "--temp",
+                           "0", "--json", *arguments], **env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
+    """Two slices of a random model in one rank, on two, and on two over TCP without the C part."""
+    path = write_random_model(tmp_path / "m.gguf", RandomSpec(
+        n_layer=4, n_embd=128, n_head=4, n_head_kv=2, n_ff=256, n_vocab=4096, qtype="Q8_0"))
+    own = ("-m", str(path), "--policy", "iterative", "--ignore-eos")
+    one = generate(1, *own, "--slices", "2")
+    two = generate(3, *own, "--grid", "1x2")
+    other = generate(3, *own, "--grid", "1x2", "--sum-path", "messages", "--distribute",
+                     PIPEINFER_CACHE=str(tmp_path / "cache"))
+    assert one["tokens"] == two["tokens"] == other["tokens"]
+    assert [stage["slices"] for stage in two["stats"]["stages"].values()] == [
+        [name] for name in one["stats"]["stages"]["1"]["slices"]]
+
+
+def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
+    found = generate(3, "--grid", "auto")
+    assert any("grid" in note for note in found["stats"]["notes"])
+
+
+@pytest.mark.parametrize(("arguments", "what"), [
+    (("--grid", "2x4"), "8 members, but only 2 ranks"),
+    (("--grid", "1x2", "--slices", "64"), "cannot be cut into 64 slices"),
+    (("--grid", "x"), "--grid x: give"),
+    (("--grid", "1x2", "--slices", "1"), "every member"),
+    full(("--grid", "1x2", "--backend", "torch"), "torch stages cannot be cut"),
+])
+def test_grids_that_cannot_be_are_refused_in_one_line(arguments, what):
+    done = launch.run(3, [*PIPEINFER, "generate", "-p", "x", "-n", "2", *arguments])
+    assert done.returncode in (2, 4), done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert what in lines[0]
+
+
+def test_a_server_over_a_grid_answers_several_at_once():
+    body = {"prompt": "def f(x):", "max_tokens": 20, "temperature": 0}
+    with serve(3, "--grid", "1x2", "-np", "3") as server, ThreadPoolExecutor(4) as pool:
+        server.wait_until_ready()
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(4)))
+        assert {status for status, _ in answers} == {200}
+        assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
+        stages = server.get("/props")[1]["pipeinfer"]["stages"]
+        assert [(one["stage"], one["member"]) for one in stages] == [(1, 0), (1, 1)]
+        assert all(0 < one["sum_seconds"] < 1 for one in stages)
+        gauges = [line for line in server.get("/metrics")[1].splitlines()
+                  if line.startswith("pipeinfer_stage_seconds{")]
+        assert len(gauges) == 1  # of the stage, not of its members
+
+
