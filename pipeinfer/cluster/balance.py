@@ -11,6 +11,7 @@ a while. This module knows no HTTP and no engine.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Balance:
         ranks = [holding.rank for holding in held]
         threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
         trial = _Trial(assembly.held, assembly.threads, verdict.gain,
-                       judge(*self._present()), seen, judge)
+                       judge(*self._present(), now=True), seen, judge)
         why = _why(judge, verdict.gain, pace) + _idle(assembly.held, held, threads, judge)
         self._move(held, why, threads)
         self._trial = trial
@@ -97,7 +98,9 @@ class Balance:
         if seen.like(trial.seen):
             found, how = seen.speed / trial.seen.speed, "tokens/s"
         else:
-            found, how = trial.judge(*self._present()) / trial.rate, "by what stages take"
+            judge = dataclasses.replace(trial.judge, using=session.assembly.threads)
+            found = judge(*self._present(), now=True) / trial.rate
+            how = "by what stages take"
         if found >= _LOST:
             self._failed.pop(held, None)
             text = (f"the layers dealt out otherwise bring {found:.2f} times the speed ({how}; "
@@ -139,7 +142,7 @@ class Balance:
             1.0, session.draft.busy_seconds / worked)
         judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
                          grows=session.assembly.grows)
-        return judge, seen
+        return dataclasses.replace(judge, using=session.assembly.threads), seen
 
     # --- steps --------------------------------------------------------------------------------
 

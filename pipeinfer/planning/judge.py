@@ -211,7 +211,8 @@ class Judge:
 
     seats: of each rank. cores: of each host, as far as stages may use them. mixes: the loads that
     count. curve: of all stages. grows: whether a rank that stays takes over the threads of ranks
-    of its host that are left out.
+    of its host that are left out. using: threads that ranks compute with now, where those are not
+    their own.
     """
 
     seats: Mapping[int, Seat]
@@ -221,25 +222,28 @@ class Judge:
     link: float = LINK
     draft: float = 0.0
     grows: bool = False
+    using: Mapping[int, int] = field(default_factory=dict)
 
     def threads(self, ranks: Sequence[int]) -> dict[int, int]:
         """Of each of these ranks when they alone hold stages."""
         return granted(self.seats, self.cores, ranks) if self.grows else {
             rank: self.seats[rank].cores for rank in ranks if rank in self.seats}
 
-    def faster(self, rank: int, before: Sequence[int], after: Sequence[int]) -> float:
-        """What a rank's seconds are multiplied by when `after` hold stages instead of `before`."""
+    def faster(self, rank: int, holders: Sequence[int] | None) -> float:
+        """What a rank's seconds on its own cores are multiplied by when these ranks hold stages;
+        None: as things are now."""
         if rank not in self.seats:
             return 1.0
         own = self.seats[rank].cores
-        old = self.threads(before).get(rank, own)
-        new = self.threads(after).get(rank, own)
-        return float((old / new) ** _GROWTH)
+        used = self.using if holders is None else self.threads(holders)
+        return float((own / (used.get(rank) or own)) ** _GROWTH)
 
-    def arrangement(self, split: Split, ranks: Sequence[int]) -> Arrangement:
-        """The stages of a split; ranks: those of its members."""
+    def arrangement(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> Arrangement:
+        """The stages of a split; ranks: those of its members; now: with the threads of now."""
         used = [ranks[i] for i, _, _ in split.ranges()]
         threads = self.threads(used)
+        if now:
+            threads = {rank: self.using.get(rank) or self.seats[rank].cores for rank in threads}
         stages = []
         for i, _, _ in split.ranges():
             seat = self.seats.get(ranks[i])
@@ -248,9 +252,9 @@ class Judge:
                 threads=threads.get(ranks[i], 1)))
         return Arrangement(tuple(stages), self.link, draft=self.draft, cores=self.cores)
 
-    def __call__(self, split: Split, ranks: Sequence[int]) -> float:
+    def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
         """Tokens per second, see `score`."""
-        return score(self.arrangement(split, ranks), self.mixes)
+        return score(self.arrangement(split, ranks, now=now), self.mixes)
 
     def under(self, *mixes: LoadMix) -> Judge:
         """The same for other loads."""

@@ -92,15 +92,15 @@ def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding,
     def seated(chosen: Sequence[int]) -> list[Member]:
         return [dataclasses.replace(
             members[rank], layers=None,
-            per_cost=members[rank].per_cost * judge.faster(rank, ranks, chosen))
-            for rank in chosen]
+            per_cost=members[rank].per_cost * judge.faster(rank, None)) for rank in chosen]
 
-    present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks)
+    present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks,
+                    now=True)
     best, speed = held, present * WORTH_MOVING
     for chosen in _fewer(ranks, {rank: members[rank].per_cost for rank in ranks}):
         with contextlib.suppress(PlanError):
             split = partition(load, seated(chosen))
-            if (found := judge(split, chosen)) > speed:
+            if (found := judge(split, chosen, now=True)) > speed:
                 best = tuple(Holding(chosen[i], start, stop) for i, start, stop in split.ranges())
                 speed = found
     return best
@@ -136,18 +136,19 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
 class Judges(Protocol):
     """What `judge.Judge` does for a plan."""
 
-    def __call__(self, split: Split, ranks: Sequence[int]) -> float:
-        """Tokens per second of a split whose members are these ranks."""
+    def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
+        """Tokens per second of a split whose members are these ranks; now: as they compute now."""
 
-    def faster(self, rank: int, before: Sequence[int], after: Sequence[int]) -> float:
-        """What a rank's seconds are multiplied by when others hold stages."""
+    def faster(self, rank: int, holders: Sequence[int] | None) -> float:
+        """What a rank's seconds on its own cores are multiplied by when these hold stages; None:
+        as things are now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The best stages, and how many times as fast as now they are judged to be.
 
-    speeds: seconds per cost of each rank, as measured or taken for it.
+    speeds: seconds per cost of each rank on its own cores, as measured or taken for it.
     """
 
     held: tuple[Holding, ...]
@@ -167,19 +168,20 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
     ranks = [holding.rank for holding in held]
     costs = [load.stage_cost(holding.start, holding.stop) for holding in held]
     overhead = _overhead(costs, seconds)
-    speeds = level({holding.rank: (took - overhead) / cost
+    speeds = level({holding.rank: (took - overhead) / cost / judge.faster(holding.rank, None)
                     for holding, took, cost in zip(held, seconds, costs, strict=True)})
     middling = statistics.median(speeds.values())
     back = {rank: speed or middling for rank, speed in (returning or {}).items()}
     slow = max(ranks, key=lambda rank: speeds[rank])
     known = dict.fromkeys(spares, middling) | back | speeds
 
-    def seated(chosen: Sequence[int]) -> list[Member]:
+    def seated(chosen: Sequence[int], holders: Sequence[int] | None) -> list[Member]:
         return [dataclasses.replace(
             members[rank], overhead=overhead, layers=None,
-            per_cost=known[rank] * judge.faster(rank, ranks, chosen)) for rank in chosen]
+            per_cost=known[rank] * judge.faster(rank, holders)) for rank in chosen]
 
-    present = judge(measure(load, seated(ranks), [h.stop - h.start for h in held]), ranks)
+    present = judge(measure(load, seated(ranks, None), [h.stop - h.start for h in held]), ranks,
+                    now=True)
     orders = [ranks]
     if spares:
         orders.append([spares[0] if rank == slow else rank for rank in ranks])
@@ -193,7 +195,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
             gone = [rank for rank in order if rank not in chosen]
             healthy = any(known[rank] <= least * HEALTHY for rank in gone)
             with contextlib.suppress(PlanError):
-                split = partition(load, seated(chosen))
+                split = partition(load, seated(chosen, chosen))
                 faster = judge(split, chosen) / present
                 if faster > gain * (FOLD if healthy else 1 + _SAME):
                     best = tuple(Holding(chosen[i], start, stop)

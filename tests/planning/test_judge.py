@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -118,8 +119,9 @@ def test_ranks_left_out_give_their_threads_to_those_that_stay():
     assert granted(seats, {"a": 4, "b": 4}, [1, 2, 3]) == {1: 2, 2: 2, 3: 4}
     assert granted(seats, {"a": 4, "b": 4}, [2, 3]) == {2: 4, 3: 4}
     assert granted(seats, {"a": 1, "b": 4}, [1, 2]) == {1: 2, 2: 2}
-    assert judge(ONE, grows=True).faster(1, [1, 2, 3], [1]) == pytest.approx(2**-0.9)
-    assert judge(ONE).faster(1, [1, 2, 3], [1]) == 1.0
+    assert judge(ONE, grows=True).faster(1, [1]) == pytest.approx(2**-0.9)
+    assert judge(ONE, grows=True).faster(1, None) == 1.0
+    assert judge(ONE).faster(1, [1]) == 1.0
 
 
 def test_a_split_is_judged_with_the_cores_that_its_ranks_share():
@@ -219,3 +221,11 @@ def test_a_stage_of_one_layer_is_not_taken_for_a_slow_rank():
     found = moved(LoadMix(streams=2), cores=4, load=load, held=held,
                   seconds=(0.4e-3, 0.41e-3, 1.3e-3))
     assert counts(found.held) == [4, 4, 4]
+
+
+def test_a_stage_with_all_threads_is_not_moved_to_another_idle_rank_of_its_host():
+    """What it takes was measured with the threads that the other one would get, too."""
+    grown = dataclasses.replace(judge(ONE, grows=True), using={1: 2})
+    found = rebalance(REAL, RANKS, [Holding(1, 0, 30)], [6.3e-3], (2, 3), grown,
+                      {2: 0.0, 3: 0.0})
+    assert (found.held, found.gain) == ((Holding(1, 0, 30),), 1.0)
