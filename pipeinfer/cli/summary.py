@@ -27,9 +27,11 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
     )
     for node, stage in sorted(stages.items()):
         if "busy_share" in stage:
+            waited = f", waited {stage['waited_share']:.0%} for the other members" if stage.get(
+                "waited") else ""
             lines.append(
                 f"stage {node}: layers {stage['layers'][0]}-{stage['layers'][1] - 1} on "
-                f"{stage['host']}, busy {stage['busy_share']:.0%}, sent "
+                f"{stage['host']}, busy {stage['busy_share']:.0%}{waited}, sent "
                 f"{stage['sent_bytes'] / 1e6:.2f} MB, memory {stage['rss'] / 2**20:.0f} MiB"
             )
     return "\n".join(lines + [f"note: {note}" for note in notes])

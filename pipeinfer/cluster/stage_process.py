@@ -282,7 +282,7 @@ class StageProcess:
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
                 "exact_width": widths.exact,
-                **({} if team is None else {"sums": team.count, "sum_wait": team.waited}),
+                **({} if team is None else {"sums": team.count}),
                 **host.memory_parts(),
             },
         )
