@@ -138,7 +138,8 @@ def _report(
     span = out.times[-1] if out.times else 0.0
     for stage in stages.values():
         if "busy" in stage and span:
-            stage["busy_share"] = min(1.0, stage["busy"] / span)
+            stage["busy_share"] = min(1.0, (stage["busy"] - stage["waited"]) / span)
+            stage["waited_share"] = min(1.0, stage["waited"] / span)
         stage.pop("events", None)
     if config.json:
         limits = session.limits

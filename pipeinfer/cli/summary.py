@@ -27,9 +27,11 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
     )
     for node, stage in sorted(stages.items()):
         if "busy_share" in stage:
+            waited = f", waited {stage['waited_share']:.0%} for the other members" if stage.get(
+                "waited") else ""
             lines.append(
                 f"{name_of(node, stage)}: layers {stage['layers'][0]}-{stage['layers'][1] - 1} on "
-                f"{stage['host']}, busy {stage['busy_share']:.0%}{_sums(stage)}, sent "
+                f"{stage['host']}, busy {stage['busy_share']:.0%}{waited}, sent "
                 f"{stage['sent_bytes'] / 1e6:.2f} MB, memory {stage['rss'] / 2**20:.0f} MiB"
             )
     return "\n".join(lines + [f"note: {note}" for note in notes])
@@ -41,14 +43,6 @@ def name_of(node: int, stage: Mapping[str, Any]) -> str:
     if not stage.get("slices"):
         return f"stage {number}"
     return f"stage {number} member {stage['member']}"
-
-
-def _sums(stage: Mapping[str, Any]) -> str:
-    """How a member waits for the others."""
-    if not stage.get("n_sums") or not stage.get("busy"):
-        return ""
-    share = stage.get("sum_wait", 0.0) / stage["busy"]
-    return f" (of it {share:.0%} waiting in {stage['n_sums']} sums)"
 
 
 def _ms(seconds: float | None) -> str:

@@ -269,7 +269,7 @@ class StageProcess:
             tuple(part.layers for part in self._parts), setup.cut and pieces,
             "" if team is None else "memory" if team.shares_memory else "messages",
             self._sum_seconds))
-        begun = (0, 0.0) if team is None else (team.count, team.waited)
+        begun = 0 if team is None else team.count
         whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
             port,
@@ -285,8 +285,7 @@ class StageProcess:
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
                 "exact_width": widths.exact,
-                **({} if team is None else {"n_sums": team.count - begun[0],
-                                            "sum_wait": team.waited - begun[1]}),
+                **({} if team is None else {"n_sums": team.count - begun}),
                 **host.memory_parts(),
             },
         )

@@ -7,7 +7,7 @@ of a frame before it uses it and raises ProtocolError otherwise.
 
     header  magic "PIPE", version, op, flags, run id, parent run id,
             rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
-    DECODE  spans f64[s,2] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
+    DECODE  spans f64[s,3] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
             hidden f32[n,d]
 """
@@ -256,13 +256,13 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
 
 
 def _encode_spans(spans: Spans) -> bytes:
-    if spans.ndim != 2 or spans.shape[1] != 2:
+    if spans.ndim != 2 or spans.shape[1] != 3:
         raise ProtocolError(f"timings (spans) have the wrong shape {spans.shape}")
     return np.asarray(spans, "<f8").tobytes()
 
 
 def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
-    spans: Spans = reader.array("<f8", 2 * count).reshape(count, 2)
+    spans: Spans = reader.array("<f8", 3 * count).reshape(count, 3)
     for value in spans.ravel().tolist():
         if not 0.0 <= value < _MAX_SECONDS:
             raise ProtocolError(f"run {run_id} claims to have taken {value} seconds, which is "

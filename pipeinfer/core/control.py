@@ -226,9 +226,9 @@ class Received(_Message, frozen=True, tag=True):
 
 
 class Report(_Message, frozen=True, tag=True):
-    """A stage's figures at its end. Seconds: busy in all, of it compute and sample, wasted on runs
-    that were stopped; wall: since it began. events: (run, start, end, fate, rows) with --trace.
-    more: what its process adds."""
+    """A stage's figures at its end. Seconds: busy in all, of it compute, sample and waited (for
+    other members of the stage), wasted on runs that were stopped; wall: since it began. events:
+    (run, start, end, fate, rows) with --trace. more: what its process adds."""
 
     port: PortName
     layers: tuple[int, int]
@@ -236,6 +236,7 @@ class Report(_Message, frozen=True, tag=True):
     cache_bytes: int
     busy: float
     compute: float
+    waited: float
     sample: float
     wasted: float
     rows: int

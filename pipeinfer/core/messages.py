@@ -14,7 +14,7 @@ from pipeinfer.core.types import Choice, FloatArray, IntArray, Rows, SamplingPar
 
 NO_RUN = -1
 Spans: TypeAlias = npt.NDArray[np.float64]
-NO_SPANS: Spans = np.zeros((0, 2))
+NO_SPANS: Spans = np.zeros((0, 3))
 
 
 class Tag(enum.IntEnum):
@@ -59,8 +59,9 @@ class Decode:
     speculative: whether all rows are guesses
     skipped: whether a stage has left it out, as it was cancelled
     hidden: float32[n, d] activations; None to the first stage, or when skipped
-    spans: float64[s, 2]: for each stage passed, when it began with the run (seconds since the
-        epoch, its own clock) and how many seconds it worked on it (0: skipped there)
+    spans: float64[s, 3]: for each stage passed, when it began with the run (seconds since the
+        epoch, its own clock), how many seconds it was at it (0: skipped there), and for how many
+        of them its leader waited for other members
     """
 
     run_id: int

@@ -1,9 +1,9 @@
 """How long each stage takes for a run, lately and at its best: who has become slow.
 
 Runs of several rows are brought down to one row by what rows cost (`exact.Widths.curve`). The
-figure of a stage is the mean of its last runs without the few slowest, the time in which it waited
-for a core that another stage had left out (`own_time`). Pure; it knows no ranks, no clock and no
-plan.
+figure of a stage is the mean of its last runs without the few slowest, the time left out in which
+it waited for a core that another stage had (`own_time`), or its leader for the stage's other
+members. Pure; it knows no ranks, no clock and no plan.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class StagePace:
         """A run of `rows` rows has passed all stages. spans: as in `protocol.Decode`."""
         if len(spans) != self._n:
             return
+        computed = spans[:, :2].copy()
+        computed[:, 1] -= spans[:, 2:].sum(axis=1)
+        spans = computed
         if rows > self._rows[-1]:
             self._others.append(spans)  # it has no figure, but takes cores from those that do
             return

@@ -70,11 +70,13 @@ class Fate(enum.StrEnum):
 
 @dataclass(slots=True)
 class StageStats:
-    """Times in seconds. `events` (run id, start, end, fate, rows) only when tracing."""
+    """Times in seconds; waited: for other members of a wide stage, which is no part of compute.
+    `events` (run id, start, end, fate, rows) only when tracing."""
 
     started: float = field(default_factory=time.time)
     busy: float = 0.0
     compute: float = 0.0
+    waited: float = 0.0
     sample: float = 0.0
     wasted: float = 0.0
     runs: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
@@ -229,6 +231,7 @@ class Stage:
         self._speculates |= run.speculative
         self._run_at_hand = run.run_id
         self._pulse.beat(f"has worked on run {run.run_id}")
+        waited = self._waited
         dead = self._is_dead(run)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
@@ -240,21 +243,25 @@ class Stage:
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
             result = self._backend.decode(run.rows, run.hidden, look)
-        computed = time.time()
+        computed, waited = time.time(), self._waited - waited
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
-            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start))
+            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start, waited))
         elif self._answers:
             choices = self._choose(run, result)
-            spans = _extended(run.spans, start, time.time() - start)
+            spans = _extended(run.spans, start, time.time() - start, waited)
             self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
         elif not self._last:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result,
-                                 spans=_extended(run.spans, start, computed - start)))
+                                 spans=_extended(run.spans, start, computed - start, waited)))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
-        self._note(run, fate, start, computed)
+        self._note(run, fate, start, computed, waited)
+
+    @property
+    def _waited(self) -> float:
+        return 0.0 if self._team is None else self._team.waited
 
     def _is_dead(self, run: Decode) -> bool:
         """Whether the run is not to be computed here; in a wide stage the leader says so to all."""
@@ -321,11 +328,12 @@ class Stage:
 
     # --- figures ------------------------------------------------------------------------------
 
-    def _note(self, run: Decode, fate: Fate, start: float, computed: float) -> None:
+    def _note(self, run: Decode, fate: Fate, start: float, computed: float, waited: float) -> None:
         end = time.time()
         stats = self.stats
         stats.busy += end - start
-        stats.compute += computed - start
+        stats.compute += computed - start - waited
+        stats.waited += waited
         stats.sample += end - computed
         stats.runs[fate] += 1
         if fate is Fate.COMPUTED:
@@ -339,15 +347,15 @@ class Stage:
         stats, info = self.stats, self._backend.info
         return Report(
             self._name, info.layers, info.weight_bytes, info.cache_bytes,
-            stats.busy, stats.compute, stats.sample, stats.wasted, stats.rows,
+            stats.busy, stats.compute, stats.waited, stats.sample, stats.wasted, stats.rows,
             {fate.value: count for fate, count in stats.runs.items()},
             time.time() - stats.started, self._port.traffic.total_bytes, stats.events,
             {} if self._extra_report is None else self._extra_report())
 
 
-def _extended(spans: Spans, start: float, seconds: float) -> Spans:
+def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:
     """`spans` and one more; a clock that was put back does not make it negative."""
-    longer = np.empty((len(spans) + 1, 2))
+    longer = np.empty((len(spans) + 1, 3))
     longer[:-1] = spans
-    longer[-1] = start, max(seconds, 0.0)
+    longer[-1] = start, max(seconds, 0.0), min(waited, max(seconds, 0.0))
     return longer

@@ -407,8 +407,8 @@ def cutoff(credit: int) -> float:
 def gaps(issued: float, returned: float, spans: Spans) -> list[float]:
     """Seconds between stages that worked on a run, from its issue to its return.
 
-    spans: float64[s, 2], as in `protocol.Decode`.
+    spans: as in `protocol.Decode`.
     """
-    ends = [issued, *spans.sum(axis=1).tolist()]
+    ends = [issued, *spans[:, :2].sum(axis=1).tolist()]
     starts = [*spans[:, 0].tolist(), returned]
     return [start - end for end, start in zip(ends, starts, strict=True)]

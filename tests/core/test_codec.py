@@ -43,8 +43,9 @@ from pipeinfer.errors import ProtocolError
 i32 = st.integers(-(2**31), 2**31 - 1)
 run_ids = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(-1e9, 1e9)
-spans = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e6)), max_size=5).map(
-    lambda pairs: np.array(pairs, np.float64).reshape(len(pairs), 2))
+seconds = st.floats(0, 1e6)
+spans = st.lists(st.tuples(st.floats(0, 1e10), seconds, seconds), max_size=5).map(
+    lambda rows: np.array(rows, np.float64).reshape(len(rows), 3))
 ops = st.lists(st.one_of(
     st.builds(SeqRemove, i32, i32, i32), st.builds(SeqCopy, i32, i32, i32, i32),
     st.builds(SeqKeep, i32), st.builds(SeqJoin, i32, i32),
@@ -154,7 +155,7 @@ def test_other_versions_and_strangers_are_named():
         encode("hello")
 
 
-SPANS = np.array([[1.7e9, 0.25], [1.7e9 + 1, 0.0], [1.7e9 + 2, 0.5]])
+SPANS = np.array([[1.7e9, 0.25, 0.125], [1.7e9 + 1, 0.0, 0.0], [1.7e9 + 2, 0.5, 0.0]])
 ROWS = make_rows([(1, 2, (0,), True)])
 
 
@@ -167,7 +168,7 @@ def test_times_that_cannot_be_are_refused(message, value):
     frame = bytearray(encode(message))
     assert decode(frame) == message
     assert np.array_equal(decode(frame).spans, SPANS)
-    struct.pack_into("<d", frame, HEADER_BYTES + 8 * 3, value)
+    struct.pack_into("<d", frame, HEADER_BYTES + 8 * 4, value)
     with pytest.raises(ProtocolError, match="run 3 claims"):
         decode(frame)
 
@@ -186,7 +187,7 @@ def test_a_wrong_count_of_spans_is_refused(count):
         decode(frame)
 
 
-def test_spans_have_two_columns():
+def test_spans_have_three_columns():
     with pytest.raises(ProtocolError, match="shape"):
         encode(RunCancelled(3, spans=np.zeros(4)))
 

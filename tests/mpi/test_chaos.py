@@ -4,13 +4,16 @@ one on real jobs."""
 from __future__ import annotations
 
 import json
+import random
 import sys
 
 import pytest
 
+from pipeinfer.core.grid import Grid
 from pipeinfer.experiments.chaos.command import plan
 from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
+from pipeinfer.experiments.chaos.victims import Victims
 from pipeinfer.experiments.rig import launch
 from tests.support.sample import full
 
@@ -32,11 +35,30 @@ def test_a_campaign_is_the_same_for_a_seed_and_covers_what_was_asked():
     assert shape() == shape()
     assert shape() != shape(seed=4)
     assert {moment for _, moment in shape()} == set(MOMENTS)
-    assert {fault for fault, _ in shape(faults=("all",))} == set(FAULTS)
+    assert {fault for fault, _ in shape(faults=("all",))} == {*FAULTS} - {"cut-link"}
+    assert {fault for fault, _ in shape(faults=("all",), wide=True)} == {*FAULTS}
     assert set(shape(faults=("kill", "stop"), moments=("decode",))) == {
         ("kill", "decode"), ("stop", "decode")}
     assert bodies(4, 80, 1) == bodies(4, 80, 1) != bodies(4, 80, 2)
     assert {"seed" in body for body in bodies(4, 80, 1)} == {True, False}
+
+
+def test_victims_are_known_by_what_they_are():
+    rng = random.Random(1)
+    holders = [1, 2, 3, 4, 5]
+    for who, expected in {"leader": {1, 4}, "member": {2, 3, 5}, "any": {1, 2, 3, 4, 5}}.items():
+        picked = [Victims(Grid((3, 2)), who).pick(holders, rng) for _ in range(200)]
+        assert {rank for first, _ in picked for rank in first} == expected
+        assert all(len(first) == len(second) == 1 and first != second for first, second in picked)
+    stages = [Victims(Grid((3, 2)), "stage").pick(holders, rng) for _ in range(50)]
+    assert {tuple(first) for first, _ in stages} == {(1, 2, 3), (4, 5)}
+    assert not any(set(first) & set(second) for first, second in stages)
+    assert Victims(Grid((3, 2))).name(5) == "rank 5 (member 1 of stage 2)"
+    assert Victims(Grid((3, 2))).name(1) == "rank 1 (leader of stage 1)"
+    assert Victims(Grid((3, 2))).name(6) == Victims().name(6) == "rank 6"
+    pairs = {frozenset(Victims(Grid((1, 3))).pair(rng)) for _ in range(100)}
+    assert pairs == {frozenset(pair) for pair in ((2, 3), (2, 4), (3, 4))}
+    assert Victims().pick([7], rng) == ([7], [])
 
 
 def test_figures_and_the_last_sentence():
@@ -60,7 +82,10 @@ def test_figures_and_the_last_sentence():
 @pytest.mark.parametrize(("args", "says"), [
     (["--fault", "flood"], "flood"),
     (["--ranks", "3", "--spares", "2"], "leave no rank for a stage"),
-    (["--moment", "lunch"], "lunch")])
+    (["--moment", "lunch"], "lunch"),
+    (["--victim", "leader"], "needs --grid"),
+    (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
+    (["--grid", "2x1", "--ranks", "3", "--fault", "cut-link"], "several members")])
 def test_wrong_use(args, says):
     done = launch.run(1, [*CHAOS, *args], timeout=60)
     assert done.returncode == 2

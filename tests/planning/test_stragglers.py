@@ -345,3 +345,12 @@ def test_a_neighbour_that_slows_all_stages_alike_moves_nothing():
     feed(bed.pace, [0.1, 0.1])
     feed(bed.pace, [0.3, 0.32])
     assert [bed.balance.rebalance(1.25, 1.5) for _ in range(5)] == [None] * 5
+
+
+def test_a_stage_that_waits_for_its_own_members_is_not_slow():
+    pace = StagePace(2, CURVE)
+    for run in range(2 * WINDOW):
+        waited = 0.0 if run < WINDOW else 0.4
+        pace.saw(1, np.array([[0.0, 0.1 + waited, waited], [1.0, 0.1, 0.0]]))
+    assert pace.seconds == pytest.approx([0.1, 0.1])
+    assert pace.slowdown == pytest.approx([1.0, 1.0])

@@ -41,7 +41,8 @@ def test_a_run_brings_back_when_each_stage_worked_on_it():
     after = time.time()
     assert [type(message) for message in done] == [RunFinished, RunCancelled, RunCancelled]
     for message in done:
-        starts, seconds = message.spans.T
+        starts, seconds, waited = message.spans.T
+        assert not waited.any()  # nobody shares these stages
         assert len(starts) == 3
         assert before <= starts[0] <= starts[1] <= starts[2] <= after
         assert (seconds < after - before).all()

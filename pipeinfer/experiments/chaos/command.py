@@ -12,10 +12,12 @@ from typing import Any
 
 import click
 
+from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.chaos.job import Trouble
 from pipeinfer.experiments.chaos.report import Outcome, summary, table
 from pipeinfer.experiments.chaos.trial import (
+    BETWEEN,
     FAULTS,
     MOMENTS,
     SIGNALS,
@@ -25,6 +27,7 @@ from pipeinfer.experiments.chaos.trial import (
     trial,
     undisturbed,
 )
+from pipeinfer.experiments.chaos.victims import VICTIMS, Victims
 
 
 @click.command("chaos")
@@ -39,6 +42,11 @@ from pipeinfer.experiments.chaos.trial import (
               default=("random",), show_default=True,
               help="When the fault happens, where there is a choice; recovery: a second stage "
                    "fails soon after the first.")
+@click.option("--grid", default="", help="Members of each stage, as for serve: faults can hit one "
+              "member, and cut-link the link between two.")
+@click.option("--victim", default="any", show_default=True, type=click.Choice(VICTIMS),
+              help="With --grid: which ranks fail: any, leaders of stages, other members, or all "
+                   "members of a stage at once.")
 @click.option("--runs", default=10, show_default=True, type=click.IntRange(1))
 @click.option("--requests", default=4, show_default=True, type=click.IntRange(1, 64),
               help="Number of concurrent requests.")
@@ -63,24 +71,24 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     \b
     pipeinfer chaos --runs 20
     pipeinfer chaos --fault stop --moment decode --spares 1 --ranks 6 -- --pace-ms 5
+    pipeinfer chaos --grid 2x2 --fault kill --fault cut-link --victim leader
     """
     ranks, spares, requests, tokens, seed = (
         given[name] for name in ("ranks", "spares", "requests", "tokens", "seed"))
     if ranks - spares < 2:
         raise UsageError(f"{ranks} ranks with {spares} spares leave no rank for a stage: raise "
                          "--ranks")
+    victims = _victims(given["grid"], given["victim"], given["faults"], ranks - spares - 1)
     arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--split", "equal",
-                 "--parallel", str(max(4, requests))]
-    for flag, value in (("-m", given["model"]), ("-md", given["draft"])):
-        arguments += [flag, value] if value else []
+                 "--parallel", str(max(4, requests)), *_flag("--grid", given["grid"])]
+    arguments += [*_flag("-m", given["model"]), *_flag("-md", given["draft"])]
     folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
     setup = Setup(ranks, spares, (*arguments, *serve_arguments), bodies(requests, tokens, seed),
-                  folder, given["keep_logs"], given["seconds"])
+                  folder, given["keep_logs"], given["seconds"], victims)
     folder.mkdir()
     try:
-        outcomes = asyncio.run(_campaign(
-            setup, plan(given["faults"], given["moments"], given["runs"], seed), seed,
-            quiet=given["as_json"]))
+        planned = plan(given["faults"], given["moments"], given["runs"], seed, wide=victims.wide)
+        outcomes = asyncio.run(_campaign(setup, planned, seed, quiet=given["as_json"]))
     finally:
         remove_leftovers(folder)
     found = summary(outcomes)
@@ -94,11 +102,31 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
         raise SystemExit(1)
 
 
-def plan(faults: tuple[str, ...], moments: tuple[str, ...], runs: int, seed: int
-         ) -> list[Outcome]:
+def _flag(name: str, value: str) -> list[str]:
+    return [name, value] if value else []
+
+
+def _victims(text: str, who: str, faults: tuple[str, ...], ranks: int) -> Victims:
+    """Who is to be hit. ranks: that hold layers. Raises UsageError for what does not fit."""
+    grid = Grid(parse_widths(text)) if text else None
+    if grid is not None and grid.n_nodes != ranks:
+        raise UsageError(f"--grid {text} has {grid.n_nodes} members, but {ranks} ranks are neither "
+                         "the head nor a spare: change --ranks")
+    if who != "any" and grid is None:
+        raise UsageError(f"--victim {who} needs --grid")
+    victims = Victims(grid, who)
+    if BETWEEN in faults and not victims.wide:
+        raise UsageError(f"--fault {BETWEEN} needs a stage with several members: give --grid")
+    return victims
+
+
+def plan(faults: tuple[str, ...], moments: tuple[str, ...], runs: int, seed: int, *,
+         wide: bool = False) -> list[Outcome]:
     """Which fault comes in which run, and when; empty outcomes to be filled."""
     rng = random.Random(f"plan {seed}")
-    kinds = FAULTS if "all" in faults else faults
+    kinds = faults
+    if "all" in faults:
+        kinds = tuple(one for one in FAULTS if wide or one != BETWEEN)
     planned = []
     for number in range(runs):
         fault = kinds[number % len(kinds)]

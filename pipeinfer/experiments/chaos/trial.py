@@ -25,14 +25,18 @@ from pipeinfer.experiments.chaos import client
 from pipeinfer.experiments.chaos.client import Answer
 from pipeinfer.experiments.chaos.job import ServerJob, Trouble, poll
 from pipeinfer.experiments.chaos.report import Outcome, resumed
+from pipeinfer.experiments.chaos.victims import ANYONE, Victims
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-INSIDE = ("error", "memory", "slow-link", "lose-cancel", "disk-full")  #: by --fault of a rank
+BETWEEN = "cut-link"  #: between members of a stage
+#: by --fault of a rank
+INSIDE = ("error", "memory", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
 FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm")
 MOMENTS = ("load", "prefill", "decode", "recovery")
 FIRST_SECONDS, DRAIN_SECONDS, GONE_SECONDS = 600.0, 20.0, 5.0
 STORM_CLIENTS = 200
 _QUEUE_FULL = 429
+_CUT_SECONDS = "16"  #: --timeout where a link is cut: nothing else tells of it
 _SECOND_BLOW = 0.3  #: seconds after the first in which the second of moment recovery comes
 _SNIPPETS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n",
              "for i in range(10):\n    print(i)\n", "def read_config(path):\n", "x = [1, 2, 3]\n")
@@ -40,7 +44,8 @@ _SNIPPETS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs of a campaign share. cache: a directory of its own. logs: where logs go."""
+    """What all runs of a campaign share. cache: a directory of its own. logs: where logs go.
+    victims: who is hit."""
 
     ranks: int
     spares: int
@@ -49,6 +54,7 @@ class Setup:
     cache: Path
     logs: Path | None = None
     answer_seconds: float = 60.0
+    victims: Victims = ANYONE
 
     def start(self, cache: Path, **environ: str) -> ServerJob:
         """A server as all runs have it."""
@@ -142,14 +148,22 @@ class _Trial:
             spec = self._inside()
             outcome.what = f"--fault {spec}"
             environ["PIPEINFER_FAULT"] = spec
+        if outcome.fault == BETWEEN:
+            environ |= {"PIPEINFER_TIMEOUT": _CUT_SECONDS, "PIPEINFER_SUM_PATH": "messages"}
         elif outcome.fault == "corrupt-cache":
             self._corrupt()
         self._job = setup.start(self._cache, **environ)
 
     def _inside(self) -> str:
         """A fault that a rank brings about itself, as `--fault` takes it."""
-        rng, rank, fault = self._rng, self._rng.choice(self._holders), self._out.fault
+        rng, victims, fault = self._rng, self._setup.victims, self._out.fault
+        if fault == BETWEEN:
+            self._out.hit = [*victims.pair(rng)]
+            return "cut-link@{}:peer={}:after={}".format(*self._out.hit, rng.randint(50, 2000))
+        (rank, *_), _ = victims.pick(self._holders, rng)
         self._out.hit = [rank]
+        if fault == "slow":
+            return f"slow@{rank}:ms={rng.choice((2, 10, 30))}"
         if fault == "slow-link":
             return f"slow-link@{rank}:ms={rng.choice((5, 20, 50))}"
         if fault == "lose-cancel":
@@ -273,16 +287,15 @@ class _Trial:
             return
         if poll(lambda: job.said_at("pipeinfer: fault: ") is not None, 1.0):
             out.happened = True
-            if out.fault in ("error", "memory", *SIGNALS):
+            if out.fault in ("error", "memory", BETWEEN, *SIGNALS):
                 self._deaths.append(job.said_at("pipeinfer: fault: ") or 0.0)
 
     # --- striking -----------------------------------------------------------------------------
 
     async def _strike_while_serving(self, begin: float) -> None:
-        out, rng = self._out, self._rng
-        first, second = rng.sample(self._holders, 2) if len(self._holders) > 1 else \
-            (*self._holders, 0)
-        out.what = f"{out.fault} rank {first}"
+        out, rng, victims = self._out, self._rng, self._setup.victims
+        first, second = victims.pick(self._holders, rng)
+        out.what = f"{out.fault} {' and '.join(map(victims.name, first))}"
         if out.moment == "prefill":
             delay = rng.uniform(0.0, self._wanted.first)
             out.what += f" {delay * 1e3:.0f} ms into the prompts"
@@ -293,12 +306,13 @@ class _Trial:
             out.what += f" after {count} tokens"
             while self._tokens < count:
                 await asyncio.sleep(0.002)
-        self._blow(first, begin)
-        if out.moment == "recovery" and second:
+        for rank in first:
+            self._blow(rank, begin)
+        for rank in second if out.moment == "recovery" else ():
             delay = rng.uniform(0.0, _SECOND_BLOW)
-            out.what += f" and rank {second} {delay * 1e3:.0f} ms later"
+            out.what += f" and {victims.name(rank)} {delay * 1e3:.0f} ms later"
             await asyncio.sleep(delay)
-            self._blow(second, begin)
+            self._blow(rank, begin)
 
     def _blow(self, rank: int, begin: float) -> None:
         process = self._processes.get(rank)
