@@ -88,7 +88,7 @@ class PacedTeam:
         self.shape, self.shares_memory = inner.shape, inner.shares_memory
         self._inner, self._width = inner, width
         self._first, self._further = first, further
-        self._since = 0.0
+        self._since = self._late = 0.0
 
     @property
     def waited(self) -> float:
@@ -138,9 +138,11 @@ class PacedTeam:
     def pause(self, count: int) -> None:
         """Wait until `count` numbers would have been computed since the last sum."""
         rows = count // self._width
-        seconds = self._first + self._further * (rows - 1) if rows else 0.0
-        if (left := self._since + seconds - time.perf_counter()) > 0:
+        end = self._since + (self._first + self._further * (rows - 1) if rows else 0.0)
+        if (left := end - self._late - time.perf_counter()) > 0:
             time.sleep(left)
+        # a sleep that took too long, and work that did, are made up for by the next ones
+        self._late = max(0.0, self._late + time.perf_counter() - end)
 
     def start(self) -> None:
         """A sum is there."""
