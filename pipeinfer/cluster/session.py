@@ -39,6 +39,7 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
     spare_cells,
 )
+from pipeinfer.cluster.wide_stage import drawing
 from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
 from pipeinfer.core.control import PortName, Setup
 from pipeinfer.core.policy import CancelPath, Policy
@@ -302,6 +303,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     drafts = draft_models(config, job.draft, job.policy)
     sharing = _sharing(config.model, assembly, hosts, drafts, guesses=worker is not None)
     notes = [*notes_on(hosts), *job.survey.notes, *filter(None, [job.plan.line()]),
+             *drawing(assembly.held, assembly.ready),
              *_doubts(config.speculation, job), *map(str, assembly.changes),
              *_doubts_about(config.model, job, assembly)]
     first = assembly.terms

@@ -69,6 +69,8 @@ class Metrics:
         self._gauges = {name: Gauge(name, text, **make) for name, text in _GAUGES.items()}
         self._stages = {name: Gauge(name, text, ["stage", "rank", "host"], **make)
                         for name, text in _STAGES.items()}
+        self._sums = Gauge("sum_seconds", "What adding up one row over the members of a stage took "
+                                          "at the start.", ["stage", "rank", "host"], **make)
         self._recoveries = Gauge("recoveries", "How often the job recovered from "
                                                "lost ranks.", **make)
         self._lost = Gauge("ranks_lost", "Ranks that the job has lost.", **make)
@@ -129,8 +131,12 @@ class Metrics:
         stages = [(stage["node"], stage["rank"]) for stage in facts.get("stages", ())]
         if stages != self._arranged:
             self._arranged = stages
-            for gauge in self._stages.values():
+            for gauge in (*self._stages.values(), self._sums):
                 gauge.clear()
+            for stage in facts.get("stages", ()):
+                if stage.get("sum_seconds"):
+                    self._sums.labels(stage["stage"], stage["rank"], stage["host"]).set(
+                        stage["sum_seconds"])
         changes = facts.get("changes", ())
         self._recoveries.set(sum(bool(change["lost"]) for change in changes))
         self._lost.set(len(facts.get("lost", ())))

@@ -90,6 +90,9 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
         n_layer=4, n_embd=128, n_head=4, n_head_kv=2, n_ff=256, n_vocab=4096, qtype="Q8_0"))
     own = ("-m", str(path), "--policy", "iterative", "--ignore-eos")
     one = generate(1, *own, "--slices", "2")
+    drawn = [note for note in one["stats"]["notes"] if note.startswith("stage 1: layers 0-3, a sum")]
+    assert len(drawn) == 1
+    assert "KV heads 0-0, columns 0-127 and KV heads 1-1, columns 128-255" in drawn[0]
     two = generate(3, *own, "--grid", "1x2")
     other = generate(3, *own, "--grid", "1x2", "--sum-path", "messages", "--distribute",
                      PIPEINFER_CACHE=str(tmp_path / "cache"))
@@ -128,8 +131,10 @@ def test_a_server_over_a_grid_answers_several_at_once():
         stages = server.get("/props")[1]["pipeinfer"]["stages"]
         assert [(one["stage"], one["member"]) for one in stages] == [(1, 0), (1, 1)]
         assert all(0 < one["sum_seconds"] < 1 for one in stages)
-        gauges = [line for line in server.get("/metrics")[1].splitlines()
-                  if line.startswith("pipeinfer_stage_seconds{")]
-        assert len(gauges) == 1  # of the stage, not of its members
+        figures = server.get("/metrics")[1].splitlines()
+        of_stages, of_members = (
+            [line for line in figures if line.startswith(f"pipeinfer_{name}{{")]
+            for name in ("stage_seconds", "sum_seconds"))
+        assert (len(of_stages), len(of_members)) == (1, 2)
 
 
