@@ -7,20 +7,24 @@ import pytest
 from pipeinfer.cluster.assembly import Assembly
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Ready, Receive, Received, Rehearse, Setup
+from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.core.messages import Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.wide import teams_of
 from pipeinfer.transport.base import Envelope
 
+CUT = ("h0-1", "h1-2")
 
-def answer(node, rank, message):
+
+def answer(rank, message):
     """What a stage, or a spare that only receives, says when it has done what it was told."""
     if isinstance(message, Receive):
-        return Received(PortName(node), rank)
-    return Ready(PortName(node), rank, f"host{rank}", (message.start, message.stop), "toy", 8, 0.5,
+        return Received(message.port, rank)
+    return Ready(message.port, rank, f"host{rank}", (message.start, message.stop), "toy", 8, 0.5,
                  (1.0,) * len(CURVE_ROWS), 0, 0, 1, 0, ())
 
 
@@ -43,10 +47,11 @@ class Port:
             self.gone.add(rank)
             self._fresh.add(rank)
             return
-        assert message.port == PortName(node)
+        widths = message.widths if isinstance(message, Setup) else ()
+        assert message.port == (Grid(widths).name(node) if widths else PortName(node))
         self.setups[rank] = message
         self.rehearsed |= {rank} if isinstance(message, Receive) else set()
-        self._mail.append(answer(node, rank, message))
+        self._mail.append(answer(rank, message))
 
     def take(self, tag):
         if tag is Tag.ERROR and self._fails is not None:
@@ -72,12 +77,22 @@ class Port:
 
 
 def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False,
-             asked=0, timeout=300.0, one_host=False):
+             asked=0, timeout=300.0, one_host=False, grid=""):
     load = Load((1.0,) * 6, (1.0,) * 6)
-    members = {rank: Member(f"rank {rank}", 1.0, memory=memory) for rank in range(1, 4 + spares)}
-    counts = [2, 2, 2, *[0] * spares]
-    split = measure(load, list(members.values()), counts)
-    plan = Plan(tuple(members), split, split, {}, timed=False)
+    widths = parse_widths(grid) if grid else (1, 1, 1)
+    members = {rank: Member(f"rank {rank}", 1.0, memory=memory)
+               for rank in range(1, 1 + sum(widths) + spares)}
+    if grid:
+        port.layout = (0, *list(members)[:sum(widths)])
+        teams = teams_of(grid, "2", list(members))
+        counts = [6 // len(widths)] * len(widths)
+        split = measure(load, [members[rank] for rank in teams.leaders], counts)
+        plan = Plan(teams.leaders, split, split, {}, timed=False, teams=teams,
+                    cuts=(CUT,) * len(widths))
+    else:
+        counts = [2, 2, 2, *[0] * spares]
+        split = measure(load, list(members.values()), counts)
+        plan = Plan(tuple(members), split, split, {}, timed=False)
     hosts = [RankInfo(rank, "host" if one_host else f"host{rank}",
                       settings=NodeSettings(role=role if rank > 3 else "auto"))
              for rank in range(len(members) + 1)]
@@ -281,3 +296,69 @@ def test_when_nobody_is_left_the_last_loss_is_what_is_said():
         found.recover(RankLost(rank, "is dead"))
     with pytest.raises(RankLost, match="rank 3"):
         found.recover(RankLost(3, "is dead"))
+
+
+# --- wide stages ------------------------------------------------------------------------------
+
+
+def slices(found):
+    return [(h.rank, h.start, h.stop, h.slices) for h in found.held]
+
+
+@pytest.mark.parametrize(("rank", "left", "holders"), [
+    (1, [(2, 0, 3, (0, 1)), (3, 3, 6, (0,)), (4, 3, 6, (1,))], ((0, 1),)),
+    (2, [(1, 0, 3, (0, 1)), (3, 3, 6, (0,)), (4, 3, 6, (1,))], ((0, 1),)),
+])
+def test_a_lost_member_is_a_lost_slice_that_another_member_takes(rank, left, holders):
+    port = Port()
+    found = assembly(port, grid="2x2")
+    found.start()
+    assert slices(found) == [(1, 0, 3, (0,)), (2, 0, 3, (1,)), (3, 3, 6, (0,)), (4, 3, 6, (1,))]
+    found.recover(RankLost(rank, "is dead"))
+    assert slices(found) == left
+    assert found.grid == Grid((1, 2))
+    first = port.setups[left[0][0]]
+    assert (first.holders, first.cut, first.widths) == (holders, CUT, (1, 2))
+    assert found.changes[0].moved == 3
+
+
+def test_a_spare_takes_the_slices_of_a_leader_and_leads():
+    port = Port()
+    found = assembly(port, grid="2x2", spares=1)
+    found.start()
+    assert (5, Rehearse) in port.orders
+    found.recover(RankLost(3, "is dead"))
+    assert slices(found) == [(1, 0, 3, (0,)), (2, 0, 3, (1,)), (5, 3, 6, (0,)), (4, 3, 6, (1,))]
+    assert port.setups[5].port == PortName(2, 0)
+    assert port.setups[5].holders == ((0,), (1,))
+
+
+def test_a_stage_that_has_lost_everybody_joins_the_one_before():
+    port = Port()
+    found = assembly(port, grid="2x2")
+    found.start()
+    port._dies = [4]
+    found.recover(RankLost(3, "is dead"))  # 4 dies with both slices on it
+    assert slices(found) == [(1, 0, 6, (0,)), (2, 0, 6, (1,))]
+    assert found.grid == Grid((2,))
+    assert found.changes[0].lost == (3, 4)
+    assert "rank 3 is dead; rank 4 is dead" in str(found.changes[0])
+
+
+def test_the_member_that_tells_of_a_failure_is_left_out_by_its_rank():
+    found = assembly(Port(), grid="2x2", spares=1)
+    found.start()
+    found.recover(RankLost(1, "is dead"))
+    found.recover(WorkerFailed(
+        rank=1, host="host5", run_id=None, summary="waited 8.0 s for SUM from rank 2",
+        remote_traceback=""))
+    assert found.lost == {1, 5}  # node 1 is the spare's by now
+    assert slices(found)[0] == (2, 0, 3, (0, 1))
+    assert "rank 5 on host5 failed: waited 8.0 s for SUM" in str(found.changes[-1])
+
+
+def test_slices_that_nobody_has_memory_for_end_the_job():
+    found = assembly(Port(), grid="2x2", memory=1.6)
+    found.start()
+    with pytest.raises(ClusterError, match=r"rank 2 is dead; .*slices 1 of layers 0 to 2"):
+        found.recover(RankLost(2, "is dead"))

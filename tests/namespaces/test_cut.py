@@ -63,6 +63,29 @@ def test_a_cut_link_costs_no_character(undisturbed, spares, node):
     assert text + out == undisturbed
 
 
+def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
+    """The head hears both, so no heartbeat is missing: one of them says so, and is left out."""
+    grid = ["--grid", "1x2", "--timeout", "16"]
+    with Cluster(3) as cluster:
+        plain = cluster.pipeinfer([*GENERATE, *grid], timeout=SECONDS)
+        assert plain.returncode == 0, plain.stderr
+        process = cluster.start(cluster.launch([*GENERATE, *PACE, *grid]), timeout=SECONDS)
+        try:
+            text = read_until(process, len(PROMPT) + 40, 60.0)
+            cluster.separate(2, 3)
+            cut = time.monotonic()
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end {SECONDS:g} s after the cut")
+        finally:
+            cluster.kill_jobs()
+            process.communicate(timeout=10)
+        print(f"ended {time.monotonic() - cut:.1f} s after the cut", file=sys.stderr)
+    assert process.returncode == 0, err
+    assert text + out == plain.stdout
+    assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
+
+
 URL = "http://127.0.0.1:8127"
 STREAM = f"""
 import sys, urllib.request

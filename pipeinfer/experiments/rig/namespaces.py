@@ -293,6 +293,13 @@ class Cluster:
         """Cut a node off: its port of the switch goes down."""
         _run("ip", "-n", f"{self.id}sw", "link", "set", f"port{node}", "down")
 
+    def separate(self, one: int, other: int) -> None:
+        """Cut the link between two nodes, both ways; both go on hearing all others. What they send
+        each other goes to an address that no card has, so nobody is told."""
+        for here, there in ((one, other), (other, one)):
+            _run("ip", "-n", f"{self.id}n{here}", "neighbour", "replace", self.address(there),
+                 "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0")
+
     def sent_bytes(self, node: int) -> int:
         """Bytes that a node has sent over its link."""
         text = _run("ip", "-j", "-s", "-n", f"{self.id}n{node}", "link", "show", "eth0")

@@ -1,0 +1,165 @@
+"""Wide stages that lose members: others take the very same slices, and no token changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeinfer.experiments.chaos.job import ServerJob, poll
+from pipeinfer.experiments.rig import launch
+from tests.support.sample import full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def read(path):\n", "-n", "60",
+            "--temp", "0.8", "--seed", "5", "--ignore-eos", "--json", "-c", "512", "-t", "1"]
+MEMORY, MESSAGES = ("--sum-path", "memory"), ("--sum-path", "messages")
+SPARE = ("--spares", "1")
+QUICK = ("--heartbeat", "1")
+
+
+def generate(np, *more):
+    return launch.run(np, [*GENERATE, *more], timeout=100)
+
+
+def out_of(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The tokens of every grid of two slices: other slices are other roundings."""
+    return out_of(generate(3, "--grid", "1x2"))["tokens"]
+
+
+def regions():
+    return {path.name for path in Path("/dev/shm").glob("pipeinfer-sums-*")}
+
+
+@pytest.mark.parametrize(("np", "grid", "fault", "more"), [
+    (3, "1x2", "kill@1:decode=10", MESSAGES),
+    (6, "2x2", "stop@2:decode=10", (*MEMORY, *SPARE, *QUICK)),
+    (5, "2x2", "kill@3:decode=10,kill@4:decode=10", ()),
+    (5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
+    (5, "2x2", "cut-link@1:peer=2:after=200", (*MESSAGES, "--timeout", "16")),
+    full(3, "1x2", "kill@1:decode=10", MEMORY),
+    full(3, "1x2", "kill@2:prefill=1", MEMORY),
+    full(4, "1x2", "kill@1:decode=10", (*MESSAGES, *SPARE)),
+    full(4, "1x2", "stop@1:decode=10", (*MESSAGES, *SPARE, *QUICK)),
+    full(3, "1x2", "stop@2:decode=10", (*MEMORY, *QUICK)),
+    full(3, "1x2", "cut-link@1:peer=2:after=200", (*MESSAGES, "--timeout", "16")),
+    full(4, "1x2", "cut-link@1:peer=2:after=200", (*MESSAGES, *SPARE, "--timeout", "16")),
+    full(3, "1x3", "kill@1:decode=10", ("--head-stage", "--slices", "3")),
+    full(4, "2x2", "kill@1:decode=10,kill@3:decode=20", ("--head-stage", *MESSAGES)),
+    full(4, "2,1", "kill@2:decode=10", ("--slices", "2")),
+    full(4, "2,1", "kill@3:decode=10", ("--slices", "2")),
+    full(5, "2,1", "kill@3:decode=10", ("--slices", "2", *SPARE)),
+    full(5, "2x2", "error@1:decode=10:layer=2", MEMORY),
+    full(5, "2x2", "memory@4:decode=5", ()),
+    full(6, "2x2", "kill@2:decode=10,kill@3:recovery=1", SPARE),
+    full(6, "2x2", "kill@3:decode=10,kill@4:decode=10", SPARE),
+    full(6, "2x2", "kill@2:load", SPARE),
+    full(6, "2x2", "kill@2:decode=10", (*SPARE, "--distribute")),
+    full(5, "2x2", "kill@3:decode=10", ("--distribute",)),
+])
+def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
+    before = regions()
+    found = out_of(generate(np, "--grid", grid, "--fault", fault, *more))
+    if "3" not in grid:  # other slices, other roundings
+        assert found["tokens"] == undisturbed
+    assert any("went on after" in note for note in found["stats"]["notes"])
+    assert found["stats"]["recovered"] >= 1
+    assert not regions() - before
+
+
+def test_a_slow_member_costs_time_and_no_token(undisturbed):
+    done = generate(3, "--grid", "1x2", "--fault", "slow@2:ms=10")
+    found = out_of(done)
+    assert "pipeinfer: fault: slow@2:ms=10" in done.stderr
+    assert found["tokens"] == undisturbed
+    leader, slow = (found["stats"]["stages"][node] for node in ("1", "2"))
+    assert leader["waited"] > slow["waited"]
+    assert leader["compute"] < slow["compute"]
+
+
+def test_where_nobody_can_take_over_it_says_what_is_missing():
+    done = generate(4, "--grid", "2,1", "--fault", "kill@3:decode=10")
+    assert done.returncode == 6, done.stderr
+    assert "rank 3 is dead" in done.stderr
+    assert "start the job again, with --spares to survive this" in done.stderr
+
+
+BODIES = [{"prompt": prompt, "max_tokens": 300, "temperature": 0.7, "seed": seed,
+           "ignore_eos": True} for seed, prompt in enumerate(("import os\n", "class A:\n", "x = "))]
+
+
+def asked(job):
+    """Texts of requests that run at once, and the threads that wait for them."""
+    texts = {}
+
+    def ask(index):
+        texts[index] = post(job.url, BODIES[index])
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(BODIES))]
+    for thread in threads:
+        thread.start()
+    return texts, threads
+
+
+def post(url, body):
+    import urllib.request
+
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("rank", [2, full(1)])
+def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
+    """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""
+    arguments = ["--port", "0", "-c", "1024", "-t", "1", "--parallel", "3", "--grid", "1x2",
+                 "--heartbeat", "1", *SPARE]
+    with ServerJob(4, arguments, seconds=150) as job:
+        ranks = job.await_ranks(60)
+        job.await_ready(60)
+        wanted, threads = asked(job)
+        for thread in threads:
+            thread.join(60)
+        found, threads = asked(job)
+        frozen = [ranks[rank], *watchdogs(job, ranks[rank].pid)]
+        assert len(frozen) == 2
+        for process in frozen:
+            process.send_signal(signal.SIGSTOP)
+        for thread in threads:
+            thread.join(60)
+        for process in frozen:
+            process.send_signal(signal.SIGCONT)
+        assert found == wanted
+        assert len(found) == len(BODIES)
+        assert poll(lambda: not frozen[0].is_running(), 10.0)
+        again, threads = asked(job)
+        for thread in threads:
+            thread.join(60)
+        assert again == wanted
+        assert job.drain(20) == 0
+        assert job.left_over(5.0) == []
+
+
+def watchdogs(job, pid):
+    """The processes that watch over a rank."""
+    found = []
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if str(pid) in words and any(os.path.basename(w) == "watchdog.py" for w in words):
+                found.append(process)
+    return found
