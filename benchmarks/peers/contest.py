@@ -81,6 +81,8 @@ def wide_entries(draft: Path | None) -> Iterator[Entry]:
     yield _ours(group, "one rank, plain", plain)
     for kind, options in (("plain", plain), ("guesses", ours)):
         guesses = kind == "guesses"
+        yield _ours(group, f"one rank of two slices, {kind}", [*options, "--slices", "2"],
+                    guesses=guesses)
         yield _ours(group, f"1x2, rank 0 a member, {kind}", [*options, "--grid", "1x2",
                                                              "--head-stage"], 2, guesses=guesses)
         yield _ours(group, f"1x2, {kind}", [*options, "--grid", "1x2"], 3, guesses=guesses)
