@@ -45,7 +45,7 @@ def remote(hosts: int, rounds: int, rate: str) -> dict[str, Any]:
     """A member on each of so many hosts, and the head's rank on the first."""
     out = Path(tempfile.gettempdir()) / f"exchange-{hosts}.json"
     out.unlink(missing_ok=True)
-    with Cluster(hosts, rate=rate, burst="22kb") as cluster:
+    with Cluster(hosts, rate=rate, burst="20kb") as cluster:
         slots = cluster.state / "slots"
         slots.write_text("".join(f"node{n} slots={1 + (n == 1)}\n" for n in cluster.nodes))
         launcher = mpirun_path()

@@ -55,7 +55,7 @@ def planned(hosts: int, pace: float, exchange: float, kind: str, policy: Policy,
 @click.option("--sum-types", default="f32,f16", show_default=True)
 @click.option("--model", default="", help="Another target than the embedded one.")
 @click.option("--exchange-us", default=100.0, show_default=True, help="Of the smallest parts.")
-@click.option("--burst", default="22kb", show_default=True, help="Of the links.")
+@click.option("--burst", default="20kb", show_default=True, help="Of the links.")
 def main(hosts: int, pace_ms: float, tokens: int, rounds: int, sum_types: str, model: str,
          exchange_us: float, burst: str) -> None:
     """Run every grid in turn, so often."""
