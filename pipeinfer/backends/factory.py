@@ -13,9 +13,11 @@ from typing import Any
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
+from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import BitaAdapter
+from pipeinfer.models.slices import Slice
 from pipeinfer.nodes import RankInfo
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
@@ -40,15 +42,29 @@ def load_torch(
     layers: tuple[int, int],
     sizes: Mapping[str, Any],
     threads: int,
+    piece: str = "",
 ) -> Backend:
-    """Layers of a model on the torch backend. Raises UsageError where torch is not installed."""
+    """Layers of a model on the torch backend, or the slice of them that is named `piece`. Raises
+    UsageError where torch is not installed."""
     require_torch()
     from pipeinfer.backends.pytorch.backend import TorchBackend
 
     return TorchBackend.load(
         path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],
         n_batch=sizes["n_batch"], n_threads=threads,
-        options=torch_options(config.device, config.dtype, exact=config.exact == "on"))
+        options=torch_options(config.device, config.dtype, exact=config.exact == "on"),
+        piece=Slice.parse(piece) if piece else None)
+
+
+def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
+    """What slices of a first stage on torch are given their rows by."""
+    require_torch()
+    import torch
+
+    from pipeinfer.backends.pytorch.embedding import open_embedding
+
+    options = torch_options(config.device, config.dtype, exact=False)
+    return open_embedding(path, options.resolved(torch.cuda.is_available()).dtype)
 
 
 def paced(backend: Backend, widths: Widths, first: float, further: float
@@ -118,3 +134,15 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
         check_device(config.model.device)
         check_family(model.architecture, str(model.path), gguf=not model.path.is_dir())
     return tuple(kinds)
+
+
+def check_teams(path: Path, teams: Sequence[Sequence[int]], hosts: Sequence[RankInfo]) -> None:
+    """Raise UsageError where ranks of one stage have different backends: their residual rows would
+    not be the same bits."""
+    for number, ranks in enumerate(teams, 1):
+        kinds = [backend_for(hosts[rank].asked_backend, path) for rank in ranks]
+        if len(set(kinds)) > 1:
+            other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+            raise UsageError(
+                f"stage {number} would have rank {ranks[0]} on {kinds[0]} and rank {ranks[other]} "
+                f"on {kinds[other]}: give all ranks of a wide stage one --backend")

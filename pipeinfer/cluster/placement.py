@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.backends.factory import check_teams
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
@@ -105,7 +106,7 @@ def agree(
 
     if whole:
         plan = replicate(load, list(members.values()), candidates)
-    elif auto and (chosen := _chosen(config, place, model, load, members, figures,
+    elif auto and (chosen := _chosen(config, place, model, load, members, figures, hosts,
                                      expected(policy, config.speculation.parallel)[0], notes)):
         plan = _wide_plan(config, model, load, members, hosts, chosen[0], policy,
                           timed=bool(figures), layers=chosen[1])
@@ -143,7 +144,7 @@ def _teams(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams 
 
 def _chosen(
     config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], mix: LoadMix, notes: list[str],
+    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, notes: list[str],
 ) -> tuple[Teams, tuple[int, ...]] | None:
     """What --grid auto takes: teams and their layers; None for a plain pipeline. Says why in
     `notes`."""
@@ -151,11 +152,12 @@ def _chosen(
     if place.comm is None or len(ranks) < 2:
         return None
     try:
+        check_teams(model.path, [ranks], hosts)
         best, plain = grids_of_ranks(
             model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
             network_of(ranks, _links(config, place)), mix,
             SumCost(4 if config.cluster.sum_type == "f32" else 2))
-    except (PlanError, UnsupportedArchitecture, RankLost) as error:
+    except (PlanError, UnsupportedArchitecture, UsageError, RankLost) as error:
         notes.append(f"no grid is chosen: {error}")
         return None
     if max(best.widths) == 1:
@@ -190,6 +192,7 @@ def _wide_plan(
     decided. Raises PlanError, UsageError, UnsupportedArchitecture."""
     from pipeinfer.models.slices import cut_of
 
+    check_teams(model.path, teams.ranks, hosts)
     counts: Sequence[int | None] = layers or asked_counts(
         config.cluster, model, teams.leaders, hosts, None)
     leaders = [dataclasses.replace(one, layers=count)

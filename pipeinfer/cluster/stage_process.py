@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -37,11 +37,12 @@ from pipeinfer.backends.factory import (
     llama_options,
     load_torch,
     paced,
+    torch_embedding,
 )
 from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.thread_count import settle_threads
-from pipeinfer.backends.wide import WideBackend
+from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
 from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
 from pipeinfer.cluster.faults import (
     Fault,
@@ -251,7 +252,7 @@ class StageProcess:
         self._parts.sort(key=lambda part: (pieces.index(part.piece), part.layers))
         team = self._join_team(config, setup)
         backend, widths = joined(self._parts) if team is None else self._wide(
-            config, setup, team, report)
+            config, setup, team, kind, report)
         backend.seq_rm(ALL_SEQS, 0, END)
         if config.cluster.pace_ms and team is None:
             backend, widths = paced(
@@ -311,17 +312,15 @@ class StageProcess:
         self._whole = self._team = None
         self._sum_seconds = 0.0
 
-    def _wide(self, config: JobConfig, setup: Setup, team: Team, report: Report
+    def _wide(self, config: JobConfig, setup: Setup, team: Team, kind: str, report: Report
               ) -> tuple[Backend, Widths]:
         """The member's slices as one backend, and what rows are like at worst."""
-        from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-
-        chains = []
-        for piece in pieces_of(setup):
-            chain = [part.backend for part in self._parts if part.piece == piece]
-            chains.append([one for one in chain if isinstance(one, LlamaCppBackend)])
-        embedding = None
-        if setup.start == 0:
+        chains = [[cast("SliceBackend", part.backend) for part in self._parts
+                   if part.piece == piece] for piece in pieces_of(setup)]
+        embedding: Embedding | None = None
+        if setup.start == 0 and kind == "torch":
+            embedding = torch_embedding(config.model, own_model(setup))
+        elif setup.start == 0:
             path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, piece=EMBEDDING), report)
             embedding = EmbeddingTable.open(open_model(path))
@@ -369,14 +368,11 @@ class StageProcess:
         backend: Backend
         llama = None
         if kind == "torch":
-            if piece:
-                raise UsageError("torch stages cannot be cut into slices yet: use --backend "
-                                 "llamacpp, or leave out --grid and --slices")
             path = own_model(setup)
             report("loading", 0, 1)
             backend = load_torch(config.model, path, layers, {
                 "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch},
-                threads)
+                threads, piece)
             version = torch_version()
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend

@@ -13,14 +13,13 @@ import numpy as np
 from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
-from pipeinfer.backends.wide import SliceBackend, WideBackend
+from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
 from pipeinfer.cluster.shard_transfer import await_answer
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import Ready, Setup, SumRegion
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ProtocolError, UsageError
-from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.slices import Slice
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
@@ -149,7 +148,7 @@ class SumWatch:
 
 def assembled(
     setup: Setup, slices: Sequence[Sequence[SliceBackend]], team: Team,
-    embedding: EmbeddingTable | None,
+    embedding: Embedding | None,
 ) -> WideBackend:
     """The member's backend; slices: a chain of shards for each that it holds."""
     return WideBackend(slices, team, (setup.start, setup.stop), setup.n_layers, embedding)

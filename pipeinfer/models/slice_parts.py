@@ -27,12 +27,16 @@ from pipeinfer.models.gguf_parts import (
     text_entry,
     uint_entry,
 )
+from pipeinfer.models.hf_folder import ModelDir
 
 if TYPE_CHECKING:
     from pipeinfer.models.slices import Slice
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias")
+_FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                 "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
+                 "self_attn.rotary_emb")
 #: What slices are written as where llama.cpp wants a model's heads to add up to its width, which
 #: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
 #: shows equal bits) and whose heads may have any size. With the new names of tensors.
@@ -70,9 +74,11 @@ class Sizes:
         return piece.heads[0] * self.group, piece.heads[1] * self.group
 
 
-def sizes_of(model: ModelFile) -> Sizes:
+def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     """What is cut. Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for
     a damaged one."""
+    if isinstance(model, ModelDir):
+        return _sizes_of_folder(model)
     if isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: layers rewritten for gaps between positions are not sliced: "
@@ -99,6 +105,46 @@ def sizes_of(model: ModelFile) -> Sizes:
         if tensor.layer is not None or tensor.name in ("output.weight", "output.bias"):
             _check(model, tensor, sizes)
     return sizes
+
+
+def _sizes_of_folder(folder: ModelDir) -> Sizes:
+    """The same of a Hugging Face folder: floats, which can be cut anywhere. Sizes that a config may
+    leave out are those of the tensors."""
+    width, heads = folder.n_embd, _number(folder, "attention.head_count")
+    first = {tensor.name.split(".", 3)[3]: tensor.shape for tensor in folder.tensors.values()
+             if tensor.layer == 0}
+    try:
+        (queries, _), (keys, _) = (first[f"self_attn.{name}_proj.weight"] for name in "qk")
+        ff, _ = first["mlp.gate_proj.weight"]
+    except (KeyError, ValueError):
+        raise UnsupportedArchitecture(
+            f"{folder.path.name}: its layers have no attention and feed forward that are known "
+            f"here, so they are not sliced: {_WAY_OUT}") from None
+    size = queries // heads
+    kv_heads = keys // max(size, 1)
+    if not size or not kv_heads or heads % kv_heads:
+        raise ModelError(f"{folder.path}: {queries} and {keys} rows of queries and keys do not "
+                         f"belong to {heads} heads; fetch the model again")
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads * size, width), "self_attn.k_proj": (kv_heads * size, width),
+        "self_attn.v_proj": (kv_heads * size, width), "self_attn.o_proj": (width, heads * size),
+        "mlp.gate_proj": (ff, width), "mlp.up_proj": (ff, width), "mlp.down_proj": (width, ff),
+    }
+    for tensor in folder.tensors.values():
+        if tensor.layer is None:
+            continue
+        part, _, kind = tensor.name.split(".", 3)[3].rpartition(".")
+        if part not in (*shapes, *_FOLDER_WHOLE):
+            raise UnsupportedArchitecture(
+                f"{folder.path.name}: has the tensor {tensor.name!r}, and it is not known how to "
+                f"slice that: {_WAY_OUT}")
+        shape = shapes.get(part, tensor.shape)
+        expected = shape if kind == "weight" else shape[:1]
+        if tensor.shape != expected:
+            raise ModelError(f"{folder.path}: tensor {tensor.name!r} has shape "
+                             f"{list(tensor.shape)}, {list(expected)} expected; fetch the model "
+                             "again")
+    return Sizes(heads, kv_heads, size, size, size, ff, folder.n_vocab, 1, 1, {})
 
 
 def architecture_of(model: ModelFile) -> str:
@@ -145,7 +191,7 @@ def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
 
 
-def check_fits(model: ModelFile, piece: Slice) -> None:
+def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
     """Raise PlanError unless the model has this slice; see `sizes_of` for what else is raised."""
     sizes = sizes_of(model)
     low, high = sizes.queries(piece)
@@ -166,7 +212,7 @@ def check_fits(model: ModelFile, piece: Slice) -> None:
                     "start the same version of pipeinfer on every host")
 
 
-def _number(model: ModelFile, key: str, default: int | None = None) -> int:
+def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -> int:
     value = model.arch_get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from pipeinfer.errors import PlanError, ProtocolError
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.models.slice_parts import Sizes, sizes_of
 
@@ -71,14 +72,15 @@ class Slice:
                             "pipeinfer on every host")
 
 
-def widths_of(model: ModelFile) -> tuple[int, ...]:
+def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:
     """The numbers of slices into which the model's layers can be cut, ascending, from 1. Raises
     UnsupportedArchitecture for a model that cannot be sliced."""
-    check_splittable(model)
+    if isinstance(model, ModelFile):
+        check_splittable(model)
     return tuple(range(1, _widest(sizes_of(model)) + 1))
 
 
-def cut_of(model: ModelFile, shares: Sequence[float]) -> tuple[Slice, ...]:
+def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
     """One slice per share, in order; together they cover the model.
 
     shares: how much of the work each slice is to have, in any unit; equal numbers for equal
@@ -86,7 +88,8 @@ def cut_of(model: ModelFile, shares: Sequence[float]) -> tuple[Slice, ...]:
     Raises PlanError for a number of slices that the file does not have, UnsupportedArchitecture
     for a model that cannot be sliced.
     """
-    check_splittable(model)
+    if isinstance(model, ModelFile):
+        check_splittable(model)
     sizes = sizes_of(model)
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise PlanError(f"shares of {list(shares)}: give each slice a number above 0")

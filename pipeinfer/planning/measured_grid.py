@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_parts import sizes_of
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
@@ -22,7 +23,7 @@ from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire
 _ROWS = (2, 4, 8)  #: of the curve that a measured row cost is drawn into
 
 
-def cut_from(model: ModelFile) -> Cut:
+def cut_from(model: ModelFile | ModelDir) -> Cut:
     """How a file's layers can be shared out. Raises UnsupportedArchitecture."""
     sizes = sizes_of(model)
     group = sizes.heads // sizes.kv_heads
@@ -33,9 +34,10 @@ def cut_from(model: ModelFile) -> Cut:
     middle = model.n_layers // 2
     mine = [tensor for tensor in model.tensors.values() if tensor.layer == middle]
     total = sum(tensor.nbytes for tensor in mine)
-    attention = sum(tensor.nbytes for tensor in mine if ".attn_" in tensor.name)
-    keys = sum(tensor.nbytes for tensor in mine
-               if ".attn_k." in tensor.name or ".attn_v." in tensor.name)
+    attention = sum(tensor.nbytes for tensor in mine
+                    if ".attn_" in tensor.name or ".self_attn." in tensor.name)
+    keys = sum(tensor.nbytes for tensor in mine if any(
+        f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")))
     return Cut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
                attention / total, keys / total, sizes.kv_heads * parts)
 
@@ -56,8 +58,8 @@ def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Ne
 
 
 def grids_of_ranks(
-    model: ModelFile, load: Load, members: Sequence[Member], figures: Sequence[Figures | None],
-    network: Network, mix: LoadMix, sums: SumCost,
+    model: ModelFile | ModelDir, load: Load, members: Sequence[Member],
+    figures: Sequence[Figures | None], network: Network, mix: LoadMix, sums: SumCost,
 ) -> tuple[GridPlan, GridPlan]:
     """The best grid of these ranks, and the plain pipeline of all of them.
 

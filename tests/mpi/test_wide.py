@@ -111,7 +111,6 @@ def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
     (("--grid", "1x2", "--slices", "64"), "cannot be cut into 64 slices"),
     (("--grid", "x"), "--grid x: give"),
     (("--grid", "1x2", "--slices", "1"), "every member"),
-    full(("--grid", "1x2", "--backend", "torch"), "torch stages cannot be cut"),
 ])
 def test_grids_that_cannot_be_are_refused_in_one_line(arguments, what):
     done = launch.run(3, [*PIPEINFER, "generate", "-p", "x", "-n", "2", *arguments])

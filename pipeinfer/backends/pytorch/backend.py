@@ -12,50 +12,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.pytorch.attention import CellStore, Reading, reading
 from pipeinfer.backends.pytorch.cells import CellTable, check_rows
+from pipeinfer.backends.pytorch.linear import Left, Summing, Tiling, sum_up, tile
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.backends.pytorch.weights import Shard, load_shard
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
+from pipeinfer.models.slices import Slice
 
 __all__ = ["TorchBackend", "TorchOptions"]
 
 NARROW = 16  #: decodes of at most so many rows are computed row by row where that decides bits
-
-
-@dataclass(slots=True)
-class _Tiling:
-    """Rows of one product (0: all together), and whether it holds for the decode at hand."""
-
-    rows: int
-    active: bool = False
-
-    def padded(self, n: int) -> int:
-        """Rows that a decode of `n` really computes."""
-        return -(-n // self.rows) * self.rows if self.active else n
-
-
-class TiledLinear(torch.nn.Linear):  # type: ignore[misc]
-    """A linear layer whose products have a fixed number of rows while its tiling is active."""
-
-    tiling: _Tiling
-
-    def forward(self, x: Any) -> Any:
-        """[1, n, in] -> [1, n, out]; n is a multiple of the tile when the tiling is active."""
-        tile = self.tiling.rows
-        if not self.tiling.active or x.shape[-2] == tile:
-            return linear(x, self.weight, self.bias)
-        parts = [linear(part, self.weight, self.bias) for part in x.split(tile, -2)]
-        return torch.cat(parts, -2)
 
 
 class TorchBackend:
@@ -74,22 +49,25 @@ class TorchBackend:
         self._shard: Shard | None = shard
         self._store = store
         self._table = CellTable(info.n_ctx, info.n_seq_max)
-        self._tiling = _Tiling(options.tile or 0)
+        self._tiling = Tiling(options.tile or 0)
+        self._summing = Summing()
         self._device = torch.device(options.device)
         self._dtype = getattr(torch, options.dtype)
         self._extra: Any = None  #: vectors of token ids beyond the vocabulary
         for module in shard.modules():
-            for part in module.modules():
-                if type(part) is torch.nn.Linear:
-                    part.__class__ = TiledLinear
-                    part.tiling = self._tiling
+            tile(module, self._tiling)
+        if shard.piece is not None:
+            for index, layer in enumerate(shard.decoder, shard.layers[0]):
+                sum_up(layer, index, self._summing)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], *, layers: tuple[int, int] | None = None, n_ctx: int,
         n_seq_max: int, n_batch: int, n_threads: int, options: TorchOptions | None = None,
+        piece: Slice | None = None,
     ) -> TorchBackend:
-        """Load layers `[start, stop)` (None: all) of a GGUF file or a Hugging Face folder.
+        """Load layers `[start, stop)` (None: all) of a GGUF file or a Hugging Face folder, or a
+        slice of them, which has no embedding: it is given rows (`embedding.open_embedding`).
 
         Only the bytes of these layers are read, and of the embedding or head where they belong.
         n_threads sets torch's threads for the whole process (0 leaves them). Raises ModelError
@@ -104,7 +82,7 @@ class TorchBackend:
             torch.set_num_threads(n_threads)
         dtype = getattr(torch, options.dtype)
         try:
-            shard = load_shard(path, layers, dtype, torch.device(options.device))
+            shard = load_shard(path, layers, dtype, torch.device(options.device), piece)
             store = CellStore(range(*shard.layers), n_ctx, shard.heads, dtype,
                               torch.device(options.device))
         except RuntimeError as error:
@@ -112,11 +90,15 @@ class TorchBackend:
         start, stop = shard.layers
         info = ShardInfo(
             architecture=shard.architecture, layers=shard.layers, n_layers_total=shard.n_layers,
-            first=start == 0, last=stop == shard.n_layers, n_embd=shard.n_embd,
+            first=start == 0 and piece is None, last=stop == shard.n_layers, n_embd=shard.n_embd,
             n_vocab=shard.n_vocab, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch,
             weight_bytes=shard.weight_bytes, cache_bytes=store.nbytes,
         )
         return cls(shard, info, options, store)
+
+    def sum_with(self, sums: PartSum | None) -> None:
+        """See `backends.wide.SliceBackend`."""
+        self._summing.sums = sums
 
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,
@@ -144,6 +126,7 @@ class TorchBackend:
         try:
             wide = n > NARROW
             self._tiling.active = self._tiling.rows > 0 and not wide
+            self._summing.rows = n
             with torch.inference_mode():
                 read = reading(self._table, self._store, rows, cells, wide=wide,
                                dtype=self._dtype, device=self._device)
@@ -153,6 +136,8 @@ class TorchBackend:
                 result = self._guard(self._finish, shard, rows, stream)
             done = True
             return result  # type: ignore[no-any-return]
+        except Left:
+            return None
         finally:
             if not done:
                 self._table.free(cells)
@@ -299,7 +284,7 @@ class TorchBackend:
         wanted = np.flatnonzero(rows.outputs)
         k = len(wanted)
         if not k:
-            return np.zeros((0, self.info.n_vocab), np.float32)
+            return np.zeros((0, shard.head.out_features), np.float32)
         self._tiling.active = self._tiling.rows > 0 and k <= NARROW
         m = self._tiling.padded(k)
         picked = stream.new_zeros((1, m, stream.shape[-1]))

@@ -27,9 +27,14 @@ from pipeinfer.errors import ModelError, PipeinferError, PlanError, UnsupportedA
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import FLOATS, ModelDir
 from pipeinfer.models.llama_rules import check_numbers
+from pipeinfer.models.slice_parts import Sizes, check_fits, sizes_of
+from pipeinfer.models.slices import Slice
 
 #: kinds of rotary embedding whose angles depend on the row's position alone
 ROPES = ("default", "linear", "llama3", "yarn")
+
+#: by the end of a tensor's name: dimension, first, end
+Cuts = dict[str, tuple[int, int, int]]
 
 AttentionInterface.register(IMPLEMENTATION, attend)
 
@@ -59,6 +64,7 @@ class Shard:
     head: Any = None
     types: list[str] = field(default_factory=list)  #: of the decoder layers, where angles differ
     soft_cap: float | None = None
+    piece: Slice | None = None  #: what it holds of its layers and of the head; None: all of them
 
     @property
     def n_embd(self) -> int:
@@ -106,35 +112,49 @@ class Shard:
 
 
 def load_shard(
-    path: str | os.PathLike[str], layers: tuple[int, int] | None, dtype: Any, device: Any
+    path: str | os.PathLike[str], layers: tuple[int, int] | None, dtype: Any, device: Any,
+    piece: Slice | None = None,
 ) -> Shard:
-    """The shard with `layers` (None: all) of a folder or a GGUF file, on `device` in `dtype`.
+    """The shard with `layers` (None: all) of a folder or a GGUF file, or a slice of them, on
+    `device` in `dtype`.
 
     Raises ModelError, UnsupportedArchitecture and PlanError.
     """
     with ExitStack() as stack:
         source: TensorSource
         factors: Any = None
-        if Path(path).is_dir():
-            folder = ModelDir(path)
-            config, source = folder_config(folder), _FolderTensors(folder, stack)
+        model, config = config_at(path)
+        if isinstance(model, ModelDir):
+            source = _FolderTensors(model, stack)
         else:
-            model = ModelFile(path)
-            check_family(model.architecture, os.fspath(path), gguf=True)
-            config = _checked(lambda: CONFIG_MAPPING[model.architecture](**config_of(model)), path)
             check_numbers(model)
             source = gguf = GgufTensors(model)
             factors = gguf.rope_factors()
         _checked(check_config, path, config, os.fspath(path))
+        cuts: Cuts = {}
+        if piece is not None:
+            check_fits(model, piece)
+            cuts = cuts_of(sizes_of(model), piece)
         start, stop = layers or (0, config.num_hidden_layers)
         if not 0 <= start < stop <= config.num_hidden_layers:
             raise PlanError(f"layers {start} to {stop} are not a range within the "
                             f"{config.num_hidden_layers} layers of {os.fspath(path)}")
-        shard: Shard = _checked(_assemble, path, config, start, stop, device)
-        _fill(shard, source, start, dtype, device)
+        shard: Shard = _checked(_assemble, path, config, start, stop, device, piece)
+        _fill(shard, source, cuts, dtype, device)
         if factors is not None:
             shard.rotary.inv_freq = shard.rotary.inv_freq / factors.to(device)
     return shard
+
+
+def config_at(path: str | os.PathLike[str]) -> tuple[ModelFile | ModelDir, Any]:
+    """The model at a path and transformers' config of it. Raises ModelError and
+    UnsupportedArchitecture."""
+    if Path(path).is_dir():
+        folder = ModelDir(path)
+        return folder, folder_config(folder)
+    model = ModelFile(path)
+    check_family(model.architecture, os.fspath(path), gguf=True)
+    return model, _checked(lambda: CONFIG_MAPPING[model.architecture](**config_of(model)), path)
 
 
 def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any) -> Any:
@@ -175,7 +195,7 @@ def check_config(config: Any, path: str) -> None:
                                       "text; use a causal language model")
 
 
-def _assemble(config: Any, start: int, stop: int, device: Any) -> Shard:
+def _assemble(config: Any, start: int, stop: int, device: Any, piece: Slice | None) -> Shard:
     """The shard's modules, without memory but for what is computed from the config."""
     config._attn_implementation = IMPLEMENTATION
     with torch.device("meta"):
@@ -187,24 +207,43 @@ def _assemble(config: Any, start: int, stop: int, device: Any) -> Shard:
     shard = Shard(
         config=config, layers=(start, stop), n_layers=config.num_hidden_layers,
         architecture=config.model_type, decoder=list(inner.layers[start:stop]), rotary=rotary,
-        embed=inner.embed_tokens if start == 0 else None, norm=inner.norm if last else None,
-        head=whole.lm_head if last else None,
+        embed=inner.embed_tokens if start == 0 and piece is None else None,
+        norm=inner.norm if last else None, head=whole.lm_head if last else None, piece=piece,
         soft_cap=getattr(config, "final_logit_softcapping", None))
     if "rope_type" not in config.rope_parameters:  # one kind of angle per type of layer
         shard.types = list(config.layer_types[start:stop])
-    if shard.embed is not None and hasattr(shard.embed, "embed_scale"):
-        shard.embed.embed_scale = torch.tensor(shard.embed.scalar_embed_scale, device=device)
+    if shard.embed is not None:
+        give_scale(shard.embed, device)
     return shard
 
 
-def _fill(shard: Shard, source: TensorSource, start: int, dtype: Any, device: Any) -> None:
-    """Read every parameter of the shard."""
+def give_scale(embed: Any, device: Any) -> None:
+    """Make the factor that some families' embeddings have: no file has it."""
+    if hasattr(embed, "embed_scale"):
+        embed.embed_scale = torch.tensor(embed.scalar_embed_scale, device=device)
+
+
+def cuts_of(sizes: Sizes, piece: Slice) -> Cuts:
+    """What a slice takes of tensors, by the ends of their names; all of what is not named."""
+    low, high = sizes.queries(piece)
+    own = {"self_attn.q_proj": (low * sizes.key, high * sizes.key),
+           "self_attn.k_proj": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
+           "self_attn.v_proj": (piece.heads[0] * sizes.value, piece.heads[1] * sizes.value),
+           "mlp.gate_proj": piece.ff, "mlp.up_proj": piece.ff}
+    rows = {f"{name}.{kind}": (0, *ends) for name, ends in own.items()
+            for kind in ("weight", "bias")}
+    return rows | {"self_attn.o_proj.weight": (1, low * sizes.value, high * sizes.value),
+                   "mlp.down_proj.weight": (1, *piece.ff), "weight": (0, *piece.vocab)}
+
+
+def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: Any) -> None:
+    """Read every parameter of the shard, or what `cuts` says of it."""
     embedding, head = "model.embed_tokens", "lm_head"
     tied = not source.has(f"{head}.weight")
     if tied and shard.head is not None and not getattr(shard.config, "tie_word_embeddings", True):
         raise ModelError("the model has no lm_head.weight and its config does not tie it to the "
                          "embedding; fetch the model again")
-    parts = [(f"model.layers.{i}", layer) for i, layer in enumerate(shard.decoder, start)]
+    parts = [(f"model.layers.{i}", layer) for i, layer in enumerate(shard.decoder, shard.layers[0])]
     if shard.embed is not None:
         parts.append((embedding, shard.embed))
     if shard.norm is not None:
@@ -212,14 +251,21 @@ def _fill(shard: Shard, source: TensorSource, start: int, dtype: Any, device: An
     if shard.head is not None and not (tied and shard.embed is not None):
         parts.append((embedding if tied else head, shard.head))
     for prefix, module in parts:
-        state = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in list(module.named_parameters()):
             tensor = source.read(f"{prefix}.{name}")
             if tuple(tensor.shape) != tuple(parameter.shape):
                 raise ModelError(f"{prefix}.{name} has shape {list(tensor.shape)}, but the config "
                                  f"asks for {list(parameter.shape)}")
-            state[name] = tensor.to(device=device, dtype=dtype)
-        module.load_state_dict(state, assign=True, strict=False)
+            if name in cuts and module is not shard.norm:
+                dim, low, high = cuts[name]
+                # a copy: a view would keep all of the tensor in memory
+                tensor = tensor.narrow(dim, low, high - low).clone()
+            owner, _, leaf = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            setattr(holder, leaf, torch.nn.Parameter(tensor.to(device=device, dtype=dtype),
+                                                     requires_grad=False))
+            if leaf == "weight" and isinstance(holder, torch.nn.Linear):
+                holder.out_features, holder.in_features = tensor.shape
         module.requires_grad_(False).eval()
     if shard.head is not None and tied and shard.embed is not None:
         shard.head.weight = shard.embed.weight

@@ -1,0 +1,94 @@
+"""Wide stages on torch in real MPI jobs: the same tokens whatever ranks hold the slices."""
+
+# ruff: noqa: E402  (skipped where a package is missing)
+from __future__ import annotations
+
+import json
+
+import pytest
+
+for _package in ("torch", "transformers", "safetensors"):
+    pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
+
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.embedded_folder import write_folder
+from tests.mpi.test_decomposers import compare, texts
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
+from tests.support.sample import full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(EMBEDDED / "target.gguf", tmp_path_factory.mktemp("hf") / "target")
+
+
+def todo(limits):
+    return [{"prompt": PROMPT, "params": params, "limits": one, "count": COUNT}
+            for params in (GREEDY, SEEDED) for one in limits]
+
+
+@pytest.mark.parametrize(("source", "slices", "ranks", "more"), [
+    ("folder", "2", 3, {"grid": "1x2"}),
+    full("gguf", "3", 4, {"grid": "1x3", "sum_path": "messages"}),
+    full("folder", "3:1", 3, {"grid": "1x2", "slices": "3:1", "dtype": "bfloat16"})])
+def test_every_policy_gives_the_tokens_of_the_slices_on_one_rank(
+        tmp_path, folder, source, slices, ranks, more):
+    """On one rank row by row, on others with the embedded draft and cancellations."""
+    config = {"backend": "torch", "device": "cpu", "dtype": more.get("dtype", "float32"),
+              "draft_model": str(EMBEDDED / "draft.gguf"),
+              "model": str(folder if source == "folder" else EMBEDDED / "target.gguf")}
+    for name in ("one", "more"):
+        (tmp_path / name).mkdir()
+    one = run_matrix(tmp_path / "one", 1, config | {"slices": slices}, todo(LIMITS[:1]))
+    found = run_matrix(tmp_path / "more", ranks, config | more, todo(LIMITS))
+    wanted = [result["tokens"] for result in one["results"] for _ in LIMITS]
+    assert [result["tokens"] for result in found["results"]] == wanted
+    assert sum(result["accepted_speculative"] for result in found["results"]) > 10
+    assert len(found["reports"]) == ranks - 1
+    assert all(report["n_sums"] > 0 for report in found["reports"].values())
+
+
+@pytest.mark.parametrize("method", ["pasta", full("pdos")])
+def test_joins_and_free_positions_reach_the_slices(tmp_path, method):
+    found = []
+    for ranks, options in ((1, ("--slices", "2")), (3, ("--grid", "1x2"))):
+        folder = tmp_path / str(ranks)
+        found.append(texts(compare(folder, ranks, "torch", [method], "--temp", "0", "--device",
+                                   "cpu", *options), method))
+    assert found[0] == found[1]
+    assert all(text.strip() for text in found[0])
+
+
+def on_torch(np, torch_ranks, *arguments):
+    """A job in which these ranks are asked for torch, the others for llama.cpp."""
+    ranks = (f'case "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" in {torch_ranks}) export '
+             'PIPEINFER_BACKEND=torch;; *) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
+    return launch.run(np, ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n",
+                           "12", "--temp", "0", "-c", "512", "-t", "1", "--json", "--device",
+                           "cpu", "--policy", "iterative", *arguments])
+
+
+def test_the_members_of_a_stage_are_on_one_backend():
+    done = on_torch(3, "2", "--grid", "1x2")
+    assert done.returncode == 2, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
+def test_stages_of_a_grid_may_be_on_different_backends(few, many):
+    """Slices on torch before a whole stage on llama.cpp, and the other way round."""
+    answers = []
+    for np, ranks, grid in ((3, few, ("--slices", "2,1", "--layers", "5,7")),
+                            (4, many, ("--grid", "2,1", "--layers", "5,7"))):
+        done = on_torch(np, ranks, *grid)
+        assert done.returncode == 0, done.stderr[-2000:]
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["tokens"] == answers[1]["tokens"]
+    kinds = [stage["backend"] for stage in answers[1]["stats"]["stages"].values()]
+    assert sorted(set(kinds)) == ["llamacpp", "torch"]
