@@ -14,12 +14,11 @@ from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
 from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
-from pipeinfer.cluster.shard_transfer import await_answer
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import Ready, Setup, SumRegion
 from pipeinfer.core.grid import Grid
-from pipeinfer.core.messages import Tag
-from pipeinfer.errors import ProtocolError, UsageError
+from pipeinfer.core.messages import Part, Tag
+from pipeinfer.errors import ProtocolError, TransportTimeout, UsageError
 from pipeinfer.models.slices import Slice
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
@@ -54,22 +53,44 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
                          "part of pipeinfer (see pipeinfer doctor)")
     wanted = setup.near and config.sum_path != "messages" and available()
     region: Region | None = None
+    early: list[Part] = []
     if len(nodes) == 1:
         region = Region.private(shape) if wanted else None
     elif shape.leads:
         region = Region.create(shape) if wanted else None
         for node in nodes[1:]:
-            port.send(node, Tag.TRANSACTION, SumRegion(region.name if region else ""))
+            port.send(node, Tag.SUM, SumRegion(region.name if region else ""))
     else:
-        answer = await_answer(port, config.timeout, "SumRegion", nodes[0])
-        if not isinstance(answer, SumRegion):
-            raise ProtocolError(f"the leader of stage {setup.port.stage} sent "
-                                f"{type(answer).__name__} instead of SumRegion")
-        region = Region.open(answer.name, shape) if answer.name else None
-    team: Team = PortTeam(shape, port, nodes, watch) if region is None else \
+        name = _hear_region(port, config.timeout, nodes[0], early)
+        region = Region.open(name, shape) if name else None
+    team: Team = PortTeam(shape, port, nodes, watch, early) if region is None else \
         SharedTeam(shape, region, watch)
     watch.team = team
     return team
+
+
+def _hear_region(port: Port, timeout: float, leader: int, early: list[Part]) -> str:
+    """What the leader says of shared memory. early: gets parts of members that heard it before.
+
+    Not among the transactions, which the head sends as well: what comes first of two senders is
+    open. Raises TransportTimeout.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        envelope = port.take(Tag.SUM)
+        match envelope.message if envelope else None:
+            case SumRegion(name):
+                return name
+            case Part() as part:
+                early.append(part)
+            case None:
+                if time.monotonic() > deadline:
+                    raise TransportTimeout(rank=port.node, peer=leader, tag="SumRegion",
+                                           run_id=None, seconds=timeout)
+                port.wait(0.2, tag=Tag.SUM)
+            case other:
+                raise ProtocolError(f"a member of a stage was sent {type(other).__name__} as a "
+                                    "part of a sum")
 
 
 def sum_seconds(team: Team, n_embd: int) -> float:

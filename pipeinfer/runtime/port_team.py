@@ -49,12 +49,12 @@ class PortTeam:
     shares_memory = False
 
     def __init__(self, shape: TeamShape, port: Port, nodes: Sequence[int],
-                 watch: Callable[[int], None]) -> None:
+                 watch: Callable[[int], None], early: Sequence[Part] = ()) -> None:
         self.shape = shape
         self.waited, self.count = 0.0, 0
         self._port, self._nodes, self._watch = port, tuple(nodes), watch
         self._turn, self.run_id = 0, -1
-        self._arrived: dict[tuple[int, int], Part] = {}
+        self._arrived = {(part.turn, part.member): part for part in early}
         self._should_stop: Callable[[], bool] | None = None
         self._error: BaseException | None = None
         self._meeting = _Meeting(shape.own)
