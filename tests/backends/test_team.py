@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -286,6 +287,22 @@ def test_names_of_shared_memory_are_checked_and_not_left_behind():
             Region.open(wrong, shape)
     region.close()
     other.close()
+
+
+@needs_c
+def test_what_leaders_left_who_were_killed_is_swept_and_nothing_else(monkeypatch, tmp_path):
+    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path)
+    shape = TeamShape(((0,), (1,)), 0, "f32", 64)
+    held = Region.create(shape)
+    left, young, other = (tmp_path / name for name in (
+        "pipeinfer-sums-left", "pipeinfer-sums-young", "something-else"))
+    for path in (left, young, other):
+        path.write_bytes(b"")
+    for path in (left, other, tmp_path / held.name):
+        os.utime(path, (0, 0))
+    Region.create(shape).close()
+    assert {path.name for path in tmp_path.iterdir()} == {held.name, young.name, other.name}
+    held.close()
 
 
 @needs_c
