@@ -45,7 +45,7 @@ def seeds() -> tuple[bytes, ...]:
     rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False), (99, 63, (7,), True)])
     seen = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0, 7), (5,), (1,)))
     ops = (SeqRemove(-1, 0), SeqCopy(0, 3, 0, 9), SeqKeep(2), SeqJoin(1, 2))
-    spans = np.array([[1.7e9, 0.25], [1.7e9 + 1, 0.0]])
+    spans = np.array([[1.7e9, 0.25, 0.0], [1.7e9 + 1, 0.0, 0.1]])
     lanes = np.array([1, 1, 2], np.int32)
     hidden = np.arange(12, dtype=np.float32).reshape(3, 4)
     params = SamplingParams(0.8, 40, 0.95, 0.05, 1.1, 0.5, 0.5, 64, ((5, 1.0), (7, -2.0)), 2**63, 3,
@@ -60,10 +60,14 @@ def seeds() -> tuple[bytes, ...]:
         messages.Shutdown(),
         messages.RunFinished(5, (Choice(4), Choice(5, -0.5, ((5, -0.5), (6, -1.0)))), spans),
         messages.RunCancelled(6, spans), messages.Cancel((1, 2, 3)),
+        messages.Part(1, 7, 5, 3, messages.Verdict.GO, hidden.ravel()),
+        messages.Part(0, 8, 5, 3, messages.Verdict.GO, np.arange(5, dtype=np.uint16)),
+        messages.Part(0, 9, 6, 0, messages.Verdict.STOP, np.zeros(0, np.float32)),
+        control.SumRegion("pipeinfer-sums-0"),
         messages.WorkerFailed(2, "host", 5, "ValueError: x", "Traceback ...", 6),
         control.Progress(control.PortName(1), "loading", 1, 2),
-        control.Report(control.PortName(1), (0, 4), 1, 2, 1.0, 0.5, 0.1, 0.0, 9, {"computed": 2},
-                       3.5, 77, [(1, 0.5, 1.0, "computed", 4)],
+        control.Report(control.PortName(1), (0, 4), 1, 2, 1.0, 0.5, 0.1, 0.2, 0.0, 9,
+                       {"computed": 2}, 3.5, 77, [(1, 0.5, 1.0, "computed", 4)],
                        {"host": "a", "memory": {"own": 1.5}}),
         control.ShardOffer("a.gguf", 5),
         messages.ShardHave(1, 4096, bytes(32)), messages.ShardChunk(4096, bytes(range(200))),

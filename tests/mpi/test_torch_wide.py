@@ -79,8 +79,7 @@ def test_the_members_of_a_stage_are_on_one_backend():
     assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
+@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), full("2", "3")])
 def test_stages_of_a_grid_may_be_on_different_backends(few, many):
     """Slices on torch before a whole stage on llama.cpp, and the other way round."""
     answers = []

@@ -69,7 +69,7 @@ def test_a_damaged_memory_is_measured_anew(model, cache, text):
 def test_a_large_output_matrix_is_timed_and_a_small_one_is_not(tmp_path, monkeypatch):
     for vocabulary, large in ((2000, True), (300, False)):
         path = tmp_path / f"{vocabulary}.gguf"
-        spec = RandomSpec(n_layer=3, n_embd=32, n_ff=32, n_vocab=vocabulary)
+        spec = RandomSpec(n_layer=3, n_embd=32, n_ff=1024, n_vocab=vocabulary)
         found = measure.figures_here(ModelConfig(), ModelFile(write_random_model(path, spec)), 1)
         assert found.head >= 0
         assert (found.head > 0) <= large
