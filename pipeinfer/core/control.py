@@ -319,5 +319,6 @@ def unpack(data: bytes | bytearray | memoryview) -> Control:
     try:
         message: Control = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a control message is damaged: {error}") from error
+        words = " ".join(str(error).split())  # it may name a field of the sender's making
+        raise ProtocolError(f"a control message is damaged: {words}") from error
     return message
