@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.llamacpp.layer_probe import PartSum, compiled
+from pipeinfer.core.grid import owner_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError, ClusterError, TransportTimeout
 
@@ -70,7 +71,7 @@ class TeamShape:
 
     def holder_of(self, index: int) -> int:
         """The member that holds a slice."""
-        return next(member for member, held in enumerate(self.holders) if index in held)
+        return owner_of(self.holders, index)
 
 
 class Team(Protocol):

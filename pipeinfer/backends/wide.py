@@ -85,8 +85,7 @@ class WideBackend:
             except BaseException as failure:
                 error = failure
         if error is not None or left:
-            for turn in range(len(self._slices)):
-                self._drop(turn, rows, len(self._slices[turn]))
+            self._drop(rows)
         if error is not None:
             raise error
         return None if left else results[0]
@@ -113,10 +112,10 @@ class WideBackend:
             return None
         return result[:0] if whole is None else whole
 
-    def _drop(self, turn: int, rows: Rows, count: int) -> None:
-        """Take the rows' cells off a slice's shards; those that have none do not mind."""
+    def _drop(self, rows: Rows) -> None:
+        """Take the rows' cells off all shards; those that have none do not mind."""
         end = int(rows.positions.max(initial=-1)) + 1
-        for shard in self._slices[turn][:count]:
+        for shard in self._all():
             for seq_id, first in rows.first_positions().items():
                 shard.seq_rm(seq_id, first, end)
 

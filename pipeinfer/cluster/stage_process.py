@@ -52,7 +52,7 @@ from pipeinfer.cluster.faults import (
     parse_faults,
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
-from pipeinfer.cluster.wide_stage import assembled, paced_team, sum_seconds, team_of
+from pipeinfer.cluster.wide_stage import paced_team, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -324,7 +324,8 @@ class StageProcess:
             path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, piece=EMBEDDING), report)
             embedding = EmbeddingTable.open(open_model(path))
-        self._whole = assembled(setup, chains, team, embedding)
+        self._whole = WideBackend(chains, team, (setup.start, setup.stop), setup.n_layers,
+                                  embedding)
         return self._whole, worst(self._parts)
 
     def _threads(self, config: JobConfig, setup: Setup) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
-from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import Ready, Setup, SumRegion
 from pipeinfer.core.grid import Grid
@@ -165,11 +164,3 @@ class SumWatch:
             run = None if self.team is None else self.team.run_id
             raise PeerSilent(rank=self._port.node, peer=self._nodes[member], tag=Tag.SUM.name,
                              run_id=run, seconds=self._timeout)
-
-
-def assembled(
-    setup: Setup, slices: Sequence[Sequence[SliceBackend]], team: Team,
-    embedding: Embedding | None,
-) -> WideBackend:
-    """The member's backend; slices: a chain of shards for each that it holds."""
-    return WideBackend(slices, team, (setup.start, setup.stop), setup.n_layers, embedding)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from pipeinfer.core.messages import Spans
 from pipeinfer.core.policy import Policy
+from pipeinfer.planning import judge
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 
@@ -56,11 +57,11 @@ class Timing:
 
     def slot(self, rows: int) -> float:
         """How long the slowest stage is taken by a run."""
-        return self.slowest * factor(self.curve, rows)
+        return self.slowest * judge.relative(self.curve, rows)
 
     def latency(self, rows: int) -> float:
         """From issue to result in an empty pipeline."""
-        return self.computed * factor(self.curve, rows) + self.transit
+        return self.computed * judge.relative(self.curve, rows) + self.transit
 
 
 def turns(timing: Timing, acceptance: float, most: int) -> int:
@@ -89,19 +90,6 @@ def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
 def linear(row_cost: float) -> Curve:
     """The curve on which every further row costs the same share of the first."""
     return ((2, 1.0 + row_cost),)
-
-
-def factor(curve: Curve, rows: int) -> float:
-    """Time of a run relative to one of a single row: the curve's points (rows > 1, ascending)
-    joined by straight lines, the last of which goes on."""
-    low, high = (1, 1.0), (1, 1.0)
-    for point in curve:
-        low, high = high, point
-        if rows <= point[0]:
-            break
-    if high[0] == low[0]:
-        return high[1]
-    return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +243,7 @@ class Controller:
         self._results += 1
         if rows == 1 or not self._slowest.count:
             # Where every tip waits for guesses no run of one row may ever come back.
-            share = factor(self.curve, rows)
+            share = judge.relative(self.curve, rows)
             self._slowest.add(slowest / share)
             self._computed.add(computed / share)
         else:

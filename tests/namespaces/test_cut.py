@@ -43,24 +43,31 @@ def read_until(process, enough, seconds):
     return text
 
 
+def cut_while_it_speaks(cluster, command, cut):
+    """What a job printed in all, and its standard error: `cut()` is called after some text."""
+    process = cluster.start(cluster.launch(command), timeout=SECONDS)
+    try:
+        text = read_until(process, len(PROMPT) + 40, 60.0)
+        cut()
+        when = time.monotonic()
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"no end {SECONDS:g} s after the cut")
+    finally:
+        cluster.kill_jobs()
+        process.communicate(timeout=10)
+    print(f"ended {time.monotonic() - when:.1f} s after the cut", file=sys.stderr)
+    assert process.returncode == 0, err
+    return text + out, err
+
+
 @pytest.mark.parametrize(("spares", "node"), [(0, 3), full(1, 2)])
 def test_a_cut_link_costs_no_character(undisturbed, spares, node):
     more = ["--spares", str(spares)] if spares else []
     with Cluster(4) as cluster:
-        process = cluster.start(cluster.launch([*GENERATE, *PACE, *more]), timeout=SECONDS)
-        try:
-            text = read_until(process, len(PROMPT) + 40, 60.0)
-            cluster.unplug(node)
-            cut = time.monotonic()
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"no end {SECONDS:g} s after the cut")
-        finally:
-            cluster.kill_jobs()
-            process.communicate(timeout=10)
-        print(f"ended {time.monotonic() - cut:.1f} s after the cut", file=sys.stderr)
-    assert process.returncode == 0, err
-    assert text + out == undisturbed
+        text, _ = cut_while_it_speaks(cluster, [*GENERATE, *PACE, *more],
+                                        lambda: cluster.unplug(node))
+    assert text == undisturbed
 
 
 def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
@@ -69,20 +76,9 @@ def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     with Cluster(3) as cluster:
         plain = cluster.pipeinfer([*GENERATE, *grid], timeout=SECONDS)
         assert plain.returncode == 0, plain.stderr
-        process = cluster.start(cluster.launch([*GENERATE, *PACE, *grid]), timeout=SECONDS)
-        try:
-            text = read_until(process, len(PROMPT) + 40, 60.0)
-            cluster.separate(2, 3)
-            cut = time.monotonic()
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"no end {SECONDS:g} s after the cut")
-        finally:
-            cluster.kill_jobs()
-            process.communicate(timeout=10)
-        print(f"ended {time.monotonic() - cut:.1f} s after the cut", file=sys.stderr)
-    assert process.returncode == 0, err
-    assert text + out == plain.stdout
+        text, err = cut_while_it_speaks(cluster, [*GENERATE, *PACE, *grid],
+                                        lambda: cluster.separate(2, 3))
+    assert text == plain.stdout
     assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
 
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.planning.judge import relative
 from pipeinfer.scheduler.controller import (
     SIZES,
     Controller,
     Setting,
     Timing,
     cutoff,
-    factor,
     in_flight,
     least_confidence,
     linear,
@@ -142,9 +142,9 @@ def test_what_runs_of_several_rows_take_is_learnt():
 
 def test_a_curve_between_and_beyond_its_points():
     curve = ((2, 1.0), (4, 1.0), (8, 2.0))
-    assert [factor(curve, rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx(
+    assert [relative(curve, rows) for rows in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx(
         [1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 3.0])
-    assert factor((), 5) == 1.0
+    assert relative((), 5) == 1.0
 
 
 def test_cutoff_falls_with_depth():
