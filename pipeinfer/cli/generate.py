@@ -62,6 +62,8 @@ def generate(resolved: Resolved) -> None:
         joined.serve()
         return
     with joined.lead(progress_hook(request), grammars=bool(params.grammar)) as session:
+        if session.fatal:
+            click.echo(f"pipeinfer: note: {session.fatal}", err=True)
         prompt: Any
         if decomposer:
             prompt = gen.open_response(session, [{"role": "user", "content": text}])

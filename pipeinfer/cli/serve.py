@@ -77,6 +77,8 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         signals.engine = engine
         click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
+        for note in filter(None, [session.fatal, *session.notes]):
+            click.echo(f"pipeinfer: note: {note}", err=True)
         if not settings.api_keys and config.host not in _LOCAL:
             click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
                        "require keys with --api-key-file", err=True)
