@@ -337,6 +337,9 @@ class RequestConfig:
                           high=2**24, help="Maximum number of tokens to generate.")
     chat: bool = _opt(False, "--chat", kind="flag",
                       help="Put the prompt into the model's chat template.")
+    special: bool = _opt(False, "--special", kind="flag",
+                         help="Control tokens written out in the prompt, such as <|im_end|>, "
+                              "become those tokens; without it they are text.")
     stop: tuple[str, ...] = _opt((), "-r", "--stop", "--reverse-prompt", kind="list",
                                  help="Stop before this text (repeatable).")
     ignore_eos: bool = _opt(False, "--ignore-eos", kind="flag",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
@@ -19,6 +20,8 @@ from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
+
+T = TypeVar("T")
 
 
 def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
@@ -59,7 +62,21 @@ async def render(
     request: schema.Conversation, tokenizer: Tokenizer, offered: list[dict[str, Any]] | None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt text of a conversation. Raises ApiError when the template refuses it."""
+    """The prompt of a conversation as text. Raises ApiError when the template refuses it."""
+    return await _templated(tokenizer.apply_chat, request, tokenizer, offered,
+                            add_generation_prompt)
+
+
+async def encode(request: schema.Conversation, tokenizer: Tokenizer,
+                 offered: list[dict[str, Any]] | None) -> list[int]:
+    """The prompt of a conversation, whose contents stay text. Raises ApiError as `render` does."""
+    return await _templated(tokenizer.encode_chat, request, tokenizer, offered, True)
+
+
+async def _templated(
+    make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
+    offered: list[dict[str, Any]] | None, add_generation_prompt: bool,
+) -> T:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
@@ -67,8 +84,7 @@ async def render(
     messages = [_message(m, knows_developer) for m in request.messages]
     try:
         return await asyncio.to_thread(
-            tokenizer.apply_chat, messages, add_generation_prompt, tools=offered,
-            variables=variables)
+            make, messages, add_generation_prompt, tools=offered, variables=variables)
     except RequestError as error:
         raise bad(str(error), "messages") from error
 

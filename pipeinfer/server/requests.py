@@ -72,7 +72,7 @@ async def completion(
     grammars: Grammars, n_ctx: int,
 ) -> Asked:
     """Check a completion request. Raises ApiError."""
-    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer)
+    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer, bool(request.parse_special))
     prompts.check_lengths(tokens, n_ctx)
     if request.echo and request.logprobs is not None:
         raise bad("echo with logprobs is not supported: prompts are not scored", "echo")
@@ -102,9 +102,8 @@ async def conversation(
         opened = await chat.open_response(method, request, settings, tokenizer)
         prompt, decompose = list(opened.prompt), opened.decompose
     else:
-        text = await chat.render(request, tokenizer, offered)
-        prompt = await prompts.encode(tokenizer, text, special=True)
-    prompts.check_lengths([prompt], n_ctx)
+        prompt = await chat.encode(request, tokenizer, offered)
+    prompts.check_lengths([prompt], n_ctx, "messages")
     return Chat(
         Asked([prompt], [""], max_tokens=max_tokens, params=params, logprobs=n_logprobs >= 0,
               decompose=decompose, **_common(request, settings)),

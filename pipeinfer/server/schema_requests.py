@@ -167,7 +167,7 @@ class Sampling(Strict):
 
 
 class CompletionRequest(Sampling):
-    """Continue texts (or token ids)."""
+    """Continue texts (or token ids). parse_special: as for /tokenize, but off by default."""
 
     prompt: (
         str
@@ -177,6 +177,7 @@ class CompletionRequest(Sampling):
                     Field(min_length=1, max_length=MAX_CHOICES)]
     )
     max_tokens: int | None = Field(None, ge=0, le=_INT32)
+    parse_special: bool | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
 
