@@ -384,6 +384,10 @@ class ServeConfig:
     cors_origin: tuple[str, ...] = _opt((), "--cors-origin", kind="list",
                                         help="Web page origin that may use the server, such as "
                                              "https://chat.example.org (repeatable), or *.")
+    allow_host: tuple[str, ...] = _opt((), "--allow-host", kind="list",
+                                       help="Host name under which the server may be reached, such "
+                                            "as that of a proxy in front of it (repeatable); on "
+                                            "a loopback address other names are refused.")
     log_requests: bool = _opt(False, "--log-requests", kind="flag",
                               help="Log one line per request to standard error (without contents).")
 

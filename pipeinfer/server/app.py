@@ -42,15 +42,17 @@ _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
         (400, "The request cannot be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
+        (403, "A page of another site, or a host name that is not the server's."),
         (408, "The request's body did not arrive in time."),
         (413, "The request is too long."),
+        (431, "The request's headers are too long."),
         (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
         (503, "Loading, shutting down or failed; see Retry-After."),
         (504, "The request took too long."),
     )
 }
-_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 408, 413, 500, 503)}
-_READ: _Responses = {401: _ERRORS[401], 500: _ERRORS[500]}
+_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 403, 408, 413, 431, 500, 503)}
+_READ: _Responses = {401: _ERRORS[401], 403: _ERRORS[403], 431: _ERRORS[431], 500: _ERRORS[500]}
 _EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
                           "properties": {"data": {"type": "string"}}}}
 _STREAM: _Responses = {200: {
@@ -219,8 +221,9 @@ class Server:
                          lane=lanes[i] if i < len(lanes) else None)
             for i in range(max(self.settings.parallel, len(lanes)))])
 
-    async def rebalance(self) -> Response:
+    async def rebalance(self, body: schema.RebalanceRequest) -> Response:
         """Deal the layers out by what each stage takes now; running requests go on."""
+        del body  # that it came is enough: see its class
         found = await self.hub.rebalance(self.settings.request_timeout)
         return Reply(replies.Rebalanced(
             changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))

@@ -268,6 +268,10 @@ class ChatRequest(Sampling, Conversation):
     modalities: list[Literal["text"]] | None = None
 
 
+class RebalanceRequest(Strict):
+    """Nothing to say yet. A form of another site cannot send even that: it is JSON."""
+
+
 class TokenizeRequest(Strict):
     """Text to tokens. parse_special: control tokens written out in the text become tokens."""
 

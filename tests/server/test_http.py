@@ -421,7 +421,8 @@ def raw_client(server, **more):
     client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), SECONDS)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     body = json.dumps({"prompt": "x", **more}).encode()
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                   b"Content-Type: application/json\r\n"
                    b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return client
 
@@ -525,7 +526,7 @@ def test_a_client_that_takes_nothing_is_dropped_and_others_go_on():
 
 @pytest.mark.parametrize(("begun", "answer"), [
     (b"", b""), (b"POST /v1/comp", b""),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
      b"Content-Length: 100\r\n\r\n{", b"HTTP/1.1 408 "),
 ])
 def test_a_request_that_does_not_arrive_is_not_waited_for(begun, answer):
