@@ -119,7 +119,10 @@ def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer
                       "tool_choice")
     marks = tokenizer.encode(tools.OPEN, add_bos=False, special=True)
     is_token = len(marks) == 1 and tokenizer.is_markup(marks[0])
-    return offered, tools.forced_grammar(functions, tools.is_hermes(template), is_token)
+    try:
+        return offered, tools.forced_grammar(functions, tools.is_hermes(template), is_token)
+    except RequestError as error:
+        raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
 
 
 def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeinfer.models.text.json_schema import closed
 from pipeinfer.server.schema_replies import ReplyCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -129,7 +130,7 @@ def forced_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token:
     calls = [{
         "type": "object", "additionalProperties": False, "required": ["name", key],
         "properties": {"name": {"const": f["name"]},
-                       key: f.get("parameters") or {"type": "object"}},
+                       key: closed(f.get("parameters") or {"type": "object"})},
     } for f in functions]
     schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
     if not hermes:

@@ -151,7 +151,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
     from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 
     functions = [{"name": "f", "parameters": {"type": "object", "properties": {
-        "x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}},
+        "x": {"type": "integer"}}, "required": ["x"]}},
         {"name": "g"}]
     vocabulary = Vocabulary.of(tokenizer)
     compiled = compile_grammar("lark", forced_grammar(functions, hermes, False), vocabulary)
@@ -159,6 +159,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
     key = "arguments" if hermes else "parameters"
     for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
                         (f'{{"name": "h", "{key}": {{"x": 12}}}}', False),
+                        (f'{{"name": "f", "{key}": {{"x": 12, "y": 1}}}}', False),
                         (f'{{"name": "f", "{key}": {{"y": 12}}}}', False)):
         whole = f"<tool_call>\n{text}\n</tool_call>" if hermes else text
         mask = constraint.allowed(tokenizer.encode(whole, add_bos=False))
