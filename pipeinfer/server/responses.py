@@ -236,7 +236,11 @@ class Writer:
                 "bytes": list(self.tokenizer.piece(token, special=True))}
 
     def _name(self, token: int) -> str:
-        return self.tokenizer.piece(token, special=True).decode("utf-8", "replace")
+        piece = self.tokenizer.piece(token, special=True)
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:  # a part of a character, told apart from other such parts
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _end(choice: Choice) -> End:

@@ -95,7 +95,7 @@ def asking(tokenizer):
     yield "template", server.apply_template(schema.TemplateRequest(messages=[message]))
     rebalanced = asyncio.sleep(0, Rebalanced(1, True, "dealt out"))
     with mock.patch.object(hub, "rebalance", mock.Mock(return_value=rebalanced)):
-        yield "rebalance", server.rebalance()
+        yield "rebalance", server.rebalance(schema.RebalanceRequest())
     hub.fail("oh")
     yield "health failed", server.health()
 

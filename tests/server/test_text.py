@@ -73,13 +73,27 @@ def test_a_failure_is_the_end_and_stays_it(tokenizer):
     assert generation.take().text == ""
 
 
-def test_an_unfinished_character_is_told_at_the_end(tokenizer):
+@pytest.mark.parametrize("reason", ["length", "stop", "context", "disconnected"])
+def test_a_character_that_the_end_cuts_off_is_left_out(tokenizer, reason):
+    generation = Generation(1, 0, 3, tokenizer, ("never",), asyncio.Event())
+    for token in [*tokenizer.encode("né", add_bos=False), byte_token(tokenizer, b"\xc3")]:
+        generation.push(token, False, None, [])
+    generation.end(reason, {})
+    delta = generation.take()
+    assert delta.text in ("né", "")  # what may begin a stop string is shown at a proper end only
+    assert "".join(piece.text for piece in delta.pieces) == "né"
+    assert delta.pieces[-1].text == ""
+
+
+def test_bytes_that_begin_no_character_are_told(tokenizer):
     generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
-    byte = next(t for t in range(tokenizer.n_vocab) if tokenizer.piece(t) == b"\xc3")
-    generation.push(byte, False, None, [])
-    assert generation.take().text == ""
-    generation.end("length", {})
-    assert generation.take().text == "\ufffd"
+    generation.push(byte_token(tokenizer, b"\xc3"), False, None, [])
+    generation.push(byte_token(tokenizer, b"a"), False, None, [])
+    assert generation.take().text == "\ufffda"
+
+
+def byte_token(tokenizer, byte):
+    return next(t for t in range(tokenizer.n_vocab) if tokenizer.piece(t) == byte)
 
 
 # --- calls ------------------------------------------------------------------------------------

@@ -249,7 +249,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time; holds back the start of an incomplete character."""
+    """Turns tokens into text one at a time.
+
+    Holds back the start of an incomplete character, so that one that is cut off by the end is left
+    out. Bytes that begin no character become U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
@@ -262,10 +266,6 @@ class Detokenizer:
     def push_bytes(self, data: bytes) -> str:
         """The text that became complete with these bytes."""
         return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
-        return self._decoder.decode(b"", True)
 
 
 def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
