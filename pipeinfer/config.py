@@ -366,6 +366,9 @@ class ServeConfig:
                              help="File with one key per line.")
     alias: str = _opt("", "--alias", kind="str",
                       help="Name of the model for clients [default: its file's name].")
+    any_model_name: bool = _opt(False, "--any-model-name", kind="flag",
+                                help="Answer requests for any model's name, for clients whose "
+                                     "names cannot be changed; answers bear the served one.")
     queue: int = _opt(64, "--queue", low=0, high=100_000,
                       help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = _opt(4 << 20, "--max-body", low=1024, high=1 << 28,

@@ -130,7 +130,8 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
     open_model(target)  # what is wrong with the file is said before anything starts
     return Settings(
         model=str(target), name=config.alias or (name if job.model.model else "embedded"),
-        api_keys=api_keys(config), parallel=job.speculation.parallel, queue=config.queue,
+        any_name=config.any_model_name, api_keys=api_keys(config),
+        parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
         client_timeout=config.client_timeout, cors_origins=config.cors_origin,
         hosts=host_names(config), check_hosts=bool(config.allow_host),

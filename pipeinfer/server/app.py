@@ -100,7 +100,7 @@ class Server:
                                             self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
             found.asked,
-            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, hermes=found.hermes),
+            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools),
             request)
 
     async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
@@ -118,9 +118,10 @@ class Server:
         return tokenizer
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name:
+        if name is not None and name != self.settings.name and not self.settings.any_name:
             raise ApiError(404, f"model {name!r} is not available; this server has "
-                                f"{self.settings.name!r} (rename it with --alias)",
+                                f"{self.settings.name!r} (rename it with --alias, or start it with "
+                                "--any-model-name)",
                            param="model", code="model_not_found")
 
     def _compiler(self, tokenizer: Tokenizer) -> Grammars:
@@ -159,7 +160,7 @@ class Server:
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
-        offered = chat.tool_list(body, tokenizer.chat_template or "")
+        offered = chat.offered_by(body, tokenizer.chat_template or "")
         text = await chat.render(body, tokenizer, offered, body.add_generation_prompt)
         return Reply(replies.Prompt(prompt=text))
 
@@ -175,8 +176,17 @@ class Server:
         return Reply(self._model())
 
     def _model(self) -> replies.Model:
-        return {"id": self.settings.name, "object": "model", "created": self.created,
-                "owned_by": "pipeinfer"}
+        model: replies.Model = {"id": self.settings.name, "object": "model",
+                                "created": self.created, "owned_by": "pipeinfer"}
+        if self.hub.state == "ready" and self.hub.tokenizer is not None:
+            template = self.hub.tokenizer.chat_template or ""
+            model["context_length"] = self._n_ctx
+            model["capabilities"] = {
+                "chat": True, "chat_template": bool(template), "completions": True,
+                "tools": "template" if chat.knows_tools(template) else "generic",
+                "structured_outputs": True, "logprobs": True, "embeddings": False,
+                "decomposers": list(self.settings.decomposers)}
+        return model
 
     async def health(self) -> Response:
         """Whether requests are taken."""

@@ -31,7 +31,6 @@ IGNORED = {
     "prompt_cache_key": "prompts with the same beginning share it automatically",
     "prompt_cache_retention": "the least recently used prompt is dropped first",
     "cache_prompt": "prompts with the same beginning share it automatically",
-    "parallel_tool_calls": "the model decides how many functions it calls",
 }
 
 #: refused with this reason; null counts as not given
@@ -163,7 +162,6 @@ class Sampling(Strict):
     prompt_cache_key: JsonValue = None
     prompt_cache_retention: JsonValue = None
     cache_prompt: JsonValue = None
-    parallel_tool_calls: JsonValue = None
 
 
 class CompletionRequest(Sampling):
@@ -252,6 +250,7 @@ class Conversation(Strict):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=128)
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     reasoning_effort: str | None = None
 

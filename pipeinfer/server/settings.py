@@ -14,6 +14,7 @@ class Settings:
 
     model: path of the model, whose vocabulary is read
     name: what clients call the model
+    any_name: whether clients may call it anything else
     api_keys: keys that open the server; none: it is open
     parallel: maximum requests that run
     queue: maximum requests that wait
@@ -33,6 +34,7 @@ class Settings:
     op: ClassVar[str] = "settings"
     model: str
     name: str
+    any_name: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     parallel: int = 16
     queue: int = 64
