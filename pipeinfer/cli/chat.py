@@ -404,7 +404,7 @@ class Own:
         from pipeinfer.core.sampling import noise_key
 
         tokenizer = self._session.tokenizer
-        prompt = tokenizer.encode(tokenizer.apply_chat(messages), special=True)
+        prompt = tokenizer.encode_chat(messages)
         key = noise_key(draw_seed(self._sampling) if seed is None else seed)
         interrupts.expect(None)
         try:
