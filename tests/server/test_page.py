@@ -268,6 +268,40 @@ def test_settings_are_kept_and_the_key_for_the_tab_only(browser, server):
     opened.close()
 
 
+#: whether something is within what the conversation shows
+IN_SIGHT = """(selector) => {
+    const box = document.querySelector('#scroll').getBoundingClientRect();
+    const found = document.querySelector(selector).getBoundingClientRect();
+    return found.top >= box.top && found.bottom <= box.bottom + 1;
+}"""
+
+
+def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
+    tab = page.tab
+    page.set(seed="8", temperature="1", max_tokens="300")
+    page.ask()
+    page.answer()
+    tab.wait_for_timeout(200)
+    assert tab.evaluate("document.querySelector('#scroll').scrollTop") > 0
+    assert tab.evaluate(IN_SIGHT, ".answer:last-child .foot")
+    page.set(max_tokens="100000")
+    page.ask("word " * 4000)
+    page.answer()
+    tab.wait_for_timeout(200)
+    assert tab.evaluate(IN_SIGHT, ".answer:last-child .problem button")
+    tab.evaluate("document.querySelector('#scroll').scrollTop = 0")
+    page.set(max_tokens="300")
+    tab.wait_for_timeout(100)
+    tab.click(".problem button:has-text('New chat')")
+    page.ask()
+    page.until("document.querySelector('#scroll').scrollTop > 50")
+    tab.hover("#scroll")
+    tab.mouse.wheel(0, -2000)  # the reader looks at the beginning, and is left there
+    page.until("document.querySelector('#scroll').scrollTop === 0")
+    page.answer()
+    assert tab.evaluate("document.querySelector('#scroll').scrollTop") == 0
+
+
 @pytest.mark.parametrize("width", [360, 390])
 def test_on_a_phone_nothing_is_cut_off(browser, server, width):
     opened = Page(browser, server.url, viewport={"width": width, "height": 740}, is_mobile=True,

@@ -1,6 +1,7 @@
 // The conversation: messages, the answer as it streams in, stopping, errors with what to do.
 
 import { ask, events, explain, Failure } from "./api.js";
+import { Follower } from "./follower.js";
 import { element, extend, render } from "./text.js";
 
 export class Chat {
@@ -8,6 +9,7 @@ export class Chat {
   // is told of output tokens as they arrive.
   constructor({ log, scroll, empty, settings, onAction, onBusy, onTokens }) {
     Object.assign(this, { log, scroll, empty, settings, onAction, onBusy, onTokens });
+    this.follower = new Follower(scroll, log);
     this.messages = [];
     this.controller = null;
   }
@@ -41,7 +43,7 @@ export class Chat {
   // Ask for the answer to what has been said so far.
   async answer() {
     const view = new Answer(this.log);
-    this.toBottom(true);
+    this.follower.begin();
     const controller = new AbortController();
     this.controller = controller;
     this.onBusy(true);
@@ -60,7 +62,6 @@ export class Chat {
       this.controller = null;
       this.onBusy(false);
     }
-    this.toBottom();
   }
 
   async receive(view, signal) {
@@ -73,7 +74,6 @@ export class Chat {
       if (chunk === null) return;
       view.take(chunk);
       this.onTokens(chunk.pipeinfer?.tokens?.length ?? 0);
-      this.toBottom();
     }
     throw new Failure("the stream ended early", { code: "broken" });
   }
@@ -94,13 +94,6 @@ export class Chat {
       settings: () => this.onAction("settings"),
       new: () => this.onAction("new"),
     });
-  }
-
-  // Follow the answer, unless the reader has scrolled away from its end.
-  toBottom(always = false) {
-    const box = this.scroll;
-    const near = box.scrollHeight - box.scrollTop - box.clientHeight < 120;
-    if (near || always) box.scrollTop = box.scrollHeight;
   }
 }
 
