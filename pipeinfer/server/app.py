@@ -35,6 +35,7 @@ from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
 
 WEB = Path(__file__).parent / "web"
+_PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
 _GONE = 499  #: the client has left: nobody reads this
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -266,8 +267,9 @@ class Server:
     def _add_files(self) -> list[str]:
         """A route per file of the page; anything else under / does not exist."""
         paths = []
-        for file in sorted(f for f in WEB.glob("*") if f.is_file()):
-            for path in [f"/{file.name}", *(["/"] if file.name == "index.html" else [])]:
+        for file in sorted(f for f in WEB.rglob("*") if f.is_file()):
+            name = file.relative_to(WEB).as_posix()
+            for path in [f"/{name}", *_PAGES.get(name, ())]:
                 self.app.add_route(path, functools.partial(_send_file, file),
                                    include_in_schema=False)
                 paths.append(path)
