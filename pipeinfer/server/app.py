@@ -226,6 +226,13 @@ class Server:
         return Reply(replies.Rebalanced(
             changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))
 
+    async def rebalance_plan(self) -> Response:
+        """What a rebalance would change now; nothing is changed."""
+        found = await self.hub.rebalance(self.settings.request_timeout, preview=True)
+        stages = list(found.stages) if found.changed else self.hub.facts["stages"]
+        return Reply(replies.RebalancePlan(changes=found.changed, message=found.message,
+                                           gain=found.gain, stages=stages))
+
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
         self.hub.check_watchers()
@@ -260,6 +267,8 @@ class Server:
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
         sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
         get("/props", self.props, replies.Props, {503: _ERRORS[503]})
+        get("/rebalance/plan", self.rebalance_plan, replies.RebalancePlan,
+            {k: _ERRORS[k] for k in (429, 503, 504)})
         get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
         get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)

@@ -105,7 +105,7 @@ function grow() {
 // --- what happens ---------------------------------------------------------------------------
 
 function tellChange(what) {
-  if (what.lost) chat.answering?.survived(what.who, what.pause);
+  if (what.lost) chat.answering?.survived(what.who);
   say(`${what.title}. ${what.long}`, what.lost ? "lost" : "");
 }
 

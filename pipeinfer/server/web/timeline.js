@@ -5,6 +5,7 @@ import { FATES } from "./runs.js";
 const NAMES = Object.fromEntries(FATES.map(([style, text]) => [style, text]));
 const LEFT = 64; // where time begins, in pixels: the lanes' names are before it
 const AXIS = 18;
+const STAYS = 12; // seconds for which a change of the stages is kept in sight
 const LAG = 0.3; // seconds behind the server's clock, so that what is shown is complete
 const KINDS = { prompt: "prompt", token: "token", guess: "guesses", mixed: "token and guesses" };
 
@@ -46,17 +47,20 @@ export class Timeline {
   }
 
   // The time at the right edge: now, or soon after the last thing that happened.
-  edge() {
+  edge(span = 0) {
     if (this.held !== null) return this.held;
     const now = this.runs.now() - LAG;
     if (this.runs.inFlight()) return now;
-    return this.runs.last ? Math.min(now, this.runs.last + 0.04 * this.seconds()) : now;
+    return this.runs.last ? Math.min(now, this.runs.last + 0.04 * (span || this.seconds())) : now;
   }
 
   // How many seconds fit in: by choice, or so many that a bar can be seen.
   seconds() {
     if (this.span) return this.span;
     const width = Math.max(this.canvas.clientWidth - LEFT, 100);
+    const change = this.runs.changes.at(-1);
+    const since = change ? this.edge(1) - change.from : Infinity;
+    if (since < STAYS) return 1.1 * Math.max(since, 2); // a change stays in sight for a while
     return Math.min(60, Math.max(1, this.runs.typical() * width / 9));
   }
 

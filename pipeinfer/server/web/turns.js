@@ -90,7 +90,7 @@ export class Answer {
   // guesses: whether the server guesses ahead. handlers: onTurn(turn, step), onAgain(turn).
   constructor(guesses, handlers) {
     Object.assign(this, { guesses, handlers, text: "", marks: [], tokens: 0, guessed: 0,
-      reason: "", timings: null, frame: 0, losses: [] });
+      reason: "", timings: null, frame: 0, losses: [], lost: null, heard: performance.now() });
     this.item = element("li", "answer");
     this.item.setAttribute("aria-busy", "true");
     this.body = element("div", "text");
@@ -113,6 +113,13 @@ export class Answer {
   take(chunk) {
     const choice = chunk.choices[0];
     if (!choice) return;
+    if (this.lost) {
+      const pause = (performance.now() - this.lost.since) / 1000;
+      this.losses.push(`${this.lost.who} was lost on the way: ${pause.toFixed(1)} s of pause, `
+        + "no token lost");
+      this.lost = null;
+    }
+    this.heard = performance.now();
     this.text += choice.delta.content ?? "";
     const detail = chunk.pipeinfer;
     if (detail) {
@@ -130,9 +137,9 @@ export class Answer {
     this.shown.show(this.text, this.marks, all);
   }
 
-  // A rank was lost while this was written, and the others went on after a pause.
-  survived(who, pause) {
-    this.losses.push(`${who} was lost on the way: ${pause} of pause, no token lost`);
+  // A rank was lost while this is written. That no token was is said when the next one has come.
+  survived(who) {
+    this.lost ??= { who, since: this.heard };
   }
 
   // Nothing more comes. turn: what is kept of it, null for nothing.
@@ -168,7 +175,7 @@ export class Answer {
     if (this.reason in ends && (this.tokens || this.reason === "stopped")) {
       parts.push(ends[this.reason]);
     }
-    return [...parts, ...(this.reason === "failed" ? [] : this.losses)].join(" · ");
+    return [...parts, ...this.losses].join(" · ");
   }
 
   problem({ title, said, advice, actions }, handlers) {
