@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import os
 import re
 import socket
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 import click
@@ -199,16 +201,27 @@ def test_what_templates_of_models_do_still_works():
 
 
 def test_the_page_names_nothing_outside_itself():
-    for path in WEB.iterdir():
+    for path in (path for path in WEB.iterdir() if path.is_file()):
         text = path.read_text(encoding="utf-8")
         found = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*", text))
         assert not {url for url in found if "www.w3.org" not in url}, (path, found)
         assert not re.search(r"\beval\(|new Function|innerHTML|outerHTML|document\.write|@import|"
                              r"insertAdjacentHTML|javascript:", text), path
-    page = (WEB / "index.html").read_text(encoding="utf-8")
-    assert not re.search(r"\son\w+=|\sstyle=|<style|<iframe|<script>|<object|<embed", page)
-    for name in re.findall(r'(?:src|href)="([^"]+)"', page):
-        assert name.startswith(("#", "data:,")) or (WEB / name).is_file(), name
+    for path in WEB.glob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        assert not re.search(r"\son\w+=|\sstyle=|<style|<iframe|<script>|<object|<embed", page)
+        for name in re.findall(r'(?:src|href)="([^"]+)"', page):
+            known = name.startswith(("#", "data:,")) or name in (".", "status")
+            assert known or (WEB / name).is_file(), name
+
+
+def test_what_the_page_takes_from_others_is_as_it_was_published():
+    vendored = WEB / "vendor"
+    listed = tomllib.loads((vendored / "VENDORED.toml").read_text(encoding="utf-8"))
+    assert set(listed) == {path.name for path in vendored.glob("*.js")}
+    for name, about in listed.items():
+        assert hashlib.sha256((vendored / name).read_bytes()).hexdigest() == about["sha256"], name
+        assert (vendored / name).with_suffix(".LICENSE.txt").stat().st_size > 500
 
 
 def test_the_policy_is_strict():
@@ -216,6 +229,8 @@ def test_the_policy_is_strict():
     assert rules["default-src"] == "'none'"
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    assert rules["require-trusted-types-for"] == "'script'"
+    assert rules["trusted-types"] == "dompurify"
     assert "unsafe" not in middleware.POLICY
     assert "*" not in middleware.POLICY
 

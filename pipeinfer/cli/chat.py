@@ -1,6 +1,7 @@
 """`pipeinfer chat`: a conversation in the terminal, with a server or with ranks of its own.
 
-Knows lines, commands and interrupts; who answers is a `Partner`.
+Who answers is a `Partner`; the conversation itself is in `chat_loop`, the terminal in
+`chat_terminal`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,14 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
-import signal
-import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 import click
 
 from pipeinfer import host
+from pipeinfer.cli.chat_loop import Chat, Interrupts, Partner, Wishes
+from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, leave, progress_hook
@@ -27,60 +25,12 @@ from pipeinfer.config import JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-HELP = """\
-/clear         start over with an empty conversation
-/system TEXT   begin the conversation with this system prompt (without TEXT: show it)
-/seed N        use this seed from now on (without N: a new one for every answer)
-/quit          leave (as does Ctrl-D)
-A line that ends in \\ continues on the next. Ctrl-C stops an answer; press it twice to leave."""
 #: names of our options in the OpenAI API and llama.cpp's server
 _FIELDS = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repeat_penalty": "repeat_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "repeat_last_n": "repeat_last_n",
 }
-
-
-class Partner(Protocol):
-    """What the loop talks to: a server, or this job's own ranks."""
-
-    name: str
-
-    def answer(
-        self, messages: list[dict[str, str]], seed: int | None, interrupts: Interrupts,
-        write: Callable[[str], None],
-    ) -> str:
-        """Write the answer as it comes; returns what is to be said of it (speed and the like).
-
-        An interrupt ends it early. Raises RequestError when there is no answer.
-        """
-
-
-class Interrupts:
-    """Ctrl-C: the first stops what goes on, the next one leaves.
-
-    count: since `expect` was last called. What the first one raises is what was expected: Stopped
-    while things start, KeyboardInterrupt while a line or a server is waited for; None: it is
-    looked for in `count`.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first: type[BaseException] | None = Stopped
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
-
-    def expect(self, first: type[BaseException] | None) -> None:
-        """A new phase begins: count from 0, and let the first Ctrl-C raise `first`."""
-        self.count, self._first = 0, first
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.count += 1
-        if self.count > 1 or number == signal.SIGTERM:
-            raise Stopped
-        if self._first is not None:
-            raise self._first
 
 
 @config_options(*JOB, "sampling")
@@ -92,7 +42,10 @@ class Interrupts:
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("-n", "--n-predict", type=click.IntRange(1, 2**24), default=1024, show_default=True,
               help="Maximum number of tokens of an answer.")
-def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_predict: int) -> None:
+@click.option("--plain", is_flag=True, help="Show answers as they come, not as Markdown.")
+def chat_command(
+    resolved: Resolved, url: str, api_key: str, system: str, n_predict: int, plain: bool
+) -> None:
     """Talk to a model in the terminal.
 
     \b
@@ -122,178 +75,15 @@ def chat_command(resolved: Resolved, url: str, api_key: str, system: str, n_pred
                 remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
             )
         try:
-            failed = Chat(partner, lines, out, interrupts, system, config.sampling.seed).run()
+            formatted = lines.by_hand and out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            failed = Chat(partner, lines, out, interrupts, system, config.sampling.seed,
+                          formatted=formatted and not plain).run()
         except Stopped:
             if own:
                 leave(INTERRUPTED)
             raise SystemExit(INTERRUPTED) from None
     if failed:
         raise SystemExit(RequestError.exit_code)
-
-
-@contextlib.contextmanager
-def own_terminal() -> Iterator[tuple[Lines, TextIO]]:
-    """Where lines come from and answers go: standard input and output, or under launch/run the
-    terminal that it names (mpirun passes on whole lines only)."""
-    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
-    descriptor = -1
-    if host.launched_size() > 1 and where == socket.gethostname() and path.startswith("/dev/"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
-    if descriptor < 0:
-        yield Lines(sys.stdin.fileno()), sys.stdout
-        return
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-        yield Lines(descriptor), out
-
-
-class Lines:
-    """Lines of a file descriptor; a signal ends the wait for one even just before it begins."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._rest, self._ended = descriptor, b"", False
-        self.by_hand = os.isatty(descriptor)
-        self._edits = self.by_hand and descriptor == 0 and sys.stdout.isatty()
-        if self._edits:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (input() edits lines with it)
-        self._woken, waker = os.pipe()
-        for end in (self._woken, waker):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-
-    def next(self, prompt: str, write: Callable[[str], None]) -> str | None:
-        """The next line without its end, None at the end of the input."""
-        if self._edits:
-            try:
-                return input(prompt)
-            except EOFError:
-                write("\n")
-                return None
-        if self.by_hand:
-            write(prompt)
-        while b"\n" not in self._rest and not self._ended:
-            ready, _, _ = select.select([self._descriptor, self._woken], [], [])
-            if self._woken in ready:
-                os.read(self._woken, 4096)
-            if self._descriptor in ready:
-                data = os.read(self._descriptor, 65536)
-                self._rest, self._ended = self._rest + data, not data
-        line, found, self._rest = self._rest.partition(b"\n")
-        if not line and not found:
-            return None
-        return line.decode("utf-8", "replace").rstrip("\r")
-
-
-# --- the conversation -------------------------------------------------------------------------
-
-
-class Chat:
-    """Reads lines, shows answers."""
-
-    def __init__(
-        self, partner: Partner, lines: Lines, out: TextIO, interrupts: Interrupts, system: str,
-        seed: int,
-    ) -> None:
-        self._partner, self._lines, self._out = partner, lines, out
-        self._interrupts = interrupts
-        self._system, self._seed = system, seed if seed >= 0 else None
-        self._said: list[dict[str, str]] = []
-        self._by_hand = lines.by_hand
-
-    def run(self) -> bool:
-        """Until the input ends; whether an answer failed that nobody saw fail."""
-        if self._by_hand:
-            self._note(f"{self._partner.name}. /help lists the commands.")
-        self._interrupts.expect(KeyboardInterrupt)
-        failed, going = False, True
-        while going:
-            try:
-                text = self._read()
-                if text is None or text.startswith("/"):
-                    going = text is not None and self._command(text)
-                elif text.strip():
-                    failed |= not self._answer(text)
-            except KeyboardInterrupt:  # one that no answer took
-                self._write("\n")
-                self._note("press Ctrl-C again or type /quit to leave")
-        return failed and not self._by_hand
-
-    def _read(self) -> str | None:
-        """The next message, None at the end of the input."""
-        parts: list[str] = []
-        while True:
-            line = self._lines.next("> " if not parts else ". ", self._write)
-            self._interrupts.expect(KeyboardInterrupt)
-            if line is None:
-                return "\n".join(parts) if parts else None
-            if not line.endswith("\\"):
-                return "\n".join([*parts, line])
-            parts.append(line[:-1])
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
-
-    def _note(self, text: str) -> None:
-        """Something that is no answer: beside it on a terminal, else to standard error."""
-        if self._by_hand:
-            self._write(click.style(text, dim=True) + "\n")
-        else:
-            click.echo(text, err=True)
-
-    def _command(self, text: str) -> bool:
-        """Whether the conversation goes on."""
-        name, _, rest = text.partition(" ")
-        rest = rest.strip()
-        match name:
-            case "/quit" | "/exit":
-                return False
-            case "/clear":
-                self._said.clear()
-                self._note("the conversation has been cleared")
-            case "/system":
-                if rest:
-                    self._system = rest
-                self._note(f"system prompt: {self._system or '(none)'}")
-            case "/seed":
-                if rest and not (rest.isascii() and rest.isdigit() and int(rest) < 2**63):
-                    self._note("a seed is a whole number of 0 or more")
-                else:
-                    self._seed = int(rest) if rest else None
-                    chosen = "a new one each time" if self._seed is None else self._seed
-                    self._note(f"seed: {chosen}")
-            case "/help":
-                self._note(HELP)
-            case _:
-                self._note(f"unknown command {name}; /help lists the commands. To send a message "
-                           "that begins with /, put a space before it")
-        return True
-
-    def _answer(self, text: str) -> bool:
-        """Ask and show; whether there was an answer."""
-        said = [*self._said, {"role": "user", "content": text}]
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        parts: list[str] = []
-
-        def write(piece: str) -> None:
-            parts.append(piece)
-            self._write(piece)
-
-        try:
-            summary = self._partner.answer(system + said, self._seed, self._interrupts, write)
-        except RequestError as error:
-            if parts:
-                self._write("\n")
-            click.echo(f"pipeinfer: error: {error}", err=True)
-            return False
-        finally:
-            self._interrupts.expect(KeyboardInterrupt)
-        self._write("\n")
-        if self._by_hand:
-            self._note(summary)
-        self._said = [*said, {"role": "assistant", "content": "".join(parts)}]
-        return True
 
 
 # --- a server ---------------------------------------------------------------------------------
@@ -309,11 +99,12 @@ class Server:
         self.name = f"{remote.model()} at {remote.url}"
 
     def answer(
-        self, messages: list[dict[str, str]], seed: int | None, interrupts: Interrupts,
+        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
         """See `Partner.answer`."""
-        fields = self._fields if seed is None else self._fields | {"seed": seed}
+        wanted = {"seed": wishes.seed, "temperature": wishes.temperature}
+        fields = self._fields | {name: v for name, v in wanted.items() if v is not None}
         interrupts.expect(KeyboardInterrupt)
         timings: dict[str, Any] = {}
         reason = ""
@@ -396,7 +187,7 @@ class Own:
         self.name = f"{session.model_name} on {stages} stage{'s' * (stages != 1)}"
 
     def answer(
-        self, messages: list[dict[str, str]], seed: int | None, interrupts: Interrupts,
+        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
         """See `Partner.answer`."""
@@ -405,12 +196,15 @@ class Own:
 
         tokenizer = self._session.tokenizer
         prompt = tokenizer.encode_chat(messages)
-        key = noise_key(draw_seed(self._sampling) if seed is None else seed)
+        seed = draw_seed(self._sampling) if wishes.seed is None else wishes.seed
+        params = dataclasses.replace(self._params, key=noise_key(seed))
+        if wishes.temperature is not None:
+            params = dataclasses.replace(params, temperature=wishes.temperature)
         interrupts.expect(None)
         try:
             out = run_request(
-                self._session, prompt, dataclasses.replace(self._params, key=key),
-                self._n_predict, on_text=write, interrupted=lambda: interrupts.count > 0)
+                self._session, prompt, params, self._n_predict, on_text=write,
+                interrupted=lambda: interrupts.count > 0)
         except ClusterError:
             raise
         except RequestError as error:

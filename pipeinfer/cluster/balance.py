@@ -43,10 +43,29 @@ class _Trial:
 
     before: tuple[Holding, ...]
     threads: Mapping[int, int]
+    threads_after: Mapping[int, int]
     promised: float
     rate: float
     seen: Seen
     judge: Judge
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a rebalance would bring. held: the stages then; gain: times the speed; why: in words."""
+
+    held: tuple[Holding, ...]
+    gain: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Better:
+    """Stages that promise more, and how that is to be proved."""
+
+    held: tuple[Holding, ...]
+    why: str
+    trial: _Trial
 
 
 @dataclass(slots=True)
@@ -61,30 +80,24 @@ class Balance:
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """See `Session.rebalance`."""
-        session, assembly = self.session, self.session.assembly
-        pace = session.head.times.pace
-        back = assembly.returning
-        alone = len(assembly.held) == 1 and not back
-        if not pace.known or session.plan.whole or alone:
+        pace = self.session.head.times.pace
+        if not self._movable():
             return None
-        if is_cut(assembly.held):  # slices stay as they are, and so do the layers of stages
-            return None
-        if drift > 1.0 and not self._worth_a_look(pace, drift, idle=bool(back)):
+        if drift > 1.0 and not self._worth_a_look(
+                pace, drift, idle=bool(self.session.assembly.returning)):
             return None
         self._looks = 0
-        judge, seen = self.judge()
-        verdict = assembly.better(pace.seconds, judge)
-        held = verdict.held
-        if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
+        found = self._better(need)
+        if found is None:
             return None
-        ranks = [holding.rank for holding in held]
-        threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
-        trial = _Trial(assembly.held, assembly.threads, verdict.gain,
-                       judge(*self._present(), now=True), seen, judge)
-        why = _why(judge, verdict.gain, pace) + _idle(assembly.held, held, threads, judge)
-        self._move(held, why, threads)
-        self._trial = trial
-        return str(assembly.changes[-1])
+        self._move(found.held, found.why, found.trial.threads_after)
+        self._trial = found.trial
+        return str(self.session.assembly.changes[-1])
+
+    def preview(self) -> Preview | None:
+        """What `rebalance` would do now, None where it would do nothing. Changes nothing."""
+        found = self._better(1.0) if self._movable() else None
+        return None if found is None else Preview(found.held, found.trial.promised, found.why)
 
     def verify(self) -> str | None:
         """What the last move has brought, once that can be told; takes it back if nothing."""
@@ -145,6 +158,29 @@ class Balance:
         return dataclasses.replace(judge, using=session.assembly.threads), seen
 
     # --- steps --------------------------------------------------------------------------------
+
+    def _movable(self) -> bool:
+        """Whether layers can be moved at all, and enough is known. Slices stay as they are, and so
+        do the layers of their stages."""
+        session, assembly = self.session, self.session.assembly
+        alone = len(assembly.held) == 1 and not assembly.returning
+        return session.head.times.pace.known and not (
+            session.plan.whole or alone or is_cut(assembly.held))
+
+    def _better(self, need: float) -> _Better | None:
+        """Stages that promise `need` times the speed, None where there are none."""
+        assembly, pace = self.session.assembly, self.session.head.times.pace
+        judge, seen = self.judge()
+        verdict = assembly.better(pace.seconds, judge)
+        held = verdict.held
+        if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
+            return None
+        ranks = [holding.rank for holding in held]
+        threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
+        trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain,
+                       judge(*self._present(), now=True), seen, judge)
+        why = _why(judge, verdict.gain, pace) + _idle(assembly.held, held, threads, judge)
+        return _Better(held, why, trial)
 
     def _present(self) -> tuple[Split, list[int]]:
         """The stages that are there with what they take, and their ranks."""

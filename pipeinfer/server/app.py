@@ -35,6 +35,7 @@ from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
 
 WEB = Path(__file__).parent / "web"
+_PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
 _GONE = 499  #: the client has left: nobody reads this
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -238,6 +239,13 @@ class Server:
         return Reply(replies.Rebalanced(
             changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))
 
+    async def rebalance_plan(self) -> Response:
+        """What a rebalance would change now; nothing is changed."""
+        found = await self.hub.rebalance(self.settings.request_timeout, preview=True)
+        stages = list(found.stages) if found.changed else self.hub.facts["stages"]
+        return Reply(replies.RebalancePlan(changes=found.changed, message=found.message,
+                                           gain=found.gain, stages=stages))
+
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
         self.hub.check_watchers()
@@ -272,6 +280,8 @@ class Server:
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
         sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
         get("/props", self.props, replies.Props, {503: _ERRORS[503]})
+        get("/rebalance/plan", self.rebalance_plan, replies.RebalancePlan,
+            {k: _ERRORS[k] for k in (429, 503, 504)})
         get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
         get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
@@ -279,8 +289,9 @@ class Server:
     def _add_files(self) -> list[str]:
         """A route per file of the page; anything else under / does not exist."""
         paths = []
-        for file in sorted(f for f in WEB.glob("*") if f.is_file()):
-            for path in [f"/{file.name}", *(["/"] if file.name == "index.html" else [])]:
+        for file in sorted(f for f in WEB.rglob("*") if f.is_file()):
+            name = file.relative_to(WEB).as_posix()
+            for path in [f"/{name}", *_PAGES.get(name, ())]:
                 self.app.add_route(path, functools.partial(_send_file, file),
                                    include_in_schema=False)
                 paths.append(path)

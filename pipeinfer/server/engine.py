@@ -102,6 +102,8 @@ class Engine:
             case Watch(on):
                 self._watched = on
                 self._head.observe(on)
+            case Rebalance(number, preview=True):
+                self._link.send(self._preview(number))
             case Rebalance(number):
                 done = self._session.rebalance()
                 self._link.send(Rebalanced(
@@ -109,6 +111,16 @@ class Engine:
                                                 "faster"))
             case _:
                 assert_never(frame)
+
+    def _preview(self, number: int) -> Rebalanced:
+        found = self._session.balance.preview()
+        if found is None:
+            return Rebalanced(number, False, "the layers would stay as they are: no other plan is "
+                                             "faster")
+        stages = tuple(
+            {"stage": node, "rank": one.rank, "host": self._session.hosts[one.rank].host,
+             "layers": [one.start, one.stop]} for node, one in enumerate(found.held, 1))
+        return Rebalanced(number, True, found.why, stages, found.gain)
 
     def _submit(self, frame: Submit) -> None:
         if self._deadline is not None:
@@ -206,7 +218,11 @@ class Engine:
                    "slices": len(holding.slices), "of_slices": len(holding.cut),
                    "sum_seconds": assembly.ready[node].sum_seconds,
                    "layers": [holding.start, holding.stop],
-                   "exact_width": assembly.ready[node].exact_width}
+                   "exact_width": assembly.ready[node].exact_width,
+                   "weight_bytes": assembly.ready[node].weight_bytes,
+                   "cache_bytes": assembly.ready[node].cache_bytes,
+                   "threads": assembly.ready[node].threads,
+                   "backend": assembly.ready[node].backend}
                   for node, holding in enumerate(assembly.held, 1)]
         return {
             "model": session.model_name, "draft": session.draft_name,
@@ -214,6 +230,8 @@ class Engine:
             "cache_tokens": limits.cells or limits.n_ctx,
             "parallel": session.config.speculation.parallel, "exact_width": limits.exact_width,
             "speculation": session.config.speculation.speculation, "stages": stages,
+            "ranks": [{"rank": one.rank, "host": one.host, "memory": one.memory,
+                       "cores": one.cores} for one in session.hosts],
             "spares": list(assembly.spares), "lost": sorted(assembly.lost),
             "changes": [dataclasses.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,

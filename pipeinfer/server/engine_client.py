@@ -139,14 +139,15 @@ class Hub:
         if generation.request_id in self.open and not generation.ended:
             self._send(Abort(generation.request_id, reason))
 
-    async def rebalance(self, timeout: float) -> Rebalanced:
-        """Ask the engine to redistribute the layers; returns the outcome. Raises ApiError."""
+    async def rebalance(self, timeout: float, *, preview: bool = False) -> Rebalanced:
+        """Ask the engine to redistribute the layers, or what that would change; returns the
+        outcome. Raises ApiError."""
         self.check_ready()
         if self._rebalances:
             raise ApiError(429, "the layers are already being redistributed", code="rebalancing")
         number = next(self._ids)
         answer = self._rebalances[number] = asyncio.get_running_loop().create_future()
-        self._send(Rebalance(number))
+        self._send(Rebalance(number, preview))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:

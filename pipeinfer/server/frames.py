@@ -114,12 +114,14 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Rebalanced:
-    """What came of the Rebalance of this id."""
+    """What came of the Rebalance of this id. stages: of a preview, as in the facts of Ready."""
 
     op: ClassVar[str] = "rebalanced"
     id: int
     changed: bool
     message: str
+    stages: tuple[dict[str, Any], ...] = ()
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +182,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """A client asks to redistribute the layers."""
+    """A client asks to redistribute the layers; or, for a preview, what that would change."""
 
     op: ClassVar[str] = "rebalance"
     id: int
+    preview: bool = False
 
 
 EngineFrame: TypeAlias = (

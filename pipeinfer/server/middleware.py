@@ -28,7 +28,8 @@ from pipeinfer.server.settings import Settings
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
           "connect-src 'self'; font-src 'self'; manifest-src 'self'; base-uri 'none'; "
-          "form-action 'none'; frame-ancestors 'none'")
+          "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+          "trusted-types dompurify")
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", POLICY.encode()),

@@ -328,6 +328,15 @@ class Rebalanced(TypedDict):
     stages: list[dict[str, Any]]
 
 
+class RebalancePlan(TypedDict):
+    """What a rebalance would change: the stages then, and the judged gain in speed (times)."""
+
+    changes: bool
+    message: str
+    gain: float
+    stages: list[dict[str, Any]]
+
+
 class Props(TypedDict):
     """What the server is and does."""
 

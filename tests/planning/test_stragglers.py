@@ -304,6 +304,20 @@ class Bed:
         feed(self.session.head.times.pace, seconds)
 
 
+def test_a_preview_says_what_would_be_done_and_does_nothing():
+    bed = Bed(gain=1.5)
+    assert bed.balance.preview() is None  # nothing is known yet
+    bed.runs([0.1, 0.1])
+    found = bed.balance.preview()
+    assert (found.held, found.gain) == (bed.better, 1.5)
+    assert "rank 2 holds no layers now" in found.why
+    assert (bed.moved, bed.assembly.held) == ([], bed.before)
+    assert found.why in bed.balance.rebalance()
+    assert bed.moved == [bed.better]
+    bed.session.plan.whole = True
+    assert bed.balance.preview() is None
+
+
 def test_a_move_that_brought_nothing_is_taken_back_and_not_tried_again_at_once():
     bed = Bed(gain=1.5)
     bed.runs([0.1, 0.1])

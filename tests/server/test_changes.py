@@ -91,6 +91,19 @@ def test_health_counts_recoveries_and_names_who_is_lost(server):
     assert server.get("/props").json()["pipeinfer"]["stages"] == FEWER
 
 
+def test_a_plan_is_shown_and_nothing_is_changed(server):
+    found = []
+    asking = threading.Thread(target=lambda: found.append(server.get("/rebalance/plan")))
+    asking.start()
+    frame = server.peer.wait_for(Rebalance)
+    assert frame.preview
+    server.peer.send(Rebalanced(frame.id, True, "twice as fast", tuple(FEWER), 2.0))
+    asking.join(30.0)
+    assert found[0].json() == {"changes": True, "message": "twice as fast", "gain": 2.0,
+                               "stages": FEWER}
+    assert shown(server)["stages"] == STAGES
+
+
 def test_requests_are_answered_before_and_after_a_change_and_an_open_one_goes_on(server):
     server.peer.answer = lambda frame: server.peer.say(frame.id, "be", None)
     found = []

@@ -7,36 +7,20 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from pipeinfer.experiments.rig.served import serve
+from tests.server.pages import CHROMIUM, PROMPT, Page
 
-CHROMIUM = next(filter(None, map(shutil.which, (
-    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
 #: what keeps the controller from finding that guesses do not pay here
 GUESSING = ("--no-adapt", "--draft-max", "2", "--credit", "5")
-PROMPT = "Write a function that reverses a string"
-#: what a browser itself writes: an answer is an error, no answer comes, this test reads pixels
-OWN = re.compile(r"Failed to load resource|net::ERR_|getImageData are faster")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -44,78 +28,6 @@ def server():
     with serve(1, "--parallel", "2", *GUESSING) as served:
         served.wait_until_ready()
         yield served
-
-
-class Page:
-    """A tab, and everything that its console said."""
-
-    def __init__(self, browser, url, **options):
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800},
-                                              **options})
-        self.context.set_default_timeout(20_000)
-        self.tab = self.context.new_page()
-        self.said = []
-        self.tab.on("console", lambda message: self.said.append(message.text))
-        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
-        self.tab.add_init_script(
-            "document.addEventListener('securitypolicyviolation', "
-            "e => console.error('CSP: ' + e.violatedDirective + ' ' + e.blockedURI));")
-        self.tab.goto(url + "/")
-
-    def ready(self):
-        self.tab.wait_for_selector("#state[data-state=ready]")
-        return self
-
-    def ask(self, text=PROMPT):
-        self.tab.fill("#prompt", text)
-        self.tab.press("#prompt", "Enter")
-
-    def set(self, **fields):
-        """Fill fields of the settings."""
-        self.tab.click("#open-settings")
-        for name, value in fields.items():
-            self.tab.fill(f"#{name.replace('__', '-')}", value)
-        self.tab.click("#settings-form .primary")
-
-    def until(self, script):
-        """Wait for a script to be true. (Playwright's own way needs eval: the page forbids it.)"""
-        self.wait(lambda: self.tab.evaluate(script), script)
-
-    def wait(self, true, what):
-        deadline = time.monotonic() + 20
-        while not true():
-            assert time.monotonic() < deadline, what
-            self.tab.wait_for_timeout(50)
-
-    def answer(self):
-        """The text of the last answer, once it is complete."""
-        self.tab.wait_for_selector(".answer:last-child:not([aria-busy]) .foot")
-        return self.tab.inner_text(".answer:last-child .text")
-
-    def problem(self):
-        return self.tab.inner_text(".answer:last-child .problem")
-
-    def pixels(self, selector):
-        """How many different colours a canvas shows, and a checksum of it."""
-        return self.tab.evaluate(
-            """(selector) => {
-                const canvas = document.querySelector(selector);
-                const data = canvas.getContext('2d')
-                    .getImageData(0, 0, canvas.width, canvas.height).data;
-                const colours = new Map();
-                let sum = 0;
-                for (let i = 0; i < data.length; i += 4) {
-                    const colour = (data[i] << 16) | (data[i + 1] << 8) | data[i + 2];
-                    if (data[i + 3] === 255) colours.set(colour, (colours.get(colour) ?? 0) + 1);
-                    sum = (sum * 31 + colour + data[i + 3]) >>> 0;
-                }
-                return [[...colours].filter(([, n]) => n > 8).map(([c]) => c), sum];
-            }""", selector)
-
-    def close(self):
-        """Nothing was said in the console but what the browser says of its own accord."""
-        self.context.close()
-        assert [text for text in self.said if not OWN.search(text)] == []
 
 
 @pytest.fixture
@@ -166,7 +78,7 @@ def test_keys_send_break_lines_and_stop(page, server):
     tab.keyboard.type("two")
     assert tab.input_value("#prompt") == "one\ntwo"
     tab.keyboard.press("Enter")
-    tab.wait_for_selector(".answer[aria-busy] .para")
+    tab.wait_for_selector(".answer[aria-busy] p")
     assert tab.is_visible("#stop")
     tab.keyboard.press("Escape")
     page.answer()
@@ -184,7 +96,7 @@ def test_everything_can_be_reached_by_keyboard(page):
     while "hold" not in seen and len(seen) < 20:
         tab.keyboard.press("Tab")
         seen.append(tab.evaluate("document.activeElement.id || document.activeElement.className"))
-    wanted = ["new-chat", "open-settings", "prompt", "send", "span", "hold"]
+    wanted = ["open-chats", "new-chat", "open-settings", "attach", "prompt", "send", "span", "hold"]
     assert [name for name in seen if name in wanted] == wanted
     assert tab.evaluate("document.activeElement.matches(':focus-visible')")
     tab.focus("#open-settings")
@@ -268,6 +180,40 @@ def test_settings_are_kept_and_the_key_for_the_tab_only(browser, server):
     opened.close()
 
 
+#: whether something is within what the conversation shows
+IN_SIGHT = """(selector) => {
+    const box = document.querySelector('#scroll').getBoundingClientRect();
+    const found = document.querySelector(selector).getBoundingClientRect();
+    return found.top >= box.top && found.bottom <= box.bottom + 1;
+}"""
+
+
+def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
+    tab = page.tab
+    page.set(seed="8", temperature="1", max_tokens="300")
+    page.ask()
+    page.answer()
+    tab.wait_for_timeout(200)
+    assert tab.evaluate("document.querySelector('#scroll').scrollTop") > 0
+    assert tab.evaluate(IN_SIGHT, ".answer:last-child .foot")
+    page.set(max_tokens="100000")
+    page.ask("word " * 4000)
+    page.answer()
+    tab.wait_for_timeout(200)
+    assert tab.evaluate(IN_SIGHT, ".answer:last-child .problem button")
+    tab.evaluate("document.querySelector('#scroll').scrollTop = 0")
+    page.set(max_tokens="300")
+    tab.wait_for_timeout(100)
+    tab.click(".problem button:has-text('New chat')")
+    page.ask()
+    page.until("document.querySelector('#scroll').scrollTop > 50")
+    tab.hover("#scroll")
+    tab.mouse.wheel(0, -2000)  # the reader looks at the beginning, and is left there
+    page.until("document.querySelector('#scroll').scrollTop === 0")
+    page.answer()
+    assert tab.evaluate("document.querySelector('#scroll').scrollTop") == 0
+
+
 @pytest.mark.parametrize("width", [360, 390])
 def test_on_a_phone_nothing_is_cut_off(browser, server, width):
     opened = Page(browser, server.url, viewport={"width": width, "height": 740}, is_mobile=True,
@@ -289,39 +235,6 @@ def test_on_a_phone_nothing_is_cut_off(browser, server, width):
             .map(b => b.id)""")
     assert small == []
     opened.close()
-
-
-TEXT = """A stack keeps **on top** what `push` put there:
-
-```python
-class Stack:
-    pass
-```
-
-Next <b>😀</b> `open"""
-
-
-def test_answers_are_shown_as_text_code_and_emphasis(page):
-    shown = page.tab.evaluate(
-        """async (text) => {
-            const {render, element} = await import('/text.js');
-            const target = element('div');
-            const marks = [];
-            for (let i = 0; i < text.length; i += 5) marks.push([5, i % 2 === 0]);
-            render(target, text, marks);
-            const plain = element('div');
-            render(plain, text, []);
-            return [target.textContent, target.querySelectorAll('b').length, plain.innerHTML,
-                    [...target.querySelectorAll('.guess')].map(s => s.textContent)];
-        }""", TEXT)
-    text, tags, plain, guessed = shown
-    assert tags == 0
-    assert "class Stack:\n    pass\n" in text
-    assert '<strong>on top</strong> what <code>push</code> put' in plain
-    assert "&lt;b&gt;😀&lt;/b&gt; `open" in plain
-    assert '<pre tabindex="0"><code>class Stack:\n    pass\n</code></pre>' in plain
-    assert all(part.strip() == part and "\n" not in part for part in guessed)
-    assert "".join(guessed).startswith("A sta")
 
 
 def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
@@ -353,7 +266,7 @@ def test_a_server_that_goes_is_told_of(browser):
         opened = Page(browser, served.url).ready()
         opened.set(temperature="1.4", seed="1")
         opened.ask()
-        opened.tab.wait_for_selector(".answer[aria-busy] .para")
+        opened.tab.wait_for_selector(".answer[aria-busy] p")
         os.killpg(served.process.pid, signal.SIGKILL)
         served.process.wait(20)
         opened.answer()

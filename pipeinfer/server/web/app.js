@@ -1,79 +1,99 @@
-// The page: joins the chat, the pipeline and the settings, and follows the server's state.
+// The page: joins the chat, its conversations and settings, and the pipeline.
 
-import { ask, events, key } from "./api.js";
-import { Chart } from "./charts.js";
 import { Chat } from "./chat.js";
-import { FATES, Runs } from "./runs.js";
-import { Timeline } from "./timeline.js";
-import { element } from "./text.js";
+import { Conversation } from "./conversation.js";
+import { button, copies, element } from "./element.js";
+import { Files } from "./files.js";
+import { Library } from "./library.js";
+import { Pipeline } from "./pipeline.js";
+import { Settings } from "./settings.js";
+import { Store } from "./store.js";
+import { Watcher } from "./watcher.js";
 
 const $ = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-const SAVED = "pipeinfer.settings";
 const STARTERS = ["Write a function that reverses a string",
   "Explain what a pipeline stage does", "Write a class for a stack"];
-const RETRY_SECONDS = 2;
 
-// --- settings -------------------------------------------------------------------------------
+// --- conversations --------------------------------------------------------------------------
 
-function settings() {
-  const params = {};
-  for (const name of NUMBERS) {
-    const field = $(name);
-    if (field.value !== "" && field.validity.valid) params[name] = Number(field.value);
-  }
-  return { system: $("system").value.trim(), params };
-}
+const store = new Store();
 
-function save() {
-  const values = Object.fromEntries([...NUMBERS, "system"].map((name) => [name, $(name).value]));
-  localStorage.setItem(SAVED, JSON.stringify({ ...values, mark: $("mark").checked }));
-  document.body.classList.toggle("unmarked", !$("mark").checked);
-}
-
-function restore() {
-  const values = JSON.parse(localStorage.getItem(SAVED) ?? "{}");
-  for (const name of [...NUMBERS, "system"]) $(name).value = values[name] ?? "";
-  $("mark").checked = values.mark ?? true;
-  $("api-key").value = key.get();
-  save();
-}
-
-function openSettings() {
-  $("settings").showModal();
-  if ($("state").dataset.state === "locked") $("api-key").focus();
-}
-
-function takeKey() {
-  const changed = $("api-key").value.trim() !== key.get();
-  key.set($("api-key").value.trim());
-  if (changed) watcher.again();
-}
-
-// --- chat -----------------------------------------------------------------------------------
+const pipeline = new Pipeline({ onChange: tellChange });
 
 const chat = new Chat({
-  log: $("log"), scroll: $("scroll"), empty: $("empty"), settings,
-  onAction: (action) => (action === "settings" ? openSettings() : newChat()),
+  log: $("log"), scroll: $("scroll"), empty: $("empty"),
+  guesses: () => pipeline.guesses !== false,
+  onAction: (action) => (action === "settings" ? settings.open(watcher.locked) : newChat()),
   onBusy: (busy) => {
     $("send").hidden = busy;
     $("stop").hidden = !busy;
+    document.body.classList.toggle("busy", busy);
     if (!busy && document.activeElement === document.body) $("prompt").focus();
   },
-  onTokens: () => {},
+  onChange: keep,
 });
 
+async function keep(conversation) {
+  if (conversation.empty) return;
+  showOpen();
+  try {
+    await store.put(conversation);
+  } catch (error) {
+    say(`This conversation cannot be kept: ${error?.message ?? error}. Delete old ones under Chats, `
+      + "or export it.");
+  }
+}
+
+const settings = new Settings({
+  conversation: () => chat.conversation, onChange: keep, onKey: () => watcher.again() });
+
+const library = new Library({
+  dialog: $("chats"), list: $("chat-list"), input: $("import-file"), note: $("chats-note"), store,
+  current: () => chat.conversation.id,
+  onOpen: open,
+  onGone: (id) => { if (id === chat.conversation.id) newChat(); },
+  onNamed: (id, title) => {
+    if (id !== chat.conversation.id) return;
+    chat.conversation.rename(title);
+    showOpen();
+  },
+});
+
+function open(conversation) {
+  chat.open(conversation);
+  settings.show();
+  showOpen();
+}
+
+// The address names the open conversation, so that it is there again after a reload.
+function showOpen() {
+  const { id, title, empty } = chat.conversation;
+  history.replaceState(null, "", empty ? "." : `#${id}`);
+  document.title = [empty ? "" : title, $("model").textContent, "pipeinfer"].filter(Boolean)
+    .join(" · ");
+}
+
 function newChat() {
-  chat.clear();
+  open(new Conversation({ settings: Settings.begin() }));
   $("prompt").focus();
 }
 
+async function openNamed(id) {
+  const found = id ? await store.get(id) : null;
+  if (found && chat.conversation.empty) open(found);
+}
+
+// --- writing --------------------------------------------------------------------------------
+
+const files = new Files({
+  list: $("files"), input: $("attach-file"), target: document.querySelector(".chat"), say });
+
 function send() {
   const text = $("prompt").value.trim();
-  if (!text || chat.busy) return;
+  if ((!text && !files.kept.length) || chat.busy) return;
   $("prompt").value = "";
   grow();
-  chat.send(text);
+  chat.send(text, files.give());
 }
 
 function grow() {
@@ -82,201 +102,37 @@ function grow() {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
-async function copy(button) {
-  try {
-    await navigator.clipboard.writeText(button.dataset.copy);
-    button.textContent = "Copied";
-  } catch {
-    button.textContent = "Cannot copy";
-  }
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+// --- what happens ---------------------------------------------------------------------------
+
+function tellChange(what) {
+  if (what.lost) chat.answering?.survived(what.who);
+  say(`${what.title}. ${what.long}`, what.lost ? "lost" : "");
 }
 
-// --- the pipeline ---------------------------------------------------------------------------
-
-const runs = new Runs();
-const timeline = new Timeline({
-  canvas: $("lanes"), tip: $("tip"), text: $("lanes-text"), runs });
-const rateChart = new Chart($("rate-chart"), { colour: "plain", format: (v) => `${v}` });
-const acceptanceChart = new Chart($("acceptance-chart"), {
-  colour: "accepted", top: 1, format: (v) => `${100 * v} %` });
-let before = null; // the status before
-let acceptance = null;
-
-function show(frame) {
-  switch (frame.op) {
-    case "facts":
-      if (frame.facts.stages) showFacts(frame.facts);
-      showState(frame.state);
-      break;
-    case "status":
-      showStatus(frame);
-      break;
-    case "runs":
-      runs.take(frame.items);
-      showLegend();
-      break;
-    case "state":
-      showState(frame.state, frame.reason);
-      break;
-    default:
-  }
-}
-
-function showFacts(facts) {
-  const stages = facts.stages;
-  const count = `${stages.length} stage${stages.length === 1 ? "" : "s"}`;
-  runs.reset();
-  rateChart.reset();
-  acceptanceChart.reset();
-  before = null;
-  timeline.setStages(stages);
-  $("stage-count").textContent = count;
-  const layers = stages.map((stage) => stage.layers[1] - stage.layers[0]);
-  $("facts").textContent = [
-    `${facts.model} over ${count} (${layers.join(", ")} layers)`,
-    facts.draft ? `guesses by ${facts.draft}` : "no draft model, so nothing is guessed",
-    `context ${facts.n_ctx.toLocaleString("en")} tokens`,
-  ].join(", ");
-  $("notes").textContent = (facts.notes ?? []).join(" · ");
-  showLegend();
-}
-
-function showStatus(status) {
-  runs.heard(status.time);
-  const totals = status.totals;
-  let rate = 0;
-  if (before && status.time > before.time && totals.accepted >= before.totals.accepted) {
-    const seconds = status.time - before.time;
-    rate = (totals.accepted - before.totals.accepted) / seconds;
-    const tested = totals.guesses_tested - before.totals.guesses_tested;
-    if (tested > 0) {
-      acceptance = (totals.accepted_speculative - before.totals.accepted_speculative) / tested;
-    }
-    rateChart.add(status.time, rate);
-    if (acceptance !== null) acceptanceChart.add(status.time, acceptance);
-  }
-  before = status;
-  const share = acceptance === null ? "–" : `${Math.round(100 * acceptance)} %`;
-  $("rate").textContent = rate >= 100 ? Math.round(rate) : +rate.toFixed(1);
-  $("acceptance").textContent = share;
-  $("runs").textContent = status.runs;
-  const running = status.lanes.length;
-  $("requests").textContent = status.waiting ? `${running} + ${status.waiting}` : running;
-  $("requests").title = status.waiting ? `${running} running, ${status.waiting} waiting` : "";
-  $("cache").textContent = `${Math.round(100 * status.cells_used / Math.max(1, status.cells))} %`;
-  $("brief").textContent = running
-    ? `${Math.round(rate)} tokens/s, ${share} of guesses right` : "idle";
-}
-
-function showLegend() {
-  $("legend").replaceChildren(...FATES.map(([style, text]) => {
-    const item = element("li", style);
-    const count = runs.counts[style];
-    item.textContent = count ? `${text} ${count.toLocaleString("en")}` : text;
-    return item;
+// A line above the conversation until it is closed.
+function say(text, style = "") {
+  const line = element("div", `notice ${style}`.trim());
+  line.append(element("p", "", text), button("Close", "quiet", () => {
+    line.remove();
+    $("prompt").focus();
   }));
+  $("notices").append(line);
+  while ($("notices").children.length > 3) $("notices").firstChild.remove();
 }
 
-// --- the server's state ---------------------------------------------------------------------
-
-const STATES = { ready: "ready", loading: "loading", draining: "shutting down",
-  stopped: "stopped", failed: "failed", gone: "no answer", locked: "API key needed" };
-
-function showState(state, reason = "") {
-  const field = $("state");
-  if (field.dataset.state === state && field.title === reason) return;
-  field.dataset.state = state === "stopped" ? "gone" : state;
-  field.textContent = STATES[state] ?? state;
-  field.title = reason;
-}
-
-async function showHealth() {
-  try {
-    const response = await fetch("health", { cache: "no-store" });
-    const health = await response.json();
-    if (response.ok) return true;
-    showState(health.status, health.reason);
-    const stages = Object.values(health.stages ?? {});
-    const loaded = stages.filter((stage) => stage.phase === "ready").length;
-    if (stages.length) $("state").textContent = `loading, ${loaded} of ${stages.length} stages`;
-  } catch {
-    showState("gone");
-  }
-  return false;
-}
-
-async function showModel(signal) {
-  const props = await (await ask("props", { signal })).json();
-  $("model").textContent = props.model_alias;
-  document.title = `${props.model_alias} · pipeinfer`;
-  for (const name of NUMBERS) {
-    const value = props.default_generation_settings[name];
-    if (value !== undefined) $(name).placeholder = value;
-  }
-}
-
-// Follows the server: waits until it is ready, then shows what it tells, and begins anew when the
-// stream ends. Rests while nobody looks at the page.
-class Watcher {
-  constructor() {
-    this.controller = null;
-    this.changed = false; // something has, since the last rest
-    this.wakeUp = () => {};
-    document.addEventListener("visibilitychange", () => this.again());
-    this.run();
-  }
-
-  again() {
-    this.changed = true;
-    this.controller?.abort();
-    this.wakeUp();
-  }
-
-  async run() {
-    for (;;) {
-      if (document.hidden) {
-        await this.rest(null);
-      } else if (await showHealth()) {
-        await this.follow();
-        await this.rest(0.2);
-      } else {
-        await this.rest(RETRY_SECONDS);
-      }
-    }
-  }
-
-  // Until something changes, at most so many seconds (null: no bound).
-  async rest(seconds) {
-    if (!this.changed) {
-      await new Promise((resolve) => {
-        this.wakeUp = resolve;
-        if (seconds !== null) setTimeout(resolve, 1000 * seconds);
-      });
-    }
-    this.changed = false;
-  }
-
-  async follow() {
-    this.controller = new AbortController();
-    try {
-      await showModel(this.controller.signal);
-      const response = await ask("pipeline", { signal: this.controller.signal });
-      for await (const frame of events(response)) if (frame) show(frame);
-    } catch (error) {
-      if (error.name === "AbortError") return;
-      if (error.status === 401) {
-        showState("locked");
-        await this.rest(null);
-      } else if (error.name !== "Error") {
-        console.error(error);
-      }
-    }
-  }
-}
+const watcher = new Watcher({
+  field: $("state"),
+  onProps: (props) => {
+    $("model").textContent = props.model_alias;
+    settings.defaults(props.default_generation_settings);
+    showOpen();
+  },
+  onFrame: (frame) => pipeline.take(frame),
+});
 
 // --- wiring ---------------------------------------------------------------------------------
 
+copies();
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
@@ -289,38 +145,19 @@ $("prompt").addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && chat.busy && !$("settings").open) chat.stop();
+  if (event.key === "Escape" && chat.busy && !document.querySelector("dialog[open]")) chat.stop();
 });
-document.addEventListener("click", (event) => {
-  const button = event.target.closest("button[data-copy]");
-  if (button) copy(button);
-});
+$("attach").addEventListener("click", () => $("attach-file").click());
 $("stop").addEventListener("click", () => {
   chat.stop();
   $("prompt").focus();
 });
 $("new-chat").addEventListener("click", newChat);
-$("open-settings").addEventListener("click", openSettings);
-for (const [id, event] of [["settings-form", "submit"], ["settings", "close"]]) {
-  $(id).addEventListener(event, () => {
-    save();
-    takeKey();
-  });
-}
-$("mark").addEventListener("change", save);
-$("reset").addEventListener("click", () => {
-  localStorage.removeItem(SAVED);
-  key.set("");
-  restore();
-});
-$("span").addEventListener("change", () => {
-  timeline.span = Number($("span").value);
-  timeline.draw(true);
-});
-$("hold").addEventListener("click", () => {
-  const on = $("hold").getAttribute("aria-pressed") !== "true";
-  $("hold").setAttribute("aria-pressed", String(on));
-  timeline.hold(on);
+$("open-chats").addEventListener("click", () => library.open());
+$("import").addEventListener("click", () => $("import-file").click());
+addEventListener("hashchange", async () => {
+  const found = await store.get(location.hash.slice(1));
+  if (found && found.id !== chat.conversation.id) open(found);
 });
 
 const narrow = matchMedia("(max-width: 900px)");
@@ -336,18 +173,10 @@ fold(narrow.matches);
 
 $("starters").append(...STARTERS.map((text) => {
   const item = element("li");
-  const button = element("button");
-  button.type = "button";
-  button.textContent = text;
-  button.addEventListener("click", () => {
-    $("prompt").value = text;
-    grow();
-    $("prompt").focus();
-  });
-  item.append(button);
+  item.append(button(text, "", () => chat.idle(() => chat.send(text))));
   return item;
 }));
-restore();
-showLegend();
-const watcher = new Watcher();
+const named = location.hash.slice(1);
+open(new Conversation({ settings: Settings.begin() }));
+openNamed(named);
 if (matchMedia("(pointer: fine)").matches) $("prompt").focus({ preventScroll: true });

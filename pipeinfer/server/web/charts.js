@@ -8,7 +8,7 @@ export class Chart {
     Object.assign(this, { canvas, colour, top, format });
     this.points = []; // [seconds, value]
     new ResizeObserver(() => this.draw()).observe(canvas);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    document.addEventListener("theme", () => this.draw());
   }
 
   add(time, value) {

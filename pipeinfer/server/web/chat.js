@@ -1,206 +1,147 @@
-// The conversation: messages, the answer as it streams in, stopping, errors with what to do.
+// The conversation that is open: shown, continued, branched; the answer as it streams in; errors
+// with what to do.
 
 import { ask, events, explain, Failure } from "./api.js";
-import { element, extend, render } from "./text.js";
+import { Conversation } from "./conversation.js";
+import { Follower } from "./follower.js";
+import { Answer, messageItem } from "./turns.js";
+
+const SAVE_SECONDS = 2;
 
 export class Chat {
-  // settings: () => {system, params}; onAction: "settings" or "new" was asked for; onTokens(count)
-  // is told of output tokens as they arrive.
-  constructor({ log, scroll, empty, settings, onAction, onBusy, onTokens }) {
-    Object.assign(this, { log, scroll, empty, settings, onAction, onBusy, onTokens });
-    this.messages = [];
+  // open: settings and new were asked for (onAction); busy or not (onBusy); something is to be
+  // kept (onChange, a Promise). guesses(): whether the server guesses ahead.
+  constructor({ log, scroll, empty, guesses, onAction, onBusy, onChange }) {
+    Object.assign(this, { log, empty, guesses, onAction, onBusy, onChange });
+    this.follower = new Follower(scroll, log);
+    this.conversation = new Conversation();
     this.controller = null;
+    this.views = [];
+    this.answering = null;
+    this.handlers = {
+      onTurn: (turn, step) => this.idle(() => {
+        this.conversation.turnTo(turn, step);
+        this.onChange(this.conversation);
+        this.show();
+      }),
+      onEdit: (turn, text) => this.idle(() => this.say(turn.parent, text, turn.files)),
+      onAgain: (turn) => this.idle(() => this.answer(turn.parent)),
+    };
   }
 
   get busy() {
     return this.controller !== null;
   }
 
-  clear() {
-    this.stop();
-    this.messages = [];
-    this.log.replaceChildren();
-    this.empty.hidden = false;
+  // Does something unless an answer is coming.
+  idle(act) {
+    if (!this.busy) act();
   }
 
   stop() {
     this.controller?.abort();
   }
 
-  async send(text) {
-    this.messages.push({ role: "user", content: text });
-    const item = element("li", "user");
-    const body = element("div", "text");
-    body.textContent = text;
-    item.append(label("You"), body);
-    this.log.append(item);
-    this.empty.hidden = true;
-    await this.answer();
+  // Another conversation; an answer that is coming is stopped and kept with its own.
+  open(conversation) {
+    this.stop();
+    this.conversation = conversation;
+    this.show();
+    this.follower.begin();
   }
 
-  // Ask for the answer to what has been said so far.
-  async answer() {
-    const view = new Answer(this.log);
-    this.toBottom(true);
+  show() {
+    const { conversation } = this;
+    for (const view of this.views) view.gone();
+    this.views = [];
+    this.log.replaceChildren(...conversation.path().map((turn) => this.item(turn)));
+    this.empty.hidden = !conversation.empty;
+  }
+
+  item(turn) {
+    const beside = this.conversation.branches(turn);
+    if (turn.role === "user") return messageItem(turn, beside, this.handlers);
+    const view = Answer.of(turn, beside, this.guesses(), this.handlers);
+    this.views.push(view);
+    return view.item;
+  }
+
+  send(text, files = []) {
+    return this.say(this.conversation.last, text, files);
+  }
+
+  async say(parent, text, files) {
+    const turn = this.conversation.add(parent, "user", text, { files });
+    this.onChange(this.conversation);
+    await this.answer(turn.id);
+  }
+
+  // Ask for an answer to what was said up to the turn `parent`.
+  async answer(parent) {
+    const { conversation } = this;
+    conversation.turns[parent].pick = null;
+    this.show();
+    const view = new Answer(this.guesses(), this.handlers);
+    const run = { view, conversation, parent, turn: null, saved: performance.now() };
+    this.views.push(view);
+    this.log.append(view.item);
+    this.follower.begin();
     const controller = new AbortController();
     this.controller = controller;
+    this.answering = view;
     this.onBusy(true);
-    const before = this.messages.length;
+    let problem = null;
     try {
-      await this.receive(view, controller.signal);
+      await this.receive(run, controller.signal);
     } catch (error) {
-      if (error.name === "AbortError") view.reason = "stopped";
-      else this.fail(view, error, before);
+      view.reason = error.name === "AbortError" ? "stopped" : "failed";
+      if (view.reason === "failed") problem = error;
     }
-    view.finish();
-    if (view.text && this.messages.length === before) {
-      this.messages.push({ role: "assistant", content: view.text });
-    }
+    this.keep(run);
+    view.end(run.turn, run.turn ? conversation.branches(run.turn) : [], view.summary());
+    if (problem) this.fail(run, problem);
     if (this.controller === controller) {
-      this.controller = null;
+      this.controller = this.answering = null;
       this.onBusy(false);
     }
-    this.toBottom();
   }
 
-  async receive(view, signal) {
-    const { system, params } = this.settings();
-    const messages = system ? [{ role: "system", content: system }, ...this.messages]
-      : this.messages;
+  async receive(run, signal) {
+    const { conversation, view } = run;
     const response = await ask("v1/chat/completions", { signal, body: {
-      ...params, messages, stream: true, pipeinfer: { detail: true } } });
+      ...conversation.settings.params, messages: conversation.messages(run.parent), stream: true,
+      pipeinfer: { detail: true } } });
     for await (const chunk of events(response)) {
       if (chunk === null) return;
       view.take(chunk);
-      this.onTokens(chunk.pipeinfer?.tokens?.length ?? 0);
-      this.toBottom();
+      if (performance.now() - run.saved > 1000 * SAVE_SECONDS) this.keep(run);
     }
     throw new Failure("the stream ended early", { code: "broken" });
   }
 
-  fail(view, error, before) {
+  // The answer so far becomes a turn.
+  keep(run) {
+    const { view, conversation } = run;
+    run.saved = performance.now();
+    if (!view.text) {
+      const before = conversation.turns[run.parent];
+      before.pick ??= before.children.at(-1) ?? null;
+      return;
+    }
+    run.turn ??= conversation.add(run.parent, "assistant", "");
+    Object.assign(run.turn, { content: view.text, marks: view.marks, note: view.summary() });
+    this.onChange(conversation);
+  }
+
+  fail(run, error) {
     if (!(error instanceof Failure)) {
       console.error(error);
       error = new Failure(String(error));
     }
-    const found = explain(error);
-    view.reason = "failed";
-    view.problem(found, {
-      retry: () => {
-        view.item.remove();
-        this.messages.length = before;
-        this.answer();
-      },
+    run.view.problem(explain(error), {
+      retry: () => this.idle(() => this.answer(run.parent)),
       settings: () => this.onAction("settings"),
       new: () => this.onAction("new"),
     });
   }
-
-  // Follow the answer, unless the reader has scrolled away from its end.
-  toBottom(always = false) {
-    const box = this.scroll;
-    const near = box.scrollHeight - box.scrollTop - box.clientHeight < 120;
-    if (near || always) box.scrollTop = box.scrollHeight;
-  }
-}
-
-// One answer on the page.
-class Answer {
-  constructor(log) {
-    this.text = "";
-    this.marks = [];
-    this.tokens = 0;
-    this.guessed = 0;
-    this.reason = "";
-    this.timings = null;
-    this.frame = 0;
-    this.item = element("li", "answer");
-    this.item.setAttribute("aria-busy", "true");
-    this.body = element("div", "text");
-    this.item.append(label("Model"), this.body);
-    log.append(this.item);
-  }
-
-  take(chunk) {
-    const choice = chunk.choices[0];
-    if (!choice) return;
-    this.text += choice.delta.content ?? "";
-    const detail = chunk.pipeinfer;
-    if (detail) {
-      detail.texts.forEach((text, i) => extend(this.marks, text.length, detail.speculated[i]));
-      this.tokens += detail.texts.length;
-      this.guessed += detail.speculated.filter(Boolean).length;
-    }
-    if (chunk.timings) this.timings = chunk.timings;
-    if (choice.finish_reason) this.reason = choice.finish_reason;
-    if (!this.frame) this.frame = requestAnimationFrame(() => this.draw());
-  }
-
-  draw() {
-    this.frame = 0;
-    render(this.body, this.text, this.marks);
-  }
-
-  finish() {
-    cancelAnimationFrame(this.frame);
-    this.draw();
-    this.item.removeAttribute("aria-busy");
-    const foot = element("div", "foot");
-    if (this.text) {
-      const copy = element("button", "quiet");
-      copy.type = "button";
-      copy.textContent = "Copy";
-      copy.dataset.copy = this.text;
-      foot.append(copy);
-    }
-    const facts = element("span", "facts-of-answer");
-    facts.textContent = this.summary();
-    foot.append(facts);
-    this.item.append(foot);
-  }
-
-  summary() {
-    const parts = [];
-    if (this.tokens) parts.push(`${this.tokens} token${this.tokens === 1 ? "" : "s"}`);
-    const speed = this.timings?.predicted_per_second;
-    if (speed) parts.push(`${speed.toPrecision(3)} per second`);
-    if (this.tokens) parts.push(`${Math.round(100 * this.guessed / this.tokens)} % guessed ahead`);
-    const ends = { length: "cut off at the limit", stopped: "stopped", failed: "incomplete" };
-    if (this.reason in ends && (this.tokens || this.reason === "stopped")) {
-      parts.push(ends[this.reason]);
-    }
-    return parts.join(" · ");
-  }
-
-  problem({ title, said, advice, actions }, handlers) {
-    const box = element("div", "problem");
-    box.setAttribute("role", "alert");
-    const heading = element("strong");
-    heading.textContent = title;
-    const text = element("p");
-    text.textContent = advice;
-    box.append(heading, text);
-    if (said) {
-      const quote = element("p", "said");
-      quote.textContent = `The server said: ${said}`;
-      box.append(quote);
-    }
-    const buttons = element("div", "do");
-    const names = { retry: "Try again", settings: "Open settings", new: "New chat" };
-    for (const action of actions) {
-      const button = element("button");
-      button.type = "button";
-      button.textContent = names[action];
-      button.addEventListener("click", handlers[action]);
-      buttons.append(button);
-    }
-    box.append(buttons);
-    this.item.append(box);
-  }
-}
-
-function label(text) {
-  const span = element("span", "hidden");
-  span.textContent = `${text}: `;
-  return span;
 }

@@ -1,10 +1,11 @@
 // Runs as the server reports them, and the clock they are shown by. Knows no canvas.
 
+// Outcomes of runs: name, words, the server's name. Those of guesses have `true` at their end.
 export const FATES = [
   ["plain", "not guessed", "non-speculative"],
-  ["accepted", "guessed, right", "accepted"],
-  ["partly", "partly right", "partly accepted"],
-  ["rejected", "wrong or cancelled", "rejected"],
+  ["accepted", "guessed, right", "accepted", true],
+  ["partly", "partly right", "partly accepted", true],
+  ["rejected", "wrong or cancelled", "rejected", true],
   ["prompt", "prompt", "prompt"],
   ["open", "not decided yet", ""],
 ];
@@ -21,9 +22,24 @@ export class Runs {
     this.all = new Map();
     this.counts = Object.fromEntries(FATES.map(([style]) => [style, 0]));
     this.bounds = [];
+    this.changes = []; // {from, to, text}: when other stages took over
     this.ahead = null; // server's clock minus this one, in seconds
     this.last = 0; // when something happened last, by the server's clock
     this.version = 0;
+  }
+
+  // Other stages are there from `to` on; nothing that was in flight at `from` comes back. What was
+  // is kept under names of its own, with the clocks as they were known by then.
+  change({ from, to, text }) {
+    this.changes.push({ from, to, text });
+    const before = [...this.all.values()];
+    this.all = new Map(before.map((run, i) => {
+      if (run.done === null) run.done = Math.max(run.issued, Math.min(from, this.last));
+      run.spans = run.spans.map(([start, ...rest], k) => [start + this.shift(k), ...rest]);
+      return [`before ${this.version} ${i}`, { ...run, past: true }];
+    }));
+    this.bounds = [];
+    this.version += 1;
   }
 
   // The server's time now, as far as it can be told.
@@ -101,6 +117,20 @@ export class Runs {
       if (this.all.size <= MOST && run.issued >= limit) break;
       this.all.delete(id);
     }
+  }
+
+  // Which part of the last seconds stage k (from 0) computed, 0 to 1.
+  load(k, seconds) {
+    const to = this.now();
+    const from = to - seconds;
+    let busy = 0;
+    for (const run of this.all.values()) {
+      const span = run.past ? null : run.spans[k];
+      if (!span) continue;
+      const start = span[0] + this.shift(k);
+      busy += Math.max(0, Math.min(to, start + span[1]) - Math.max(from, start));
+    }
+    return Math.min(1, busy / seconds);
   }
 
   // The runs that touch [from, to], oldest first.

@@ -5,6 +5,7 @@ import { FATES } from "./runs.js";
 const NAMES = Object.fromEntries(FATES.map(([style, text]) => [style, text]));
 const LEFT = 64; // where time begins, in pixels: the lanes' names are before it
 const AXIS = 18;
+const STAYS = 12; // seconds for which a change of the stages is kept in sight
 const LAG = 0.3; // seconds behind the server's clock, so that what is shown is complete
 const KINDS = { prompt: "prompt", token: "token", guess: "guesses", mixed: "token and guesses" };
 
@@ -17,8 +18,7 @@ export class Timeline {
     this.bars = [];
     this.drawn = "";
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
-    this.dark = matchMedia("(prefers-color-scheme: dark)");
-    this.dark.addEventListener("change", () => this.recolour());
+    document.addEventListener("theme", () => this.recolour());
     new ResizeObserver(() => this.draw(true)).observe(canvas.parentElement);
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
@@ -42,22 +42,25 @@ export class Timeline {
     const style = getComputedStyle(document.documentElement);
     const get = (name) => style.getPropertyValue(`--${name}`).trim();
     this.colours = Object.fromEntries(
-      [...Object.keys(NAMES), "ink", "soft", "line", "sunk"].map((name) => [name, get(name)]));
+      [...Object.keys(NAMES), "ink", "soft", "line", "sunk", "danger"].map((name) => [name, get(name)]));
     this.draw(true);
   }
 
   // The time at the right edge: now, or soon after the last thing that happened.
-  edge() {
+  edge(span = 0) {
     if (this.held !== null) return this.held;
     const now = this.runs.now() - LAG;
     if (this.runs.inFlight()) return now;
-    return this.runs.last ? Math.min(now, this.runs.last + 0.04 * this.seconds()) : now;
+    return this.runs.last ? Math.min(now, this.runs.last + 0.04 * (span || this.seconds())) : now;
   }
 
   // How many seconds fit in: by choice, or so many that a bar can be seen.
   seconds() {
     if (this.span) return this.span;
     const width = Math.max(this.canvas.clientWidth - LEFT, 100);
+    const change = this.runs.changes.at(-1);
+    const since = change ? this.edge(1) - change.from : Infinity;
+    if (since < STAYS) return 1.1 * Math.max(since, 2); // a change stays in sight for a while
     return Math.min(60, Math.max(1, this.runs.typical() * width / 9));
   }
 
@@ -99,8 +102,9 @@ export class Timeline {
     this.bars = [];
     pen.save();
     pen.beginPath();
-    pen.rect(LEFT, 0, width - LEFT, height);
+    pen.rect(LEFT, 0, width - LEFT, height - AXIS);
     pen.clip();
+    for (const change of this.runs.changes) this.paintChange(pen, change, view, x);
     for (const run of this.runs.between(left - 1, right)) this.paintRun(pen, run, view, x);
     pen.restore();
     pen.fillStyle = this.colours.soft;
@@ -137,6 +141,21 @@ export class Timeline {
     }
   }
 
+  // A time without stages: from the last sign of a lost rank's pipeline to the others' first.
+  paintChange(pen, { from, to, text }, { width, height }, x) {
+    const [begin, end] = [x(from), Math.max(x(to), x(from) + 2)];
+    if (end < LEFT || begin > width) return;
+    pen.fillStyle = this.colours.danger;
+    pen.globalAlpha = 0.18;
+    pen.fillRect(begin, 0, end - begin, height - AXIS);
+    pen.globalAlpha = 1;
+    pen.fillRect(begin, 0, 1.5, height - AXIS);
+    pen.font = "10.5px system-ui, sans-serif";
+    pen.textBaseline = "top";
+    const wide = pen.measureText(text).width;
+    pen.fillText(text, Math.max(LEFT + 4, Math.min(begin + 6, width - wide - 4)), 4);
+  }
+
   paintRun(pen, run, { lane, right }, x) {
     const colour = this.colours[run.style];
     const wrong = run.style === "rejected" || run.skipped;
@@ -151,7 +170,8 @@ export class Timeline {
     pen.stroke();
     pen.globalAlpha = 1;
     run.spans.forEach(([start, seconds, fate], k) => {
-      const begin = x(start + this.runs.shift(k));
+      if (k >= this.stages.length) return; // there were more stages then
+      const begin = x(start + (run.past ? 0 : this.runs.shift(k)));
       const long = Math.max(seconds > 0 ? 1.5 : 1, x(start + seconds) - x(start) - 0.5);
       const tall = (fate === "skipped" ? 0.2 : wrong ? 0.42 : 0.68) * lane;
       const top = lane * (k + 1) + (lane - tall) / 2;
@@ -194,7 +214,8 @@ export class Timeline {
     const seen = this.runs.between(right - seconds, right);
     const parts = FATES.map(([style, text]) => [seen.filter((r) => r.style === style).length, text])
       .filter(([count]) => count).map(([count, text]) => `${count} ${text}`);
-    this.text.textContent = `The last ${seconds.toPrecision(2)} seconds: ${seen.length} runs`
+    const lost = this.runs.changes.filter(({ to }) => to >= right - seconds);
+    this.text.textContent = lost.map(({ text }) => `${text}. `).join("") + `The last ${seconds.toPrecision(2)} seconds: ${seen.length} runs`
       + (parts.length ? `, of them ${parts.join(", ")}.` : ".");
   }
 }

@@ -1,0 +1,294 @@
+"""The conversation of `pipeinfer chat`: messages, commands, interrupts. Who answers is a `Partner`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TextIO
+
+import click
+
+from pipeinfer.cli.chat_terminal import Formatted, Plain, Source
+from pipeinfer.cli.terminal import Stopped
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.files import write_atomically
+
+HELP = """\
+/retry         another answer to the last message
+/edit [TEXT]   change the last message and ask again (without TEXT: edit it here)
+/clear         start over with an empty conversation
+/save FILE     write the conversation to a file
+/load FILE     go on with a conversation from a file
+/system TEXT   begin the conversation with this system prompt (without TEXT: show it)
+/temp N        use this temperature (without N: as at the start)
+/seed N        use this seed from now on (without N: a new one for every answer)
+/speed         show tokens and speed after an answer, or not
+/quit          leave (as does Ctrl-D)
+Alt-Enter begins a new line, as does a \\ at a line's end. Ctrl-C stops an answer; press it twice to
+leave."""
+_FORM = "pipeinfer chat 1"
+_HOTTEST = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What an answer is to be drawn with; None: as at the start."""
+
+    seed: int | None = None
+    temperature: float | None = None
+
+
+class Partner(Protocol):
+    """What the loop talks to: a server, or this job's own ranks."""
+
+    name: str
+
+    def answer(
+        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
+        write: Callable[[str], None],
+    ) -> str:
+        """Write the answer as it comes; returns what is to be said of it (speed and the like).
+
+        An interrupt ends it early. Raises RequestError when there is no answer.
+        """
+
+
+class Interrupts:
+    """Ctrl-C: the first stops what goes on, the next one leaves.
+
+    count: since `expect` was last called. What the first one raises is what was expected: Stopped
+    while things start, KeyboardInterrupt while a line or a server is waited for; None: it is
+    looked for in `count`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: type[BaseException] | None = Stopped
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def expect(self, first: type[BaseException] | None) -> None:
+        """A new phase begins: count from 0, and let the first Ctrl-C raise `first`."""
+        self.count, self._first = 0, first
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.count += 1
+        if self.count > 1 or number == signal.SIGTERM:
+            raise Stopped
+        if self._first is not None:
+            raise self._first
+
+
+class Chat:
+    """Reads messages, shows answers. formatted: as Markdown on a terminal."""
+
+    def __init__(
+        self, partner: Partner, lines: Source, out: TextIO, interrupts: Interrupts, system: str,
+        seed: int, *, formatted: bool = False,
+    ) -> None:
+        self._partner, self._lines, self._out = partner, lines, out
+        self._interrupts, self._formatted = interrupts, formatted
+        self._system = system
+        self._wishes = Wishes(seed if seed >= 0 else None)
+        self._said: list[dict[str, str]] = []
+        self._by_hand = lines.by_hand
+        self._speed = True
+        self._failed = False
+
+    def run(self) -> bool:
+        """Until the input ends; whether an answer failed that nobody saw fail."""
+        if self._by_hand:
+            self._note(f"{self._partner.name}. /help lists the commands.")
+        self._interrupts.expect(KeyboardInterrupt)
+        going, warned = True, False
+        while going:
+            try:
+                text = self._read()
+                warned = False
+                if text is None or text.startswith("/"):
+                    going = text is not None and self._command(text)
+                elif text.strip():
+                    self._ask(self._said, text)
+            except KeyboardInterrupt:  # one that no answer took
+                if warned:  # an editor takes the key itself, so nothing has counted it
+                    raise Stopped from None
+                warned = True
+                self._write("\n")
+                self._note("press Ctrl-C again or type /quit to leave")
+        return self._failed and not self._by_hand
+
+    def _read(self, text: str = "") -> str | None:
+        """The next message, None at the end of the input."""
+        parts: list[str] = []
+        while True:
+            line = self._lines.next("> " if not parts else ". ", self._write, text)
+            self._interrupts.expect(KeyboardInterrupt)
+            if line is None:
+                return "\n".join(parts) if parts else None
+            if not line.endswith("\\"):
+                return "\n".join([*parts, line])
+            parts.append(line[:-1])
+            text = ""
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+    def _note(self, text: str) -> None:
+        """Something that is no answer: beside it on a terminal, else to standard error."""
+        if self._by_hand:
+            self._write(click.style(text, dim=True) + "\n")
+        else:
+            click.echo(text, err=True)
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _command(self, text: str) -> bool:
+        """Whether the conversation goes on."""
+        name, _, rest = text.partition(" ")
+        rest = rest.strip()
+        if name in ("/quit", "/exit"):
+            return False
+        known: dict[str, Callable[[str], None]] = {
+            "/clear": self._clear, "/system": self._set_system, "/seed": self._set_seed,
+            "/temp": self._set_temperature, "/retry": self._retry, "/edit": self._edit,
+            "/save": self._save, "/load": self._load, "/speed": self._switch_speed,
+            "/help": lambda _: self._note(HELP)}
+        if name in known:
+            known[name](rest)
+        else:
+            self._note(f"unknown command {name}; /help lists the commands. To send a message "
+                       "that begins with /, put a space before it")
+        return True
+
+    def _clear(self, _: str) -> None:
+        self._said = []
+        self._note("the conversation has been cleared")
+
+    def _set_system(self, rest: str) -> None:
+        self._system = rest or self._system
+        self._note(f"system prompt: {self._system or '(none)'}")
+
+    def _set_seed(self, rest: str) -> None:
+        if rest and not (rest.isascii() and rest.isdigit() and int(rest) < 2**63):
+            self._note("a seed is a whole number of 0 or more")
+            return
+        seed = int(rest) if rest else None
+        self._wishes = Wishes(seed, self._wishes.temperature)
+        self._note(f"seed: {'a new one each time' if seed is None else seed}")
+
+    def _set_temperature(self, rest: str) -> None:
+        try:
+            value = float(rest) if rest else None
+        except ValueError:
+            value = -1.0
+        if value is not None and not 0 <= value <= _HOTTEST:
+            self._note(f"a temperature is a number from 0 to {_HOTTEST:g}")
+            return
+        self._wishes = Wishes(self._wishes.seed, value)
+        self._note(f"temperature: {'as at the start' if value is None else format(value, 'g')}")
+
+    def _switch_speed(self, _: str) -> None:
+        self._speed = not self._speed
+        self._note(f"tokens and speed are {'shown' if self._speed else 'not shown'}")
+
+    def _retry(self, _: str) -> None:
+        if (last := self._last()) is not None:
+            self._ask(self._said[:last], self._said[last]["content"])
+
+    def _edit(self, rest: str) -> None:
+        last = self._last()
+        if last is None:
+            return
+        text = rest or self._read(self._said[last]["content"]) or ""
+        if text.strip():
+            self._ask(self._said[:last], text)
+        else:
+            self._note("the message stays as it was")
+
+    def _last(self) -> int | None:
+        """Where the last message stands; says so where there is none."""
+        found = [i for i, one in enumerate(self._said) if one["role"] == "user"]
+        if not found:
+            self._note("there is no message yet")
+            return None
+        return found[-1]
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            self._note("/save wants the name of a file")
+            return
+        data = {"form": _FORM, "system": self._system, "messages": self._said}
+        try:
+            write_atomically(Path(rest).expanduser(), json.dumps(data, indent=1) + "\n")
+        except UsageError as error:
+            self._note(str(error))
+            return
+        self._note(f"{len(self._said)} messages written to {rest}")
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            self._note("/load wants the name of a file")
+            return
+        try:
+            system, said = _read_conversation(Path(rest).expanduser())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._note(f"{rest} cannot be read: {reason}")
+            return
+        self._system, self._said = system, said
+        self._note(f"{len(said)} messages read from {rest}")
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def _ask(self, before: list[dict[str, str]], text: str) -> None:
+        """Ask and show; what was said becomes `before`, the message and its answer."""
+        said = [*before, {"role": "user", "content": text}]
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        parts: list[str] = []
+        view = Formatted(self._out) if self._formatted else Plain(self._out)
+
+        def write(piece: str) -> None:
+            parts.append(piece)
+            view.write(piece)
+
+        try:
+            summary = self._partner.answer(system + said, self._wishes, self._interrupts, write)
+        except RequestError as error:
+            if parts or self._formatted:
+                view.end()
+            click.echo(f"pipeinfer: error: {error}", err=True)
+            self._failed = True
+            return
+        except BaseException:
+            if self._formatted:
+                view.end()  # gives the cursor back
+            raise
+        finally:
+            self._interrupts.expect(KeyboardInterrupt)
+        view.end()
+        if self._by_hand and self._speed:
+            self._note(summary)
+        self._said = [*said, {"role": "assistant", "content": "".join(parts)}]
+
+
+def _read_conversation(path: Path) -> tuple[str, list[dict[str, str]]]:
+    """System prompt and messages of a file that /save wrote. Raises OSError, ValueError."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError("it is not JSON") from error
+    if not isinstance(data, dict) or data.get("form") != _FORM:
+        raise ValueError("it holds no conversation that /save has written")
+    system, messages = data.get("system", ""), data.get("messages")
+    if not isinstance(system, str) or not isinstance(messages, list) or not all(
+            isinstance(one, dict) and one.get("role") in ("user", "assistant")
+            and isinstance(one.get("content"), str) for one in messages):
+        raise ValueError("its messages are damaged")
+    return system, [{"role": one["role"], "content": one["content"]} for one in messages]

@@ -1,0 +1,235 @@
+"""The terminal of `pipeinfer chat`: where messages come from and how answers are shown.
+
+At a terminal of its own lines are edited (prompt_toolkit) and answers shown as Markdown (rich);
+through pipes everything passes as it is. Knows no conversation and no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from pipeinfer import host
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from rich.live import Live
+
+_FRAMES_PER_SECOND = 12.0
+_NARROWEST = 20  #: columns
+#: what a terminal would act on instead of showing it, but for line ends and tabs
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
+
+
+class Source(Protocol):
+    """Where messages come from. by_hand: somebody types them."""
+
+    by_hand: bool
+
+    def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
+        """The next line without its end, None at the end of the input. text: to begin with, where
+        it can be edited. Raises KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def own_terminal() -> Iterator[tuple[Source, TextIO]]:
+    """Where lines come from and answers go: standard input and output, or under launch/run the
+    terminal that it names (mpirun passes on whole lines only)."""
+    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
+    descriptor = -1
+    if host.launched_size() > 1 and where == socket.gethostname() and path.startswith("/dev/"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
+    if descriptor < 0:
+        capable = os.environ.get("TERM", "dumb") != "dumb"
+        edits = capable and sys.stdin.isatty() and sys.stdout.isatty()
+        yield Editor() if edits else Lines(sys.stdin.fileno()), sys.stdout
+        return
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+        yield Lines(descriptor), out
+
+
+class Lines:
+    """Lines of a file descriptor; a signal ends the wait for one even just before it begins."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest, self._ended = descriptor, b"", False
+        self.by_hand = os.isatty(descriptor)
+        self._woken, waker = os.pipe()
+        for end in (self._woken, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+
+    def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
+        """See `Source.next`."""
+        del text
+        if self.by_hand:
+            write(prompt)
+        while b"\n" not in self._rest and not self._ended:
+            ready, _, _ = select.select([self._descriptor, self._woken], [], [])
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            if self._descriptor in ready:
+                data = os.read(self._descriptor, 65536)
+                self._rest, self._ended = self._rest + data, not data
+        line, found, self._rest = self._rest.partition(b"\n")
+        if not line and not found:
+            return None
+        return line.decode("utf-8", "replace").rstrip("\r")
+
+
+class Editor:
+    """Messages typed at a terminal: Enter sends, Alt-Enter begins a line, a paste stays whole."""
+
+    by_hand = True
+
+    def __init__(self) -> None:
+        self._session: PromptSession[str] | None = None
+
+    def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
+        """See `Source.next`."""
+        if self._session is None:
+            self._session = _session()
+        try:
+            return self._session.prompt(prompt, default=text)
+        except EOFError:
+            write("\n")
+            return None
+
+
+def history_path() -> Path:
+    """What was typed before: $XDG_STATE_HOME/pipeinfer/chat, by default under ~/.local/state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "pipeinfer" / "chat"
+
+
+def _session() -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History = InMemoryHistory()
+    with contextlib.suppress(OSError):
+        path = history_path()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        history = FileHistory(str(path))
+    return PromptSession(history=history, key_bindings=keys, multiline=True,
+                         prompt_continuation=". ", enable_open_in_editor=False)
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+class Plain:
+    """An answer as it comes, for pipes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, piece: str) -> None:
+        """Show a further piece."""
+        self._out.write(piece)
+        self._out.flush()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self.write("\n")
+
+
+class Formatted:
+    """An answer as Markdown, wrapped at words. What is complete is printed for good; the paragraph
+    that still grows is drawn anew. Control characters never reach the terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        columns, rows = 80, 24
+        with contextlib.suppress(OSError):
+            columns, rows = os.get_terminal_size(out.fileno())
+        self._console = Console(file=out, force_terminal=True, width=max(columns, _NARROWEST),
+                                height=rows, highlight=False)
+        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True,
+                                vertical_overflow="crop")
+        self._text, self._drawn = "", 0.0
+        self._live.start()
+
+    def write(self, piece: str) -> None:
+        """Show a further piece."""
+        self._text += _CONTROLS.sub("", piece)
+        size = settled(self._text)
+        if size:
+            done, self._text = self._text[:size], self._text[size:]
+            self._live.update("")
+            self._print(done)
+        now = time.monotonic()
+        if now - self._drawn > 1 / _FRAMES_PER_SECOND:
+            self._drawn = now
+            self._live.update(self._tail(), refresh=True)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._live.update("")
+        self._live.stop()
+        self._print(self._text)
+
+    def _print(self, text: str) -> None:
+        if text.strip():
+            self._console.print(_markdown(text))
+            self._console.print()
+
+    def _tail(self) -> Any:
+        """The end of what still grows, as much as the screen holds."""
+        from rich.segment import Segment, Segments
+
+        lines = self._console.render_lines(_markdown(self._text), pad=False)
+        seen = lines[-max(self._console.height - 2, 1):]
+        parts = [part for line in seen for part in [Segment.line(), *line]]
+        return Segments(parts[1:])  # a line's end at the end would count as a further line
+
+
+def settled(text: str) -> int:
+    """How many characters from the start are complete paragraphs or code blocks: what comes later
+    changes nothing in them."""
+    fence, size, at = "", 0, 0
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        if not line.endswith("\n"):
+            break
+        found = _FENCE.match(line)
+        if fence:
+            closes = found and found[1].startswith(fence) and not line.strip().strip(fence[0])
+            if closes:
+                fence, size = "", at
+        elif found:
+            fence = found[1]
+        elif not line.strip():
+            size = at
+    return size
+
+
+def _markdown(text: str) -> Any:
+    from rich.markdown import Markdown
+
+    return Markdown(text, hyperlinks=False, code_theme="ansi_dark")

@@ -1,0 +1,33 @@
+// What happened to the stages while the job ran, in words.
+
+// One change of the server's facts. stages: those of before it, where they are known.
+export function described(change, stages = []) {
+  const to = change.when;
+  const from = to - change.seconds;
+  const pause = `${change.seconds.toFixed(1)} s`;
+  if (!change.lost.length) {
+    return { from, to, lost: false, pause, text: `layers moved, ${pause}`,
+      title: "The layers were dealt out otherwise", long: sentence(change.why) };
+  }
+  const ranks = change.lost.map((rank) => {
+    const held = stages.filter((stage) => stage.rank === rank);
+    const what = held.map((stage) => `stage ${stage.stage} on ${stage.host || "its host"}`);
+    return `rank ${rank}${what.length ? ` (${what.join(", ")})` : ""}`;
+  });
+  const who = ranks.join(" and ");
+  return {
+    from, to, lost: true, pause, who: `rank ${change.lost.join(", ")}`,
+    text: `rank ${change.lost.join(", ")} lost, ${pause}`,
+    title: `${who[0].toUpperCase()}${who.slice(1)} was lost`,
+    long: `The other ranks took over its layers within ${pause} (${layers(change.moved)} moved). `
+      + "Answers go on from their last token; no token is lost.",
+  };
+}
+
+function layers(count) {
+  return `${count} layer${count === 1 ? "" : "s"}`;
+}
+
+function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
+}

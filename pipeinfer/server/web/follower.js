@@ -1,0 +1,35 @@
+// Keeps the end of a text that grows in sight, until its reader scrolls away from it.
+
+const NEAR = 40; // pixels from the end that count as being there
+
+export class Follower {
+  // box: what scrolls; content: what grows in it.
+  constructor(box, content) {
+    this.box = box;
+    this.following = true;
+    this.top = 0;
+    box.addEventListener("scroll", () => this.scrolled(), { passive: true });
+    // Told after each layout, whatever has grown: whether the reader was at the end must be known
+    // from before, since afterwards the end is somewhere else.
+    const sizes = new ResizeObserver(() => this.keep());
+    sizes.observe(content);
+    sizes.observe(box);
+  }
+
+  // From now on the end is followed.
+  begin() {
+    this.following = true;
+    this.keep();
+  }
+
+  scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.box;
+    if (scrollHeight - scrollTop - clientHeight < NEAR) this.following = true;
+    else if (scrollTop < this.top) this.following = false;
+    this.top = scrollTop;
+  }
+
+  keep() {
+    if (this.following) this.box.scrollTop = this.box.scrollHeight;
+  }
+}

@@ -1,0 +1,95 @@
+// The settings dialog: what belongs to the conversation, and what to this browser.
+
+import { key } from "./api.js";
+
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
+const SAVED = "pipeinfer.settings";
+const $ = (id) => document.getElementById(id);
+
+export class Settings {
+  // conversation(): the open one; onChange: its settings have; onKey: the API key has.
+  constructor({ conversation, onChange, onKey }) {
+    Object.assign(this, { conversation, onChange, onKey });
+    $("open-settings").addEventListener("click", () => this.open());
+    for (const [id, event] of [["settings-form", "submit"], ["settings", "close"]]) {
+      $(id).addEventListener(event, () => this.take());
+    }
+    $("mark").addEventListener("change", () => this.keep());
+    $("reset").addEventListener("click", () => this.reset());
+    const { mark = true } = saved();
+    $("mark").checked = mark;
+    document.body.classList.toggle("unmarked", !mark);
+    $("api-key").value = key.get();
+    this.show();
+  }
+
+  // What new conversations begin with: what was set last.
+  static begin() {
+    const { system = "", params = {} } = saved();
+    return { system, params: { ...params } };
+  }
+
+  // What the server does where nothing is set.
+  defaults(values) {
+    for (const name of NUMBERS) {
+      if (values[name] !== undefined) $(name).placeholder = values[name];
+    }
+  }
+
+  open(locked = false) {
+    this.show();
+    $("settings").showModal();
+    if (locked) $("api-key").focus();
+  }
+
+  show() {
+    const { system, params } = this.conversation().settings;
+    $("system").value = system;
+    for (const name of NUMBERS) $(name).value = params[name] ?? "";
+  }
+
+  take() {
+    const params = {};
+    for (const name of NUMBERS) {
+      const field = $(name);
+      if (field.value !== "" && field.validity.valid) params[name] = Number(field.value);
+    }
+    const settings = { system: $("system").value.trim(), params };
+    const conversation = this.conversation();
+    if (JSON.stringify(conversation.settings) !== JSON.stringify(settings)) {
+      conversation.settings = settings;
+      this.onChange(conversation);
+    }
+    this.keep();
+    this.takeKey();
+  }
+
+  keep() {
+    const { settings } = this.conversation();
+    const mark = $("mark").checked;
+    localStorage.setItem(SAVED, JSON.stringify({ ...settings, mark }));
+    document.body.classList.toggle("unmarked", !mark);
+  }
+
+  takeKey() {
+    const given = $("api-key").value.trim();
+    if (given === key.get()) return;
+    key.set(given);
+    this.onKey();
+  }
+
+  reset() {
+    for (const name of [...NUMBERS, "system"]) $(name).value = "";
+    $("mark").checked = true;
+    $("api-key").value = "";
+    this.take();
+  }
+}
+
+function saved() {
+  try {
+    return JSON.parse(localStorage.getItem(SAVED) ?? "{}") ?? {};
+  } catch {
+    return {};
+  }
+}

@@ -1,0 +1,99 @@
+// Where conversations are kept: this browser's IndexedDB, or where it has none, this tab's memory.
+// Their names and times stand apart, so that a list needs no more than these.
+
+import { Conversation } from "./conversation.js";
+
+const NAME = "pipeinfer";
+const HEADS = "heads";
+const BODIES = "bodies";
+
+export class Store {
+  constructor() {
+    this.memory = null; // id to JSON, where nothing can be kept
+    this.opened = this.open();
+  }
+
+  // Whether conversations outlive the tab.
+  async lasting() {
+    return (await this.opened) !== null;
+  }
+
+  open() {
+    return new Promise((resolve) => {
+      const forget = () => {
+        this.memory = new Map();
+        resolve(null);
+      };
+      try {
+        const request = indexedDB.open(NAME, 1);
+        request.onupgradeneeded = () => {
+          request.result.createObjectStore(HEADS, { keyPath: "id" });
+          request.result.createObjectStore(BODIES, { keyPath: "id" });
+        };
+        request.onsuccess = () => {
+          request.result.onversionchange = () => request.result.close();
+          resolve(request.result);
+        };
+        request.onerror = request.onblocked = forget;
+      } catch {
+        forget();
+      }
+    });
+  }
+
+  // Names and times of all conversations, the youngest first.
+  async list() {
+    const base = await this.opened;
+    const heads = base ? await done(base.transaction(HEADS).objectStore(HEADS).getAll())
+      : [...this.memory.values()].map((text) => JSON.parse(text));
+    return heads.sort((a, b) => b.changed - a.changed);
+  }
+
+  async get(id) {
+    const base = await this.opened;
+    const found = base ? await done(base.transaction(BODIES).objectStore(BODIES).get(id))
+      : JSON.parse(this.memory.get(id) ?? "null");
+    return found ? new Conversation(found) : null;
+  }
+
+  // Throws what the browser says when there is no room.
+  async put(conversation) {
+    const plain = JSON.stringify(conversation);
+    const base = await this.opened;
+    if (!base) {
+      this.memory.set(conversation.id, plain);
+      return;
+    }
+    const { id, title, changed } = conversation;
+    const change = base.transaction([HEADS, BODIES], "readwrite");
+    change.objectStore(HEADS).put({ id, title, changed });
+    change.objectStore(BODIES).put(JSON.parse(plain));
+    await finished(change);
+  }
+
+  async remove(id) {
+    const base = await this.opened;
+    if (!base) {
+      this.memory.delete(id);
+      return;
+    }
+    const change = base.transaction([HEADS, BODIES], "readwrite");
+    change.objectStore(HEADS).delete(id);
+    change.objectStore(BODIES).delete(id);
+    await finished(change);
+  }
+}
+
+function done(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+function finished(change) {
+  return new Promise((resolve, reject) => {
+    change.oncomplete = () => resolve();
+    change.onerror = change.onabort = () => reject(change.error);
+  });
+}

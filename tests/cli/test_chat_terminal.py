@@ -1,0 +1,159 @@
+"""The terminal of `pipeinfer chat`: its editor at a real terminal, Markdown, control characters."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipeinfer.cli.chat_loop import Chat, Interrupts
+from pipeinfer.cli.chat_terminal import Formatted, settled
+from pipeinfer.errors import RequestError
+
+
+@pytest.mark.parametrize(("text", "done"), [
+    ("one\ntwo", ""), ("one\n\ntwo", "one\n\n"), ("```\na\n\nb\n", ""),
+    ("```\na\n\nb\n```\nc", "```\na\n\nb\n```\n"), ("````\n```\n\n````\n", "````\n```\n\n````\n"),
+    ("~~~\n```\n\n", ""), ("a\n\n```py\nx", "a\n\n"),
+])
+def test_what_is_complete_is_known(text, done):
+    assert text[:settled(text)] == done
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_markdown_is_wrapped_and_no_control_character_passes(size):
+    text = ("# Title\n\nSome **bold** " + "words " * 30 + "\n\n```python\nprint('\x1b]0;bad\x07')\n"
+            "```\n\n- one \x9b31m\n- two\r\x1b[2J\n")
+    out = io.StringIO()
+    view = Formatted(out)
+    for at in range(0, len(text), size):
+        view.write(text[at:at + size])
+    view.end()
+    shown = out.getvalue()
+    assert not {"\x07", "\x9b"} & set(shown)
+    assert "\x1b]" not in shown
+    assert "\x1b[2J" not in shown
+    assert "**" not in shown
+    assert "bold" in shown
+    assert "```" not in shown
+
+
+class Script:
+    """Lines that stand ready."""
+
+    by_hand = False
+
+    def __init__(self, *lines):
+        self.lines, self.begun = list(lines), []
+
+    def next(self, prompt, write, text=""):
+        self.begun.append(text)
+        return self.lines.pop(0) if self.lines else None
+
+
+class Echo:
+    """Answers with a number, and fails when asked to."""
+
+    name = "echo"
+
+    def __init__(self):
+        self.asked = []
+
+    def answer(self, messages, wishes, interrupts, write):
+        self.asked.append(([one["content"] for one in messages], wishes.temperature, wishes.seed))
+        if messages[-1]["content"] == "fail":
+            raise RequestError("no")
+        write(f"a{len(self.asked)}")
+        return ""
+
+
+@pytest.fixture
+def talk():
+    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def run(*lines):
+        partner, script, out = Echo(), Script(*lines), io.StringIO()
+        failed = Chat(partner, script, out, Interrupts(), "", -1).run()
+        return partner.asked, out.getvalue(), script.begun, failed
+
+    yield run
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_the_last_message_is_asked_again_or_edited(talk, capsys):
+    asked, out, begun, failed = talk("/retry", "one", "/retry", "two", "/edit zwei", "/edit",
+                                     "drei", "/edit", "", "fail", "/retry")
+    assert "there is no message yet" in capsys.readouterr().err
+    said = [messages for messages, *_ in asked]
+    assert said == [["one"], ["one"], ["one", "a2", "two"], ["one", "a2", "zwei"],
+                    ["one", "a2", "drei"], ["one", "a2", "drei", "a5", "fail"],
+                    ["one", "a2", "drei"]]
+    assert begun[6] == "zwei"  # what is edited stands there already
+    assert out == "a1\na2\na3\na4\na5\na7\n"
+    assert failed
+
+
+def test_temperature_and_files(talk, capsys, tmp_path):
+    file = tmp_path / "kept.json"
+    asked, *_ = talk("/temp hot", "/temp 0.5", "/seed 7", "one", "/system Be kind.",
+                     f"/save {file}", "/clear", "/system Other.", f"/load {file}", "/temp", "two",
+                     "/load /nowhere", f"/save {tmp_path}/none/x", "/load", "/save")
+    assert asked == [(["one"], 0.5, 7), (["Be kind.", "one", "a1", "two"], None, 7)]
+    said = capsys.readouterr().err
+    assert "a temperature is a number from 0 to 100" in said
+    assert "2 messages written" in said
+    assert "/nowhere cannot be read: No such file" in said
+    assert f"cannot write {tmp_path}/none/x" in said
+    for wrong in ("{", "[]", '{"form": "pipeinfer chat 1", "messages": [{"role": "system"}]}'):
+        file.write_text(wrong)
+        talk(f"/load {file}")
+        assert f"{file} cannot be read: it" in capsys.readouterr().err
+
+
+EDITOR = """
+from pipeinfer.cli.chat_terminal import Editor
+editor = Editor()
+while (line := editor.next("> ", print)) is not None:
+    print("got", ascii(line), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_paste_stays_whole_and_history_outlives_the_program(tmp_path):
+    def session(*keys):
+        master, slave = pty.openpty()
+        env = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm",
+                            "PROMPT_TOOLKIT_NO_CPR": "1"}
+        process = subprocess.Popen([sys.executable, "-c", EDITOR], stdin=slave, stdout=slave,
+                                   stderr=slave, env=env, start_new_session=True)
+        os.close(slave)
+        seen = ""
+        try:
+            for typed, wanted in keys:
+                deadline = time.monotonic() + 30
+                os.write(master, typed)
+                while wanted not in seen:
+                    ready, _, _ = select.select([master], [], [], deadline - time.monotonic())
+                    assert ready, seen
+                    seen += os.read(master, 4096).decode("utf-8", "replace")
+                seen = seen.partition(wanted)[2]
+            process.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            os.close(master)
+
+    session((b"", "> "), (b"\x1b[200~one\r\ntwo\x1b[201~ three\r", "got 'one\\ntwo three'"),
+            (b"four\x1b\rfive\r", "got 'four\\nfive'"), (b"\x04", ""))
+    file = tmp_path / "pipeinfer" / "chat"
+    assert file.stat().st_mode & 0o777 == 0o600
+    session((b"", "> "), (b"\x1b[A\x1b[A\r", "got 'four\\nfive'"), (b"\x04", ""))

@@ -1,0 +1,17 @@
+"""A browser for the tests of the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.pages import CHROMIUM
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
