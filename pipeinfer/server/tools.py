@@ -198,19 +198,18 @@ def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: b
     nested too deeply.
     """
     key = "arguments" if hermes else "parameters"
-    calls = [{
-        "type": "object", "additionalProperties": False, "required": ["name", key],
-        "properties": {"name": {"const": f["name"]},
-                       key: closed(f.get("parameters") or {"type": "object"})},
-    } for f in functions]
-    schema = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    # A rule for each function: references within its parameters count from their own root.
+    rules = "call: " + " | ".join(f"call{i}" for i in range(len(functions))) + "\n" + "".join(
+        f'call{i}: "{{\\"name\\": \\"{f["name"]}\\", \\"{key}\\": " given{i} "}}"\n'
+        f'given{i}: %json {json.dumps(closed(f.get("parameters") or {"type": "object"}))}\n'
+        for i, f in enumerate(functions))
     more = "" if most == 1 else f"{{0,{most - 1}}}"
     if not hermes:
         rest = f' (";" call){more}' if more else ""
-        return f"start: call{rest}\ncall: %json {schema}\n"
+        return f"start: call{rest}\n{rules}"
     first, last = (OPEN, CLOSE) if open_is_token else (f'"{OPEN}"', f'"{CLOSE}"')
     rest = f' ("\\n" marked){more}' if more else ""
-    rules = f'marked: {first} "\\n" call "\\n" {last}\ncall: %json {schema}\n'
+    rules = f'marked: {first} "\\n" call "\\n" {last}\n{rules}'
     if not words:
         return f"start: marked{rest}\n{rules}"
     if open_is_token:

@@ -90,6 +90,20 @@ def test_choices_and_how_many_calls(server, more, rights):
         assert follows(server, 1, text) == right, text
 
 
+def test_references_in_parameters_count_from_the_parameters(server):
+    tool = {"type": "function", "function": {"name": "User", "parameters": {
+        "type": "object", "properties": {"home": {"$ref": "#/$defs/Home"}}, "required": ["home"],
+        "$defs": {"Home": {"type": "object", "properties": {"city": {"type": "string"}},
+                           "required": ["city"]}}}}}
+    for choice in ("required", "auto"):
+        server.peer.reset()
+        body = {**BODY, "tools": [tool, OTHER], "tool_choice": choice}
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        for given, right in (('{"home": {"city": "x"}}', True), ('{"home": {"town": 1}}', False)):
+            text = f'<tool_call>\n{{"name": "User", "arguments": {given}}}\n</tool_call>'
+            assert follows(server, 1, text) == right
+
+
 def test_none_and_other_formats_need_no_grammar_of_calls(server):
     for more in ({"tool_choice": "none"}, {"ignore_eos": True}):
         server.peer.reset()

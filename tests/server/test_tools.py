@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from pipeinfer.experiments import random_model
@@ -105,7 +103,7 @@ def test_a_required_call_is_a_grammar(server, choice, names):
     server.peer.answer = lambda f: server.peer.say(f.id, CALL)
     assert ask(server, tool_choice=choice).json()["choices"][0]["finish_reason"] == "tool_calls"
     grammar = server.peer.wait_for(Submit).params.grammar
-    assert {name for name in ("add", "other") if json.dumps(name) in grammar} == names
+    assert {name for name in ("add", "other") if f"{name}\\\"" in grammar} == names
 
 
 def test_none_hides_the_tools_and_finds_no_calls(server):
