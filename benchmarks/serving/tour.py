@@ -1,6 +1,6 @@
 """A tour with the clients that people use: openai, LangChain, LiteLLM, Instructor, an agent's loop.
 
-    python3 -m venv tour && tour/bin/pip install openai langchain-openai litellm instructor
+    python3 -m venv tour && tour/bin/pip install openai langchain-openai litellm mcp instructor
     mpirun -np 4 pipeinfer serve -m model.gguf --any-model-name
     tour/bin/python benchmarks/serving/tour.py http://127.0.0.1:8080
 
@@ -72,14 +72,18 @@ def openai_models(url: str) -> object:
 
 @step
 def langchain_tools(url: str) -> object:
-    """LangChain: bind_tools with its default choice, which is the model's own."""
+    """LangChain: bind_tools with its default choice, which is the model's own, and with a name."""
     from langchain_openai import ChatOpenAI
 
     llm = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0,
                      max_tokens=100)
-    answer = llm.bind_tools([WEATHER]).invoke("What is the weather in Paris? Call get_weather.")
-    assert not answer.invalid_tool_calls
-    return answer.tool_calls or answer.content
+    asked = "What is the weather in Paris? Call get_weather."
+    answers = [llm.bind_tools([WEATHER]).invoke(asked),
+               llm.bind_tools([WEATHER], tool_choice="get_weather").invoke(asked)]
+    for answer in answers:
+        assert not answer.invalid_tool_calls
+        assert answer.tool_calls, f"no call but {answer.content!r}"
+    return [answer.tool_calls for answer in answers]
 
 
 @step

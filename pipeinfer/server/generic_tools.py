@@ -2,7 +2,8 @@
 
 Calls have the Hermes form (`<tool_call>` around a JSON object), which many models have seen, and
 which a grammar can hold them to. Earlier calls and their results become turns that every template
-knows. Knows messages as dicts, no HTTP and no vocabulary.
+knows. Where the model decides whether to call, two turns show it both: small models follow what
+they see and not what they are told. Knows messages as dicts, no HTTP and no vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _RULES = {
     "auto": "Call a function when it helps to answer. Otherwise answer in words.",
     "required": "Call a function now.",
 }
+_EXAMPLES: dict[str, Any] = {"boolean": True, "integer": 1, "number": 1, "array": [], "object": {},
+                             "null": None}
+_LONGEST_QUESTION = 200  #: characters
 
 
 def messages_for(messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]],
@@ -47,6 +51,9 @@ def messages_for(messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapp
     for message in out:
         message.pop("results", None)
     if functions:
+        if not required:
+            start = int(bool(out) and out[0]["role"] == "system")
+            out[start:start] = _shown(functions[0])
         _introduce(out, _INTRODUCTION.format(
             functions="\n".join(json.dumps(f, ensure_ascii=False) for f in functions),
             rule=_RULES["required" if required else "auto"]))
@@ -62,6 +69,35 @@ def without_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         return [{"role": "user", "content": "\n\n".join(words)}, *out]
     first["content"] = "\n\n".join([*words, first["content"]])
     return out
+
+
+def _shown(function: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Turns that show an answer in words and then a call, which is the order that works."""
+    question = (function.get("description") or "").strip().partition("\n")[0]
+    parameters = function.get("parameters") or {}
+    properties, names = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, dict):
+        properties = {}
+    if not isinstance(names, list) or not names:
+        names = list(properties)
+    arguments = {name: _example(name, properties.get(name))
+                 for name in names if isinstance(name, str)}
+    return [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hello! How can I help you?"},
+        {"role": "user", "content": question[:_LONGEST_QUESTION] or f"Call {function['name']}."},
+        {"role": "assistant",
+         "content": _call({"function": {"name": function["name"], "arguments": arguments}})},
+    ]
+
+
+def _example(name: str, schema: Any) -> Any:
+    """A value for an argument. The word "some" keeps small models from taking it over."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(choices := schema.get("enum"), list) and choices:
+        return choices[0]
+    kind = schema.get("type")
+    return _EXAMPLES.get(kind, f"some {name}") if isinstance(kind, str) else f"some {name}"
 
 
 def _introduce(messages: list[dict[str, Any]], text: str) -> None:

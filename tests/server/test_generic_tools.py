@@ -137,6 +137,32 @@ def test_any_name_where_the_server_says_so(server, tmp_path):
         assert other.post("/v1/completions", body).json()["model"] == "m"
 
 
+def test_where_the_model_decides_it_sees_an_answer_and_then_a_call():
+    question = {"role": "user", "content": "x"}
+    function = {"name": "look", "description": "Look up a word.\nSlow.", "parameters": {
+        "type": "object", "required": ["word", "how", "most"], "properties": {
+            "word": {"type": "string"}, "how": {"enum": ["fast", "slow"]},
+            "most": {"type": "integer"}, "more": {"type": "boolean"}}}}
+    told = {"role": "system", "content": "Be brief."}
+    _, hello, greeting, asked, called, last = messages_for([told, question], [function], False)
+    assert (hello["role"], greeting["role"]) == ("user", "assistant")
+    assert asked == {"role": "user", "content": "Look up a word."}
+    assert json.loads(called["content"].splitlines()[1])["arguments"] == {
+        "word": "some word", "how": "fast", "most": 1}
+    assert last == question
+    assert [m["role"] for m in messages_for([question], [function], True)] == ["system", "user"]
+
+
+@pytest.mark.parametrize("parameters", [
+    None, {}, {"properties": 5, "required": 7}, {"properties": {"a": True, "b": {"type": ["x"]}}},
+    {"required": [1, None]}])
+def test_what_is_shown_of_odd_parameters_is_a_call(parameters):
+    function = {"name": "f", "parameters": parameters}
+    messages = messages_for([{"role": "user", "content": "x"}], [function], False)
+    assert messages[3]["content"] == "Call f."
+    assert json.loads(messages[4]["content"].splitlines()[1])["name"] == "f"
+
+
 def test_words_of_a_system_go_to_the_first_user():
     messages = messages_for([{"role": "system", "content": "Be brief."},
                              {"role": "user", "content": "x"}], [TOOL["function"]], True)
