@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import signal
+import socket
 import sys
 import threading
 
@@ -320,6 +322,16 @@ def ranks(server):
     found = psutil.Process(server.process.pid).children(recursive=True)
     return {p.environ()["OMPI_COMM_WORLD_RANK"]: p for p in found
             if "serve" in p.cmdline() and "OMPI_COMM_WORLD_RANK" in p.environ()}
+
+
+def test_a_job_on_one_host_listens_on_no_outside_interface(server):
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    waiting = [(socket_.type, ipaddress.ip_address(socket_.laddr.ip))
+               for process in below for socket_ in process.net_connections("inet")
+               if socket_.laddr and socket_.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)]
+    assert [kind for kind, _ in waiting].count(socket.SOCK_STREAM) == 1  # HTTP
+    assert [kind for kind, _ in waiting].count(socket.SOCK_DGRAM) == 4  # a heartbeat of each rank
+    assert all(address.is_loopback for _, address in waiting)
 
 
 def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
