@@ -76,7 +76,8 @@ def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
     if "3" not in grid:  # other slices, other roundings
         assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
-    assert found["stats"]["recovered"] >= 1
+    # who is lost while stages load is lost before there is a request
+    assert found["stats"]["recovered"] >= (":load" not in fault)
     assert not regions() - before
 
 
