@@ -13,6 +13,7 @@
         |-- MismatchError               ranks disagree on version, config or model
         |-- BackendError                a decode or a cache operation failed
         |-- InvariantError              the scheduler's state contradicts itself (a bug)
+        |-- RankRefused                 a rank cannot take part; exits with that rank's code
         |-- RankLost                    a rank is dead or unreachable (the job may recover)
         `-- WorkerFailed                another rank failed; carries its traceback (likewise)
 
@@ -103,6 +104,17 @@ class BackendError(ClusterError):
 
 class InvariantError(ClusterError):
     """The scheduler's state contradicts itself: a bug, found by `--debug` or a test."""
+
+
+class RankRefused(ClusterError):
+    """Another rank cannot take part from the start.
+
+    rank, host: which; exit_code: of its own error
+    """
+
+    def __init__(self, rank: int, host: str, reason: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} on {host}: {reason}")
+        self.rank, self.host, self.exit_code = rank, host, exit_code
 
 
 class RankLost(ClusterError):

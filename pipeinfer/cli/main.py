@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import time
 from typing import Any, ClassVar
 
@@ -70,7 +71,7 @@ class _Main(click.Group):
             return super().invoke(ctx)
         except PipeinferError as error:
             if host.launched_rank() > 0:
-                time.sleep(_AFTER_RANK_0)  # rank 0 most likely says the same and ends the job
+                _leave_it_to_rank_0(error)
             fail(error)
         except Stopped:
             leave(INTERRUPTED)
@@ -96,6 +97,15 @@ class _Main(click.Group):
             click.echo(f"pipeinfer: error: {type(error).__name__}: {error} (this is a bug)",
                        err=True)
             leave(1)
+
+
+def _leave_it_to_rank_0(error: PipeinferError) -> None:
+    """Returns where rank 0 neither has the same error nor can be told of it."""
+    from pipeinfer.cluster import handshake
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which is how rank 0 ends the job
+    handshake.refuse(error)
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"],

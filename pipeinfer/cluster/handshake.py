@@ -8,20 +8,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import socket
+import time
 
 from pipeinfer import __version__, host
 from pipeinfer.backends.pytorch.options import missing_packages
 from pipeinfer.config import JobConfig
 from pipeinfer.core.codec import VERSION
-from pipeinfer.core.control import Bell, Facts, Hello, pack, unpack
-from pipeinfer.errors import MismatchError, RankLost
+from pipeinfer.core.control import Bell, Facts, Hello, Refused, pack, unpack
+from pipeinfer.errors import MismatchError, PipeinferError, RankLost
 from pipeinfer.host import Place
 from pipeinfer.models.llama import NO_LIBRARY, llama_kernels, llama_version
 from pipeinfer.nodes import Nodes, RankInfo, check_head
 from pipeinfer.nodes import load as load_nodes
+from pipeinfer.transport.base import Dismissed
 
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
                               "keep_binding", "trace", "nodes", "backend", "device"})
+
+_REFUSED_SECONDS = 90.0  #: in which rank 0 hears of a rank that takes no part; start-up waits 60
+_ALONE_SECONDS = 2.0  #: in which rank 0 ends the job where it cannot be told
 
 
 def hello(config: JobConfig, place: Place) -> Hello:
@@ -52,11 +58,33 @@ def tell(config: JobConfig, place: Place) -> None:
     mpi_startup.gather_json(place.comm, pack(hello(config, place)).decode())
 
 
+def refuse(error: PipeinferError) -> None:
+    """Rank k: leave it to rank 0 to say what is wrong and to end the job, as it does at once where
+    it has found the same. Returns where this rank has to say it itself."""
+    host.listen_to_nobody_else()
+    try:
+        from pipeinfer.transport import mpi_exit, mpi_job, mpi_startup
+
+        comm = mpi_job.world()
+    except (ImportError, RuntimeError, PipeinferError):
+        time.sleep(_ALONE_SECONDS)
+        return
+    if mpi_job.JOB.ports or comm.Get_size() != host.launched_size():
+        time.sleep(_ALONE_SECONDS)
+        return
+    words = Refused(comm.Get_rank(), socket.gethostname(), str(error), error.exit_code)
+    try:
+        mpi_startup.refuse(comm, words, _REFUSED_SECONDS)
+    except Dismissed:
+        mpi_exit.leave()
+
+
 def compare(config: JobConfig, place: Place) -> list[RankInfo]:
     """Every rank, with its host's settings of the nodes file.
 
-    Raises MismatchError when they cannot work together, RankLost for one that has died where the
-    job does not survive that, UsageError when the nodes file cannot be used.
+    Raises MismatchError when they cannot work together, RankRefused for one that takes no part,
+    RankLost for one that has died where the job does not survive that, UsageError when the nodes
+    file cannot be used.
     """
     mine = hello(config, place)
     if place.comm is None:

@@ -82,6 +82,15 @@ class Hello(_Message, frozen=True, tag=True):
     bell: Bell
 
 
+class Refused(_Message, frozen=True, tag=True):
+    """Instead of what rank 0 waits for: why this rank takes no part, which ends the job."""
+
+    rank: int
+    host: str
+    reason: str
+    exit_code: int
+
+
 class Measure(_Message, frozen=True, tag=True):
     """Measure yourself on this model. settings: of this host; hollow: the model's header, for a
     host that has no file."""
@@ -302,7 +311,7 @@ class Rehearse(_Message, frozen=True, tag=True):
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
     Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer)
-StartMessage: TypeAlias = Hello | Measure | Measured | TestLinks | Placed
+StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage
 
 _encoder = msgspec.json.Encoder()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from pipeinfer.core.control import Leave, Placed, StartMessage, pack, unpack
-from pipeinfer.errors import ProtocolError, RankLost, TransportTimeout
+from pipeinfer.core.control import Leave, Placed, Refused, StartMessage, pack, unpack
+from pipeinfer.errors import (
+    ClusterError,
+    ProtocolError,
+    RankLost,
+    RankRefused,
+    TransportTimeout,
+)
 from pipeinfer.transport.base import Dismissed
 from pipeinfer.transport.mpi_job import (
     DEATH,
@@ -22,6 +29,7 @@ from pipeinfer.transport.mpi_job import (
 )
 
 _LEAVE = pack(Leave())
+_REFUSAL = b'{"type":"Refused",'
 
 
 def introduce(comm: MPI.Comm) -> None:
@@ -43,7 +51,8 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
                 instead: str | None = None) -> list[str] | None:
     """Every rank's `text` at rank 0 (None elsewhere), without pickle; `instead` for the dead.
 
-    Raises TransportTimeout or, without `instead`, RankLost naming the first rank that has not sent.
+    Raises TransportTimeout or, without `instead`, RankLost naming the first rank that has not sent;
+    RankRefused for one that cannot take part.
     """
     deadline = time.monotonic() + timeout
     if comm.Get_rank() > 0:
@@ -69,8 +78,8 @@ def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> No
 
 
 def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
-    """The next text that `source` sent to this rank. Raises TransportTimeout, RankLost, and
-    Dismissed for the order to leave."""
+    """The next text that `source` sent to this rank. Raises TransportTimeout, RankLost, RankRefused
+    and Dismissed for the order to leave."""
     status, start = MPI.Status(), time.monotonic()
     found: list[MPI.Message] = []
 
@@ -84,12 +93,29 @@ def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
     found[0].Recv([frame, MPI.BYTE])
     if source == 0 and frame == _LEAVE:
         raise Dismissed
+    if frame.startswith(_REFUSAL):
+        no = unpack(frame)
+        assert isinstance(no, Refused)
+        raise RankRefused(no.rank, no.host, no.reason, no.exit_code)
     return frame.decode()
 
 
-def say(comm: MPI.Comm, dest: int, message: StartMessage) -> None:
+def refuse(comm: MPI.Comm, message: Refused, timeout: float) -> None:
+    """Let rank 0 say why this rank takes no part, and wait until that ends this process.
+
+    For ranks without a port yet. Raises Dismissed when rank 0 has ended the job; returns when rank
+    0 is dead or does nothing for `timeout` seconds, so that this rank has to say it itself.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.suppress(ClusterError):
+        say(comm, 0, message, timeout)
+        while (left := deadline - time.monotonic()) > 0:
+            receive_json(comm, 0, left)  # an order to measure may be on its way
+
+
+def say(comm: MPI.Comm, dest: int, message: StartMessage, timeout: float = 60.0) -> None:
     """A message for `hear` at `dest`, outside of any port. Raises TransportTimeout, RankLost."""
-    send_json(comm, dest, pack(message).decode())
+    send_json(comm, dest, pack(message).decode(), timeout)
 
 
 def hear(comm: MPI.Comm, source: int, timeout: float) -> StartMessage:

@@ -26,6 +26,8 @@ PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 PROGRAMS = launch.ROOT / "tests" / "mpi" / "programs"
 FAULTY = [sys.executable, str(PROGRAMS / "faulty.py")]
 SLOW_WORDS = [sys.executable, str(PROGRAMS / "slow_words.py")]
+MORTAL = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverable",
+                        "PRTE_MCA_state_base_continuous", "PRTE_MCA_state_base_notify_errors"), "0")
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
 
 
@@ -246,10 +248,7 @@ def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
     full("kill", None, ""), ("exit", None, ""),
 ])
 def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
-    mortal = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverable",
-                            "PRTE_MCA_state_base_continuous", "PRTE_MCA_state_base_notify_errors"),
-                           "0")
-    done = launch.run(4, [*FAULTY, "2", kind, *LONGER], timeout=60, **mortal)
+    done = launch.run(4, [*FAULTY, "2", kind, *LONGER], timeout=60, **MORTAL)
     assert done.returncode != 0
     if code is not None:
         assert done.returncode == code, done.stderr
@@ -372,3 +371,21 @@ def test_what_a_killed_launcher_left_is_cleared_by_the_next_job(tmp_path):
     done = launch.run(2, [*PIPEINFER, "generate", "-p", "x", "-n", "2"], TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("ompi.*")) == []
+
+
+ABSURD = ["generate", "-p", "x", "-n", "3", "--fault", "lunch"]
+
+
+@pytest.mark.parametrize("mortal", [False, full(True)])
+@pytest.mark.parametrize(("head", "words"), [
+    ([sys.executable, str(PROGRAMS / "late.py"), *ABSURD], "error: --fault lunch"),
+    ([*PIPEINFER, *ABSURD[:5]], "error: rank 1 on "),
+], ids=["rank 0 is late", "rank 0 has none"])
+def test_an_error_is_said_once_by_rank_0(mortal, head, words):
+    more = MORTAL if mortal else {}
+    done = launch.run(1, [launch.mpirun_path(), "-np", "1", *head, ":", "-np", "2", *PIPEINFER,
+                          *ABSURD], timeout=60, **more)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("--fault lunch: write KIND@RANK") == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
