@@ -152,8 +152,9 @@ def test_a_paste_stays_whole_and_history_outlives_the_program(tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
             os.close(master)
 
-    session((b"", "> "), (b"\x1b[200~one\r\ntwo\x1b[201~ three\r", "got 'one\\ntwo three'"),
-            (b"four\x1b\rfive\r", "got 'four\\nfive'"), (b"\x04", ""))
+    prompt = (b"", ">")  # before it the terminal itself would take keys
+    session(prompt, (b"\x1b[200~one\r\ntwo\x1b[201~ three\r", "got 'one\\ntwo three'"), prompt,
+            (b"four\x1b\rfive\r", "got 'four\\nfive'"), prompt, (b"\x04", ""))
     file = tmp_path / "pipeinfer" / "chat"
     assert file.stat().st_mode & 0o777 == 0o600
-    session((b"", "> "), (b"\x1b[A\x1b[A\r", "got 'four\\nfive'"), (b"\x04", ""))
+    session(prompt, (b"\x1b[A\x1b[A\r", "got 'four\\nfive'"), prompt, (b"\x04", ""))
