@@ -337,6 +337,9 @@ class RequestConfig:
                           high=2**24, help="Maximum number of tokens to generate.")
     chat: bool = _opt(False, "--chat", kind="flag",
                       help="Put the prompt into the model's chat template.")
+    special: bool = _opt(False, "--special", kind="flag",
+                         help="Control tokens written out in the prompt, such as <|im_end|>, "
+                              "become those tokens; without it they are text.")
     stop: tuple[str, ...] = _opt((), "-r", "--stop", "--reverse-prompt", kind="list",
                                  help="Stop before this text (repeatable).")
     ignore_eos: bool = _opt(False, "--ignore-eos", kind="flag",
@@ -363,6 +366,9 @@ class ServeConfig:
                              help="File with one key per line.")
     alias: str = _opt("", "--alias", kind="str",
                       help="Name of the model for clients [default: its file's name].")
+    any_model_name: bool = _opt(False, "--any-model-name", kind="flag",
+                                help="Answer requests for any model's name, for clients whose "
+                                     "names cannot be changed; answers bear the served one.")
     queue: int = _opt(64, "--queue", low=0, high=100_000,
                       help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = _opt(4 << 20, "--max-body", low=1024, high=1 << 28,
@@ -381,6 +387,10 @@ class ServeConfig:
     cors_origin: tuple[str, ...] = _opt((), "--cors-origin", kind="list",
                                         help="Web page origin that may use the server, such as "
                                              "https://chat.example.org (repeatable), or *.")
+    allow_host: tuple[str, ...] = _opt((), "--allow-host", kind="list",
+                                       help="Host name under which the server may be reached, such "
+                                            "as that of a proxy in front of it (repeatable); on "
+                                            "a loopback address other names are refused.")
     log_requests: bool = _opt(False, "--log-requests", kind="flag",
                               help="Log one line per request to standard error (without contents).")
 

@@ -146,6 +146,18 @@ def local_place() -> tuple[int, int]:
     return _first_int(_LOCAL_RANK, 0), max(1, _first_int(_LOCAL_SIZE, 1))
 
 
+def on_one_host() -> bool:
+    """Whether all ranks are on this host, by the launcher's environment."""
+    return launched_size() == local_place()[1]
+
+
+def listen_to_nobody_else() -> None:
+    """Before MPI starts: on one host Open MPI needs no TCP, whose ports are open on every
+    interface. Whoever sets OMPI_MCA_btl is asked no more."""
+    if launched_size() > 1 and on_one_host():
+        os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+
+
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
     """What this rank tells the others about its host; memory in bytes."""
     memory = psutil.virtual_memory()

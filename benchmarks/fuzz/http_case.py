@@ -70,12 +70,12 @@ class _Running:
 def make(draw: random.Random) -> bytes:
     """A request with one to three changes."""
     if draw.random() < 0.1:
-        head = [f"GET {draw.choice(_GETS)} HTTP/1.1", "Host: x", "Connection: close"]
+        head = [f"GET {draw.choice(_GETS)} HTTP/1.1", "Host: localhost", "Connection: close"]
         raw = "\r\n".join([*_headers(draw, head), "", ""]).encode("utf-8", "surrogatepass")
         return change_bytes(draw, raw) if draw.random() < 0.5 else raw
     path = draw.choice(sorted(BODIES))
     body = _body(draw, path)
-    head = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close",
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close",
             "Content-Type: application/json"]
     way = draw.random()
     if way < 0.1:

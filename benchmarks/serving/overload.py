@@ -88,7 +88,8 @@ def deaf_client(url: str, count: int) -> socket.socket:
     client = socket.create_connection((where.hostname, where.port or 80), SECONDS)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     data = json.dumps({**body(PROMPTS[0], count, stream=True), "logprobs": 5}).encode()
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                   b"Content-Type: application/json\r\n"
                    b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return client
 

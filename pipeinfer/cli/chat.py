@@ -195,7 +195,7 @@ class Own:
         from pipeinfer.core.sampling import noise_key
 
         tokenizer = self._session.tokenizer
-        prompt = tokenizer.encode(tokenizer.apply_chat(messages), special=True)
+        prompt = tokenizer.encode_chat(messages)
         seed = draw_seed(self._sampling) if wishes.seed is None else wishes.seed
         params = dataclasses.replace(self._params, key=noise_key(seed))
         if wishes.temperature is not None:

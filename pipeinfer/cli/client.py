@@ -67,7 +67,7 @@ class Remote:
     def rebalance(self) -> dict[str, Any]:
         """Ask the server to redistribute its layers. Raises RequestError."""
         try:
-            answer = http_client.ask("POST", f"{self._base}/rebalance", timeout=self._timeout,
+            answer = http_client.ask("POST", f"{self._base}/rebalance", {}, timeout=self._timeout,
                                      headers=self._headers)
         except HttpFailure as error:
             raise RequestError(f"no server answers at {self.url} ({error})") from error

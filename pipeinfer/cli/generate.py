@@ -26,6 +26,7 @@ from pipeinfer.config import RequestConfig, Resolved
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RequestError, UsageError
 from pipeinfer.files import check_writable
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 @config_options(*JOB, "sampling", "request")
@@ -62,14 +63,16 @@ def generate(resolved: Resolved) -> None:
         joined.serve()
         return
     with joined.lead(progress_hook(request), grammars=bool(params.grammar)) as session:
+        if session.fatal:
+            click.echo(f"pipeinfer: note: {session.fatal}", err=True)
         prompt: Any
         if decomposer:
             prompt = gen.open_response(session, [{"role": "user", "content": text}])
         elif request.chat:
-            chat = session.tokenizer.apply_chat([{"role": "user", "content": text}])
-            prompt = session.tokenizer.encode(chat, special=True)
+            prompt = session.tokenizer.encode_chat([{"role": "user", "content": text}])
         else:
-            prompt = session.tokenizer.encode(text)
+            _note_marks(text, request, session.tokenizer)
+            prompt = session.tokenizer.encode(text, special=request.special)
         bare = not (request.chat or decomposer)
         if not request.json and not request.no_display_prompt and bare:
             _write(text)
@@ -99,6 +102,14 @@ def generate(resolved: Resolved) -> None:
             f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "
             f"{len(out.tokens)} new tokens: raise -c", err=True)
         raise SystemExit(RequestError.exit_code)
+
+
+def _note_marks(text: str, config: RequestConfig, tokenizer: Tokenizer) -> None:
+    """Say that a prompt which looks like a rendered conversation is taken as text."""
+    if not config.special and (mark := tokenizer.marks.first(text)):
+        click.echo(f"pipeinfer: note: the prompt holds {mark}, which is a control token of this "
+                   "model but is taken as text here: --special makes it the token, --chat puts a "
+                   "question into the model's chat template", err=True)
 
 
 def _prompt_text(config: RequestConfig) -> str:

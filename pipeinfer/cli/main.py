@@ -31,6 +31,7 @@ class _Main(click.Group):
         "chat": ("pipeinfer.cli.chat", "chat_command"),
         "compare": ("pipeinfer.cli.compare", "compare_command"),
         "doctor": ("pipeinfer.cli.doctor", "doctor_command"),
+        "env": ("pipeinfer.cli.env", "env_command"),
         "generate": ("pipeinfer.cli.generate", "generate"),
         "inflate": ("pipeinfer.experiments.inflate", "inflate_command"),
         "plan": ("pipeinfer.cli.plan", "plan_command"),

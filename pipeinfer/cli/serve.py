@@ -7,6 +7,7 @@ Knows the order of start and end; what is served is the business of `engine` (ra
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         signals.engine = engine
         click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
+        for note in filter(None, [session.fatal, *session.notes]):
+            click.echo(f"pipeinfer: note: {note}", err=True)
         if not settings.api_keys and config.host not in _LOCAL:
             click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
                        "require keys with --api-key-file", err=True)
@@ -129,13 +132,24 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
     open_model(target)  # what is wrong with the file is said before anything starts
     return Settings(
         model=str(target), name=config.alias or (name if job.model.model else "embedded"),
-        api_keys=api_keys(config), parallel=job.speculation.parallel, queue=config.queue,
+        any_name=config.any_model_name, api_keys=api_keys(config),
+        parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
         client_timeout=config.client_timeout, cors_origins=config.cors_origin,
+        hosts=host_names(config), check_hosts=bool(config.allow_host),
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),
         decomposer=job.speculation.decomposer, decomposers=tuple(methods_for(job)),
     )
+
+
+def host_names(config: ServeConfig) -> tuple[str, ...]:
+    """The names that the server goes by. Raises UsageError for one that is none."""
+    for name in config.allow_host:
+        if not name or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise UsageError(f"--allow-host {name!r} is not the name of a host: leave out the "
+                             "scheme, the port and the path")
+    return tuple(name.lower().rstrip(".") for name in (*config.allow_host, config.host))
 
 
 def api_keys(config: ServeConfig) -> tuple[str, ...]:

@@ -24,9 +24,11 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
+from pipeinfer import host
 from pipeinfer.core.control import Meeting
 from pipeinfer.runtime.pulse import Pulse
 
+_LOOPBACK = "127.0.0.1"
 _BEATS = 8  #: in the time after which silence counts
 _TOKEN_BYTES = 16
 _BODY = struct.Struct("<I?")  # rank, whether it is patient (see `watchdog.Pulse`)
@@ -46,7 +48,7 @@ class HeadPulse:
         self._awake = time.monotonic()
         self._told: set[int] = set()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("", 0))
+        self._socket.bind((_LOOPBACK if host.on_one_host() else "", 0))
         self._socket.settimeout(seconds / _BEATS)
         self._closed = False
         threading.Thread(target=self._listen, name="heartbeats", daemon=True).start()
@@ -54,12 +56,12 @@ class HeadPulse:
     @property
     def meeting(self) -> Meeting:
         """Where other ranks send their beats: this host's addresses, the port and the key."""
-        addresses = [
+        bound, port = self._socket.getsockname()
+        addresses = [bound] if bound == _LOOPBACK else [
             address.address for card in psutil.net_if_addrs().values() for address in card
             if address.family == socket.AF_INET]
         addresses.sort(key=lambda address: address.startswith("127."))
-        return Meeting(tuple(addresses), self._socket.getsockname()[1], self._token.hex(),
-                       self._seconds)
+        return Meeting(tuple(addresses), port, self._token.hex(), self._seconds)
 
     def silent(self) -> set[int]:
         """Ranks that were heard and are not any more."""
@@ -105,6 +107,8 @@ class RankPulse:
         self._meeting, self._on_silence = meeting, on_silence
         self._closed = False
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        if set(meeting.addresses) == {_LOOPBACK}:
+            self._socket.bind((_LOOPBACK, 0))
         self._socket.setblocking(False)
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 

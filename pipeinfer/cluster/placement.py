@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from pipeinfer.errors import (
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
+from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
 from pipeinfer.planning.measured_grid import grids_of_ranks, network_of
@@ -49,6 +51,7 @@ from pipeinfer.planning.teams import SumCost
 from pipeinfer.planning.wide import Teams, combined, teams_of
 
 Hosts = Sequence[RankInfo]
+_GAIN_WORTH_SAYING = 1.1  #: times the plain pipeline's speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,9 @@ def agree(
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
+        if figures:
+            notes += _would_gain(config, place, model, load, members, figures, hosts,
+                                 expected(policy, config.speculation.parallel)[0])
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
 
@@ -152,11 +158,7 @@ def _chosen(
     if place.comm is None or len(ranks) < 2:
         return None
     try:
-        check_teams(model.path, [ranks], hosts)
-        best, plain = grids_of_ranks(
-            model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
-            network_of(ranks, _links(config, place)), mix,
-            SumCost(4 if config.cluster.sum_type == "f32" else 2))
+        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
     except (PlanError, UnsupportedArchitecture, UsageError, RankLost) as error:
         notes.append(f"no grid is chosen: {error}")
         return None
@@ -168,6 +170,41 @@ def _chosen(
                    else () for stage in best.stages)
     return Teams(tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages),
                  shares), best.layers
+
+
+def _compared(
+    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
+    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, ranks: Sequence[int],
+) -> tuple[GridPlan, GridPlan]:
+    """The best grid of these ranks, and one rank to a stage. Raises PlanError,
+    UnsupportedArchitecture, UsageError, RankLost."""
+    check_teams(model.path, [ranks], hosts)
+    return grids_of_ranks(
+        model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
+        network_of(ranks, _links(config, place)), mix,
+        SumCost(4 if config.cluster.sum_type == "f32" else 2))
+
+
+def _would_gain(
+    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
+    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix,
+) -> list[str]:
+    """For the user, what a grid would bring where none was asked for."""
+    ranks = [rank for rank, member in members.items() if member.layers is None]
+    crowd = Counter(hosts[rank].host for rank in ranks)
+    if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core were never measured
+            crowd[hosts[rank].host] > hosts[rank].cores_host for rank in ranks):
+        return []
+    try:
+        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
+    except (PlanError, UnsupportedArchitecture, UsageError, RankLost):
+        return []  # the plain pipeline does without
+    gain = best.tokens / plain.tokens
+    if max(best.widths) == 1 or gain < _GAIN_WORTH_SAYING:
+        return []
+    name = ",".join(map(str, best.widths))
+    return [f"--grid {name} would be about {gain:.1f} times as fast, by what these ranks measured "
+            "(docs/wide.md)"]
 
 
 def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:

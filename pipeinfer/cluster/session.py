@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on
+from pipeinfer.cluster.notes import doubts, doubts_about, why
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.shard_transfer import source_of
-from pipeinfer.cluster.shutdown import survivable
+from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
     cells_for,
     choose_policy,
@@ -40,7 +41,7 @@ from pipeinfer.cluster.sizing import (
     spare_cells,
 )
 from pipeinfer.cluster.wide_stage import drawing
-from pipeinfer.config import JobConfig, ModelConfig, SpeculationConfig
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import PortName, Setup
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
@@ -186,7 +187,8 @@ class Sharing:
 @dataclass(slots=True)
 class Session:
     """See the module docstring. reports: what stages said when they ended; on_change: called when
-    other stages have taken over; first: the terms of the stages at the start."""
+    other stages have taken over; first: the terms of the stages at the start; fatal: why a rank's
+    death ends the job, empty where it does not."""
 
     config: JobConfig
     ground: LoadedCluster
@@ -200,6 +202,7 @@ class Session:
     load_seconds: float
     first: Terms
     sharing: Sharing
+    fatal: str
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     on_change: Callable[[], None] = lambda: None
     balance: Balance = field(init=False)
@@ -302,10 +305,11 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     assembly.start()
     drafts = draft_models(config, job.draft, job.policy)
     sharing = _sharing(config.model, assembly, hosts, drafts, guesses=worker is not None)
-    notes = [*notes_on(hosts), *job.survey.notes, *filter(None, [job.plan.line()]),
+    notes = [why(config.speculation, job), *notes_on(hosts), *job.survey.notes,
+             *filter(None, [job.plan.line()]),
              *drawing(assembly.held, assembly.ready),
-             *_doubts(config.speculation, job), *map(str, assembly.changes),
-             *_doubts_about(config.model, job, assembly)]
+             *doubts(config.speculation, job), *map(str, assembly.changes),
+             *doubts_about(config.model, job, assembly)]
     first = assembly.terms
     brain = think(ground, assembly, first, config, job.policy, sharing)
     head: Head
@@ -331,7 +335,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
     session = Session(
         config, ground, assembly, hosts, head, brain.limits, worker,
         drafts[-1].name if drafts else "", notes, time.monotonic() - started, first,
-        sharing)
+        sharing, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
     return session
@@ -376,38 +380,3 @@ def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
 def _model_bytes(path: Path) -> int:
     files = path.glob("*.safetensors") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files)
-
-
-def _doubts(config: SpeculationConfig, job: Job) -> list[str]:
-    """Options that do not do what one may expect."""
-    notes = []
-    inline = registry.inline(config)
-    rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
-    if inline is not None and len(rivals) > 1:
-        notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
-                     "first, is used")
-    if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
-        notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
-                     "pipeinfer works like speculative")
-    if job.gaps:
-        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
-                     "another run up to near-ties (docs/decomposers.md)")
-    return notes
-
-
-def _doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:
-    """What stages have said that a user may not expect."""
-    notes = []
-    if config.like_llama_cpp:
-        rows = assembly.terms.exact
-        notes.append("computed like llama.cpp by default; of that only runs of "
-                     f"{rows} row{'s' * (rows != 1)} are exact")
-    if config.exact == "off":
-        notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
-    elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
-        notes.append("only runs of one row are exact here, so guesses travel one by one, with one "
-                     "stage and --policy speculative not at all; --exact off allows wider runs")
-    if len({one.backend for one in assembly.ready.values()}) > 1:
-        notes.append("stages run on different backends: tokens equal plain decoding through the "
-                     "same stages, and that of one backend up to near-ties")
-    return notes

@@ -34,6 +34,15 @@ def survivable(place: Place) -> bool:
     return mpi_job.survivable()
 
 
+def fatal(place: Place) -> str:
+    """For the user, why the death of a rank ends the job; empty where it does not."""
+    if place.comm is None:
+        return ""
+    from pipeinfer.transport import mpi_job
+
+    return mpi_job.fatal()
+
+
 def note_exit(code: int) -> None:
     """What rank 0 is about to exit with."""
     _exit_status[0] = code

@@ -40,7 +40,11 @@ from pipeinfer.models.llama_platform import COMPILE, cpu_flags
 llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ggml_backend_sched_eval_callback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 llama_token = c_int32
+LLAMA_TOKEN_ATTR_UNKNOWN = 1 << 0
+LLAMA_TOKEN_ATTR_CONTROL = 1 << 3
 LLAMA_TOKEN_ATTR_USER_DEFINED = 1 << 4
+LLAMA_TOKEN_ATTR_LSTRIP = 1 << 7
+LLAMA_TOKEN_ATTR_RSTRIP = 1 << 8
 LLAMA_FLASH_ATTN_TYPE_DISABLED = 0
 
 #: A newer library may have fields at the end of its structs. These bytes take them in and carry

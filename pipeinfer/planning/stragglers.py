@@ -30,7 +30,7 @@ class StagePace:
 
     def __init__(self, n_stages: int, curve: Sequence[tuple[int, float]],
                  shares: Sequence[Share] = (), cores: Mapping[str, float] | None = None) -> None:
-        self._runs: deque[tuple[float, Spans]] = deque(maxlen=WINDOW)
+        self._runs: deque[tuple[int, Spans]] = deque(maxlen=WINDOW)
         self._others: deque[Spans] = deque(maxlen=WINDOW * _OTHERS)
         self._n = n_stages
         self._shares = shares or [Share(str(stage)) for stage in range(n_stages)]
@@ -44,13 +44,10 @@ class StagePace:
         """A run of `rows` rows has passed all stages. spans: as in `protocol.Decode`."""
         if len(spans) != self._n:
             return
-        computed = spans[:, :2].copy()
-        computed[:, 1] -= spans[:, 2:].sum(axis=1)
-        spans = computed
         if rows > self._rows[-1]:
             self._others.append(spans)  # it has no figure, but takes cores from those that do
             return
-        self._runs.append((float(np.interp(rows, self._rows, self._costs)), spans))
+        self._runs.append((rows, spans))
         self._seen += 1
         if self._seen % _FEW == 0:
             self._best = [min(pair) for pair in zip(self._best, self.seconds, strict=True)]
@@ -78,12 +75,12 @@ class StagePace:
         every = [spans for _, spans in self._runs] + list(self._others)
         own = own_seconds(
             [Interval(stage, start, seconds) for spans in every
-             for stage, (start, seconds) in enumerate(spans.tolist())],
+             for stage, (start, seconds) in enumerate(_computed(spans))],
             self._shares, self._cores)
+        costs = np.interp([rows for rows, _ in self._runs], self._rows, self._costs).tolist()
         found = []
         for stage in range(self._n):
-            last = sorted(own[k * self._n + stage] / cost
-                          for k, (cost, _) in enumerate(self._runs))
+            last = sorted(own[k * self._n + stage] / cost for k, cost in enumerate(costs))
             found.append(statistics.fmean(last[:max(1, len(last) - len(last) // _FEW)]))
         return found
 
@@ -92,3 +89,8 @@ class StagePace:
         """How many times as long as at its best each stage takes; 1 until that is known."""
         return [now / best if 0 < best < float("inf") else 1.0
                 for now, best in zip(self.seconds, self._best, strict=True)]
+
+
+def _computed(spans: Spans) -> list[tuple[float, float]]:
+    """Start and seconds of each stage, without those that it waited for its members."""
+    return [(start, seconds - sum(waited)) for start, seconds, *waited in spans.tolist()]

@@ -242,11 +242,9 @@ class Head:
             some = True
             match message:
                 case RunFinished(run_id, choices):
-                    self._returned(message)
-                    self._feed(RunDone(run_id, choices))
+                    self._returned(message, RunDone(run_id, choices))
                 case RunCancelled(run_id):
-                    self._returned(message)
-                    self._feed(RunDone(run_id, None))
+                    self._returned(message, RunDone(run_id, None))
                 case Progress() | Ready() | Received() | Report():
                     pass  # of an arrangement that is over
                 case _:
@@ -265,9 +263,10 @@ class Head:
         envelope = take_result(self._port)
         return None if envelope is None else envelope.message
 
-    def _returned(self, message: RunFinished | RunCancelled) -> None:
+    def _returned(self, message: RunFinished | RunCancelled, event: RunDone) -> None:
         self._last_result, when = time.monotonic(), time.time()
         run = self.scheduler.runs.get(message.run_id)
+        self._feed(event)  # first: a stage may be waiting for what follows
         for observer in self._observers:
             observer.returned(message, run, when)
 

@@ -25,8 +25,8 @@ class RunObserver:
         """A run goes out."""
 
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """A run is back; the scheduler has not heard of it yet. run: None for one that the
-        scheduler does not know any more."""
+        """A run is back, and what follows it has gone out. run: None for one that the scheduler
+        did not know any more."""
 
     def cancelled(self, run_ids: Collection[int], when: float) -> None:
         """These runs are called off."""

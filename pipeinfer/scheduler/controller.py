@@ -300,8 +300,7 @@ class Controller:
 
         acceptance: of first guesses. second: of the next alternative where the first is wrong.
         """
-        timing = self.timing
-        if not self.active or timing is None or self._results % _EVERY:
+        if not self.active or self._results % _EVERY or (timing := self.timing) is None:
             return None
         quiet = self.trial is not None and not self.trial.speculate
         if self.limits.take_turns:

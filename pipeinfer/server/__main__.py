@@ -99,7 +99,7 @@ async def _load(hub: Hub) -> None:
     chat_template.prepare()
     try:
         tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)
-        await asyncio.to_thread(lambda: tokenizer.eog_ids)
+        await asyncio.to_thread(lambda: (tokenizer.eog_ids, tokenizer.marks.pattern))
         hub.tokenizer = tokenizer
     except PipeinferError as error:
         logging.getLogger("pipeinfer.server").error("%s", error)

@@ -43,15 +43,17 @@ _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
         (400, "The request cannot be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model."),
+        (403, "A page of another site, or a host name that is not the server's."),
         (408, "The request's body did not arrive in time."),
         (413, "The request is too long."),
+        (431, "The request's headers are too long."),
         (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
         (503, "Loading, shutting down or failed; see Retry-After."),
         (504, "The request took too long."),
     )
 }
-_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 408, 413, 500, 503)}
-_READ: _Responses = {401: _ERRORS[401], 500: _ERRORS[500]}
+_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 403, 408, 413, 431, 500, 503)}
+_READ: _Responses = {401: _ERRORS[401], 403: _ERRORS[403], 431: _ERRORS[431], 500: _ERRORS[500]}
 _EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
                           "properties": {"data": {"type": "string"}}}}
 _STREAM: _Responses = {200: {
@@ -99,7 +101,7 @@ class Server:
                                             self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
             found.asked,
-            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, hermes=found.hermes),
+            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools),
             request)
 
     async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
@@ -117,9 +119,10 @@ class Server:
         return tokenizer
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name:
+        if name is not None and name != self.settings.name and not self.settings.any_name:
             raise ApiError(404, f"model {name!r} is not available; this server has "
-                                f"{self.settings.name!r} (rename it with --alias)",
+                                f"{self.settings.name!r} (rename it with --alias, or start it with "
+                                "--any-model-name)",
                            param="model", code="model_not_found")
 
     def _compiler(self, tokenizer: Tokenizer) -> Grammars:
@@ -158,7 +161,7 @@ class Server:
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
-        offered = chat.tool_list(body, tokenizer.chat_template or "")
+        offered = chat.offered_by(body, tokenizer.chat_template or "")
         text = await chat.render(body, tokenizer, offered, body.add_generation_prompt)
         return Reply(replies.Prompt(prompt=text))
 
@@ -174,8 +177,17 @@ class Server:
         return Reply(self._model())
 
     def _model(self) -> replies.Model:
-        return {"id": self.settings.name, "object": "model", "created": self.created,
-                "owned_by": "pipeinfer"}
+        model: replies.Model = {"id": self.settings.name, "object": "model",
+                                "created": self.created, "owned_by": "pipeinfer"}
+        if self.hub.state == "ready" and self.hub.tokenizer is not None:
+            template = self.hub.tokenizer.chat_template or ""
+            model["context_length"] = self._n_ctx
+            model["capabilities"] = {
+                "chat": True, "chat_template": bool(template), "completions": True,
+                "tools": "template" if chat.knows_tools(template) else "generic",
+                "structured_outputs": True, "logprobs": True, "embeddings": False,
+                "decomposers": list(self.settings.decomposers)}
+        return model
 
     async def health(self) -> Response:
         """Whether requests are taken."""
@@ -220,8 +232,9 @@ class Server:
                          lane=lanes[i] if i < len(lanes) else None)
             for i in range(max(self.settings.parallel, len(lanes)))])
 
-    async def rebalance(self) -> Response:
+    async def rebalance(self, body: schema.RebalanceRequest) -> Response:
         """Deal the layers out by what each stage takes now; running requests go on."""
+        del body  # that it came is enough: see its class
         found = await self.hub.rebalance(self.settings.request_timeout)
         return Reply(replies.Rebalanced(
             changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import generic_tools, tools
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server import tools
 from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
+T = TypeVar("T")
+MOST_CALLS = 16  #: of one answer: a weak model would go on calling for ever
+
 
 def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
-            offered: list[dict[str, Any]] | None) -> str:
+            offered: ToolUse | None) -> str:
     """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
     method that it cannot have; the server's own choice gives way instead."""
     asked_for = request.decomposer
@@ -56,46 +61,94 @@ async def open_response(method: str, request: schema.ChatRequest, settings: Sett
 
 
 async def render(
-    request: schema.Conversation, tokenizer: Tokenizer, offered: list[dict[str, Any]] | None,
+    request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt text of a conversation. Raises ApiError when the template refuses it."""
+    """The prompt of a conversation as text. Raises ApiError when the template refuses it."""
+    return await _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
+
+
+async def encode(request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None
+                 ) -> list[int]:
+    """The prompt of a conversation, whose contents stay text. Raises ApiError as `render` does."""
+    return await _templated(tokenizer.encode_chat, request, tokenizer, tools, True)
+
+
+async def _templated(
+    make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
+    tools: ToolUse | None, add_generation_prompt: bool,
+) -> T:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    knows_developer = "developer" in (tokenizer.chat_template or "")
-    messages = [_message(m, knows_developer) for m in request.messages]
+    template = tokenizer.chat_template or ""
+    messages = [_message(m, "developer" in template) for m in request.messages]
+    offered = tools.tools if tools else None
+    generic = not knows_tools(template)
+    if generic and (tools or any(m.tool_calls or m.role == "tool" for m in request.messages)):
+        functions = [tool["function"] for tool in offered or ()]
+        messages = generic_tools.messages_for(
+            messages, functions, tools is not None and tools.required)
+        offered = None
+
+    def made() -> T:
+        try:
+            return make(messages, add_generation_prompt, tools=offered, variables=variables)
+        except RequestError:
+            if not generic or not tools or request.messages[0].role in ("system", "developer"):
+                raise
+            plain = generic_tools.without_system(messages)  # the template takes no system's words
+            return make(plain, add_generation_prompt, tools=None, variables=variables)
+
     try:
-        return await asyncio.to_thread(
-            tokenizer.apply_chat, messages, add_generation_prompt, tools=offered,
-            variables=variables)
+        return await asyncio.to_thread(made)
     except RequestError as error:
         raise bad(str(error), "messages") from error
 
 
-def tool_list(request: schema.Conversation, template: str) -> list[dict[str, Any]] | None:
-    """The tools as a template wants them. Raises ApiError when it knows none."""
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request. tools: as templates take them. hermes: the form of calls. most: how
+    many calls there may be. required: whether there must be one. grammar: what holds the answer to
+    calls, in lark; empty for none."""
+
+    tools: list[dict[str, Any]]
+    hermes: bool
+    most: int
+    required: bool = False
+    grammar: str = ""
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template describes tools itself."""
+    return "tools" in template
+
+
+def offered_by(request: schema.Conversation, template: str) -> ToolUse | None:
+    """The tools that a request offers, where the model decides about calls."""
     if not request.tools:
         return None
-    if "tools" not in template:
-        raise bad("this model's chat template does not support tools", "tools")
-    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+    most = 1 if request.parallel_tool_calls is False else MOST_CALLS
+    return ToolUse([tool.model_dump(exclude_none=True) for tool in request.tools],
+                   tools.is_hermes(template) or not knows_tools(template), most)
 
 
-def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer
-           ) -> tuple[list[dict[str, Any]] | None, str]:
-    """The tools for the template, and a grammar that forces a call."""
+def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer) -> ToolUse | None:
+    """The tools that the model gets and what holds its answer to calls. Raises ApiError."""
     choice = request.tool_choice
-    if not request.tools:
-        if choice not in (None, "none", "auto"):
-            raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
-        return None, ""
-    offered = tool_list(request, template)
-    if choice == "none" or offered is None:
-        return None, ""
+    offered = offered_by(request, template)
+    if offered is None and choice not in (None, "none", "auto"):
+        raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
+    if offered is None or choice == "none":
+        return None
+    functions, required, most = [tool["function"] for tool in offered.tools], False, offered.most
     if choice in (None, "auto"):
-        return offered, ""
-    functions = [tool["function"] for tool in offered]
+        free = (request.response_format is None or request.response_format.type == "text")
+        if knows_tools(template) or request.grammar or request.ignore_eos or not free:
+            return offered
+    else:
+        required = True
+        most = most if request.parallel_tool_calls else 1
     if isinstance(choice, schema.NamedTool):
         functions = [f for f in functions if f["name"] == choice.function.name]
         if not functions:
@@ -103,7 +156,12 @@ def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer
                       "tool_choice")
     marks = tokenizer.encode(tools.OPEN, add_bos=False, special=True)
     is_token = len(marks) == 1 and tokenizer.is_markup(marks[0])
-    return offered, tools.forced_grammar(functions, tools.is_hermes(template), is_token)
+    try:
+        grammar = tools.call_grammar(functions, offered.hermes, is_token, most=most,
+                                     words=not required)
+    except RequestError as error:
+        raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
+    return replace(offered, most=most, required=required, grammar=grammar)
 
 
 def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:

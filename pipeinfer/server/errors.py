@@ -9,10 +9,11 @@ from pipeinfer.server.choice import Failure
 from pipeinfer.server.schema_replies import ErrorReply
 
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
-    429: "rate_limit_error", 500: "server_error", 503: "unavailable_error",
-    504: "timeout_error",
+    429: "rate_limit_error", 431: "invalid_request_error", 500: "server_error",
+    503: "unavailable_error", 504: "timeout_error",
 }
 RETRY_AFTER = 2  #: seconds that a client is asked to wait
 

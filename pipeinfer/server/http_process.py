@@ -8,7 +8,9 @@ environment. This module knows processes and sockets, no HTTP.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -86,6 +88,8 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 def start(settings: Settings, listener: socket.socket) -> Child:
     """Start the HTTP process on `listener`, which it takes over."""
     host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_loopback:
+        settings = dataclasses.replace(settings, check_hosts=True)
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items()
                if not k.startswith(_LAUNCHER) and k != "PIPEINFER_API_KEY"}

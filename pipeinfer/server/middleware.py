@@ -11,7 +11,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import h11
@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.origins import Origins
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 
@@ -33,6 +34,7 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", POLICY.encode()),
 ]
+MAX_HEADERS = 64 << 10  #: bytes; what comes in pieces is cut off there by the parser, too
 _log = logging.getLogger("pipeinfer.requests")
 _http_log = logging.getLogger("pipeinfer.http")
 _http_log.setLevel(logging.ERROR)  # what is no HTTP is the client's affair, and could fill the log
@@ -77,12 +79,13 @@ class Connection(H11Protocol):
 
 
 class Guard:
-    """Turns away requests without a key and bodies that are too long or too slow."""
+    """Turns away pages of other sites, requests without a key and what is too long or too slow."""
 
     def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str]) -> None:
         self._app, self._public = app, public
         self._salt = secrets.token_bytes(32)
         self._keys = [self._digest(key.encode()) for key in settings.api_keys]
+        self._origins = Origins(settings.hosts, settings.check_hosts, settings.cors_origins)
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +95,8 @@ class Guard:
             return
         headers = dict(scope["headers"])
         try:
+            _check_headers(scope["headers"])
+            self._origins.check(scope["method"], headers)
             self._check_key(scope["path"], headers)
             self._check_length(headers)
         except ApiError as error:
@@ -146,6 +151,12 @@ class Guard:
             return message
 
         return bounded
+
+
+def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADERS:
+        raise ApiError(431, f"the headers are longer than the {MAX_HEADERS} bytes that this server "
+                            "accepts", headers={"Connection": "close"})
 
 
 class Accounting:

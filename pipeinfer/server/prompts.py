@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.errors import bad
 
+_log = logging.getLogger("pipeinfer.server")
+_noted: set[str] = set()  # a client must not fill the log
 _LONG = 4096  #: characters above which a text is tokenised beside the event loop
 
 
@@ -29,22 +32,41 @@ def check_tokens(tokens: list[int], tokenizer: Tokenizer, param: str = "prompt")
     return tokens
 
 
-def check_lengths(prompts: list[list[int]], n_ctx: int) -> None:
-    """Raises ApiError (context_length_exceeded) when a prompt leaves no room for a token."""
+def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -> None:
+    """Raises ApiError (context_length_exceeded) when a prompt leaves no room for a token.
+
+    param: the field that the prompts were made of.
+    """
     for prompt in prompts:
         if not prompt:
-            raise bad("the prompt is empty", "prompt")
+            raise bad("the prompt is empty", param)
         if len(prompt) >= n_ctx:
             raise bad(f"the prompt has {len(prompt)} tokens, but the context holds {n_ctx}: "
-                      "shorten the prompt", "prompt", "context_length_exceeded")
+                      f"shorten the {param}", param, "context_length_exceeded")
 
 
-async def prompts_of(prompt: Any, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Texts (empty where token ids were given) and token ids of each prompt."""
+async def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool
+                     ) -> tuple[list[str], list[list[int]]]:
+    """Texts (empty where token ids were given) and token ids of each prompt.
+
+    special: whether control tokens written out in a text become those. Where they do not, the log
+    has a word on it, once.
+    """
     if isinstance(prompt, str):
-        return [prompt], [await encode(tokenizer, prompt)]
+        prompt = [prompt]
     if isinstance(prompt[0], int):
         return [""], [check_tokens(prompt, tokenizer)]
     if isinstance(prompt[0], str):
-        return list(prompt), [await encode(tokenizer, text) for text in prompt]
+        if not special:
+            _note_marks(tokenizer, prompt)
+        return list(prompt), [await encode(tokenizer, text, special=special) for text in prompt]
     return [""] * len(prompt), [check_tokens(p, tokenizer) for p in prompt]
+
+
+def _note_marks(tokenizer: Tokenizer, texts: list[str]) -> None:
+    mark = "" if _noted else next(filter(None, map(tokenizer.marks.first, texts)), "")
+    if mark:
+        _noted.add(mark)
+        _log.warning("note: a prompt of /v1/completions holds %s, which is a control token of this "
+                     "model but is taken as text: parse_special: true makes it the token, "
+                     "/v1/chat/completions applies the chat template (said once)", mark)

@@ -15,7 +15,7 @@ from typing import Any
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import chat, prompts, tools
+from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.grammars import Grammars, constrain
@@ -61,10 +61,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A checked chat request. hermes: style of calls to look for, None for no tools."""
+    """A checked chat request. tools: whose calls to look for."""
 
     asked: Asked
-    hermes: bool | None
+    tools: chat.ToolUse | None
 
 
 async def completion(
@@ -72,7 +72,7 @@ async def completion(
     grammars: Grammars, n_ctx: int,
 ) -> Asked:
     """Check a completion request. Raises ApiError."""
-    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer)
+    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer, bool(request.parse_special))
     prompts.check_lengths(tokens, n_ctx)
     if request.echo and request.logprobs is not None:
         raise bad("echo with logprobs is not supported: prompts are not scored", "echo")
@@ -95,20 +95,20 @@ async def conversation(
     max_tokens, n_logprobs = _chat_limits(request, n_ctx)
     params = _sampling(request, settings, tokenizer, n_logprobs)
     template = tokenizer.chat_template or ""
-    offered, forced = chat.tools_of(request, template, tokenizer)
-    params = dataclasses.replace(params, grammar=await constrain(request, grammars, forced))
+    offered = chat.tools_of(request, template, tokenizer)
+    params = dataclasses.replace(params, grammar=await constrain(
+        request, grammars, offered.grammar if offered else ""))
     decompose = None
     if method := chat.method_of(request, settings, params, offered):
         opened = await chat.open_response(method, request, settings, tokenizer)
         prompt, decompose = list(opened.prompt), opened.decompose
     else:
-        text = await chat.render(request, tokenizer, offered)
-        prompt = await prompts.encode(tokenizer, text, special=True)
-    prompts.check_lengths([prompt], n_ctx)
+        prompt = await chat.encode(request, tokenizer, offered)
+    prompts.check_lengths([prompt], n_ctx, "messages")
     return Chat(
         Asked([prompt], [""], max_tokens=max_tokens, params=params, logprobs=n_logprobs >= 0,
               decompose=decompose, **_common(request, settings)),
-        tools.is_hermes(template) if offered else None,
+        offered,
     )
 
 

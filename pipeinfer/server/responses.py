@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Delta, Generation, Piece
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.schema_replies import (
@@ -33,7 +34,7 @@ from pipeinfer.server.schema_replies import (
     Timings,
     Usage,
 )
-from pipeinfer.server.tools import Call, CallParser
+from pipeinfer.server.tools import Call, CallParser, More
 
 _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"}
 
@@ -51,13 +52,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes one request's answer. hermes: style of calls to look for, None for no tools."""
+    """Writes one request's answer. tools: whose calls to look for, None for no tools."""
 
     asked: Asked
     model: str
     tokenizer: Tokenizer
     is_chat: bool
-    hermes: bool | None = None
+    tools: ToolUse | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[Choice] = field(default_factory=list)
@@ -69,7 +70,9 @@ class Writer:
     def start(self, generations: Sequence[Generation]) -> None:
         """Begin to write the choices, which come in the order of their indices."""
         for generation in generations:
-            parser = None if self.hermes is None else CallParser(self.hermes)
+            parser = None
+            if self.tools is not None:
+                parser = CallParser(self.tools.hermes, self.tools.most, pieces=self.asked.stream)
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
             self.choices.append(Choice(generation, parser, text))
 
@@ -92,9 +95,8 @@ class Writer:
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
             out.append(self._piece(choice, delta, content))
         for call in calls:
-            out.append(self._delta(choice, {"tool_calls": [
-                {"index": choice.told, **call.to_json()}]}))
-            choice.told += 1
+            choice.told += not isinstance(call, More)
+            out.append(self._delta(choice, {"tool_calls": [call.to_json(choice.told - 1)]}))
         if ended:
             choice.done = True
             last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (
@@ -168,7 +170,8 @@ class Writer:
         return answer
 
     def _chat_choice(self, choice: Choice, delta: Delta) -> ChatChoice:
-        content, calls = self._split(choice, delta, ended=True)
+        content, found = self._split(choice, delta, ended=True)
+        calls = [call for call in found if isinstance(call, Call)]
         choice.told = len(calls)
         message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -195,7 +198,8 @@ class Writer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _split(self, choice: Choice, delta: Delta, ended: bool) -> tuple[str, list[Call]]:
+    def _split(self, choice: Choice, delta: Delta, ended: bool
+               ) -> tuple[str, list[Call | More]]:
         if choice.parser is None:
             return delta.text, []
         content, calls = choice.parser.push(delta.text)
@@ -236,7 +240,11 @@ class Writer:
                 "bytes": list(self.tokenizer.piece(token, special=True))}
 
     def _name(self, token: int) -> str:
-        return self.tokenizer.piece(token, special=True).decode("utf-8", "replace")
+        piece = self.tokenizer.piece(token, special=True)
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError:  # a part of a character, told apart from other such parts
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _end(choice: Choice) -> End:

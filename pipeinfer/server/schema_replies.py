@@ -133,6 +133,19 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class MoreArguments(TypedDict):
+    """What follows of a call's arguments."""
+
+    arguments: str
+
+
+class ReplyMore(TypedDict):
+    """More of a call in a stream. index: the call's number."""
+
+    index: int
+    function: MoreArguments
+
+
 class ReplyCall(TypedDict):
     """A call that the model wants made. index: its number, in streams only."""
 
@@ -183,7 +196,7 @@ class MessageDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
-    tool_calls: list[ReplyCall]
+    tool_calls: list[ReplyCall | ReplyMore]
 
 
 class ChatDelta(TypedDict):
@@ -239,13 +252,29 @@ class Chunk(Head):
 # --- the other routes -------------------------------------------------------------------------
 
 
+class Capabilities(TypedDict):
+    """What a model can be asked for. chat_template: whether it brings its own. tools: whether that
+    template knows tools, or the server describes them."""
+
+    chat: bool
+    chat_template: bool
+    completions: bool
+    tools: Literal["template", "generic"]
+    structured_outputs: bool
+    logprobs: bool
+    embeddings: bool
+    decomposers: list[str]
+
+
 class Model(TypedDict):
-    """A model that can be asked."""
+    """A model that can be asked. context_length: in tokens; this and capabilities once loaded."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    context_length: NotRequired[int]
+    capabilities: NotRequired[Capabilities]
 
 
 class ModelList(TypedDict):

@@ -31,7 +31,6 @@ IGNORED = {
     "prompt_cache_key": "prompts with the same beginning share it automatically",
     "prompt_cache_retention": "the least recently used prompt is dropped first",
     "cache_prompt": "prompts with the same beginning share it automatically",
-    "parallel_tool_calls": "the model decides how many functions it calls",
 }
 
 #: refused with this reason; null counts as not given
@@ -163,11 +162,10 @@ class Sampling(Strict):
     prompt_cache_key: JsonValue = None
     prompt_cache_retention: JsonValue = None
     cache_prompt: JsonValue = None
-    parallel_tool_calls: JsonValue = None
 
 
 class CompletionRequest(Sampling):
-    """Continue texts (or token ids)."""
+    """Continue texts (or token ids). parse_special: as for /tokenize, but off by default."""
 
     prompt: (
         str
@@ -177,6 +175,7 @@ class CompletionRequest(Sampling):
                     Field(min_length=1, max_length=MAX_CHOICES)]
     )
     max_tokens: int | None = Field(None, ge=0, le=_INT32)
+    parse_special: bool | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -251,6 +250,7 @@ class Conversation(Strict):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=128)
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     reasoning_effort: str | None = None
 
@@ -265,6 +265,10 @@ class ChatRequest(Sampling, Conversation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     decomposer: DecomposerName | None = None
     modalities: list[Literal["text"]] | None = None
+
+
+class RebalanceRequest(Strict):
+    """Nothing to say yet. A form of another site cannot send even that: it is JSON."""
 
 
 class TokenizeRequest(Strict):

@@ -14,6 +14,7 @@ class Settings:
 
     model: path of the model, whose vocabulary is read
     name: what clients call the model
+    any_name: whether clients may call it anything else
     api_keys: keys that open the server; none: it is open
     parallel: maximum requests that run
     queue: maximum requests that wait
@@ -21,6 +22,8 @@ class Settings:
     request_timeout: seconds that a request may take
     client_timeout: seconds that a client may leave its answer unread
     cors_origins: web page origins that may use the server
+    hosts: names that the server goes by, beside localhost and addresses
+    check_hosts: whether requests under other names are refused
     log_requests: whether every request is logged
     seed: for requests without one; -1 draws one
     defaults: for sampling fields that a request leaves out
@@ -31,6 +34,7 @@ class Settings:
     op: ClassVar[str] = "settings"
     model: str
     name: str
+    any_name: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     parallel: int = 16
     queue: int = 64
@@ -38,6 +42,8 @@ class Settings:
     request_timeout: float = 3600.0
     client_timeout: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    check_hosts: bool = False
     log_requests: bool = False
     seed: int = -1
     defaults: SamplingParams = field(default_factory=SamplingParams)

@@ -101,7 +101,7 @@ class DecomposerSetup:
     overlap: whether every stage accepts positions in any order
     options: values of its own options
     wanted: what the prompt was made with
-    encode: text to tokens, with the vocabulary's special ones
+    encode: a text of `Writer.render`, its seam, and what stands in for parts of it: tokens
     """
 
     vocabulary: Vocabulary
@@ -111,7 +111,7 @@ class DecomposerSetup:
     overlap: bool
     options: Mapping[str, Any]
     wanted: Specification
-    encode: Callable[[str], tuple[int, ...]]
+    encode: Callable[[str, str, Mapping[str, str]], tuple[int, ...]]
 
 
 class Writer(Protocol):
@@ -123,9 +123,10 @@ class Writer(Protocol):
                ) -> tuple[int, ...]:
         """The token ids of what `render` gives."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "") -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
+               ) -> tuple[str, str]:
         """A conversation with what asks for the method `name`: the model's own system message, or
-        the text `otherwise` behind the question."""
+        the text `otherwise` behind the question. Also the seam that keeps contents text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,18 @@ def survivable() -> bool:
     return asked and hasattr(MPI.Comm, "Ack_failed") and "Open MPI" in library_version()
 
 
+def fatal() -> str:
+    """Why the death of a rank ends the job, and what to do about it; empty where it does not."""
+    if survivable():
+        return ""
+    library = library_version()
+    if "Open MPI" not in library or not hasattr(MPI.Comm, "Ack_failed"):
+        return (f"{library} ends the job when a rank dies: with Open MPI 5 it goes on "
+                "(docs/mpi.md), or let PIPEINFER_RESTARTS start it again")
+    return ("this mpirun ends the job when a rank dies: to go on without that rank, start it after "
+            'eval "$(pipeinfer env)", or by launch/run or launch/ssh')
+
+
 def failed_ranks(comm: MPI.Comm) -> set[int]:
     """Ranks that MPI knows to be dead."""
     dead = comm.Get_failed()

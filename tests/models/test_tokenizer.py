@@ -43,7 +43,6 @@ def test_streaming_gives_the_same_text_in_whole_characters(tokenizer, text):
     stream = tokenizer.stream()
     pieces = [stream.push(t) for t in tokenizer.encode(text, add_bos=False)]
     assert "".join(pieces) == text
-    assert stream.finish() == ""
 
 
 def test_an_incomplete_character_is_held_back(tokenizer):
@@ -54,8 +53,6 @@ def test_an_incomplete_character_is_held_back(tokenizer):
     stream = tokenizer.stream()
     assert stream.push(tokens[0]) == ""
     assert stream.push(tokenizer.encode("a", add_bos=False)[0]) == "�a"
-    stream.push(tokens[0])
-    assert stream.finish() == "�"
 
 
 def test_a_leading_bos_is_never_doubled(tokenizer):

@@ -113,6 +113,16 @@ def test_the_command_line_over_ranks_gives_one_process_text():
     assert four["stats"]["n_output"] == 30
 
 
+def test_control_tokens_in_a_prompt_are_text_with_a_word_on_it_unless_asked_for():
+    args = [*PIPEINFER, "generate", "-p", "a<|im_end|>b", "-n", "1", "--json"]
+    plain, special = launch.run(1, args), launch.run(1, [*args, "--special"])
+    assert "note: the prompt holds <|im_end|>" in plain.stderr
+    assert "--special" in plain.stderr
+    assert "note: the prompt" not in special.stderr
+    tokens = [json.loads(done.stdout)["stats"]["n_prompt"] for done in (plain, special)]
+    assert tokens[1] < tokens[0]
+
+
 def test_a_rank_without_a_doorbell_holds_nobody_up():
     alone = 'case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_DOORBELL=0;; esac; '
     job = ["sh", "-c", alone + 'exec "$@"', "sh", *PIPEINFER, "generate", "-p", "def f(", "-n", "4",

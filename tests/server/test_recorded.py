@@ -19,6 +19,7 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
 from pipeinfer.server.app import Server
+from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Failure, Generation
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad, for_failure
@@ -40,11 +41,12 @@ SHAPES = {
 }
 
 
-def writer(tokenizer, texts, *, is_chat, hermes=None, reason="stop", prompts=1, **fields):
+def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompts=1, **fields):
     """A Writer whose choices have said these texts, and the generations that say them."""
     asked = Asked([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
                   max_tokens=9, params=SamplingParams(), seed=1, **fields)
-    made = Writer(asked, "m", tokenizer, is_chat=is_chat, hermes=hermes, answer_id="id", created=5)
+    made = Writer(asked, "m", tokenizer, is_chat=is_chat, answer_id="id", created=5,
+                  tools=ToolUse([], True, 16) if with_tools else None)
     made.answer_id = "id"
     generations = []
     for index in range(asked.count):
@@ -95,7 +97,7 @@ def asking(tokenizer):
     yield "template", server.apply_template(schema.TemplateRequest(messages=[message]))
     rebalanced = asyncio.sleep(0, Rebalanced(1, True, "dealt out"))
     with mock.patch.object(hub, "rebalance", mock.Mock(return_value=rebalanced)):
-        yield "rebalance", server.rebalance()
+        yield "rebalance", server.rebalance(schema.RebalanceRequest())
     hub.fail("oh")
     yield "health failed", server.health()
 
@@ -122,7 +124,7 @@ def record():
         for name, text in (("calls", f"so {CALL}{CALL}"), ("call alone", CALL), ("none", "hm")):
             for fields in ({}, {"detail": True, "usage": True}):
                 def made(fields=fields, text=text):
-                    return writer(tokenizer, [text], is_chat=True, hermes=True, **fields)
+                    return writer(tokenizer, [text], is_chat=True, with_tools=True, **fields)
                 title = f"tools {name} {sorted(fields)}"
                 found[title] = Reply(made().whole()).body.decode()
                 found[f"{title} stream"] = streamed(made())

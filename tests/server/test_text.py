@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server.choice import Failure, Generation
-from pipeinfer.server.tools import CallParser, forced_grammar, parse_call
+from pipeinfer.server.tools import Call, CallParser, call_grammar, parse_call
 
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
@@ -73,13 +73,27 @@ def test_a_failure_is_the_end_and_stays_it(tokenizer):
     assert generation.take().text == ""
 
 
-def test_an_unfinished_character_is_told_at_the_end(tokenizer):
+@pytest.mark.parametrize("reason", ["length", "stop", "context", "disconnected"])
+def test_a_character_that_the_end_cuts_off_is_left_out(tokenizer, reason):
+    generation = Generation(1, 0, 3, tokenizer, ("never",), asyncio.Event())
+    for token in [*tokenizer.encode("né", add_bos=False), byte_token(tokenizer, b"\xc3")]:
+        generation.push(token, False, None, [])
+    generation.end(reason, {})
+    delta = generation.take()
+    assert delta.text in ("né", "")  # what may begin a stop string is shown at a proper end only
+    assert "".join(piece.text for piece in delta.pieces) == "né"
+    assert delta.pieces[-1].text == ""
+
+
+def test_bytes_that_begin_no_character_are_told(tokenizer):
     generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
-    byte = next(t for t in range(tokenizer.n_vocab) if tokenizer.piece(t) == b"\xc3")
-    generation.push(byte, False, None, [])
-    assert generation.take().text == ""
-    generation.end("length", {})
-    assert generation.take().text == "\ufffd"
+    generation.push(byte_token(tokenizer, b"\xc3"), False, None, [])
+    generation.push(byte_token(tokenizer, b"a"), False, None, [])
+    assert generation.take().text == "\ufffda"
+
+
+def byte_token(tokenizer, byte):
+    return next(t for t in range(tokenizer.n_vocab) if tokenizer.piece(t) == byte)
 
 
 # --- calls ------------------------------------------------------------------------------------
@@ -110,6 +124,30 @@ def test_hermes_calls_are_found_however_the_text_is_cut(places):
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [
         ("f", {"a": "<tool_call>", "b": 1}), ("g", {})]
     assert len({c.call_id for c in calls}) == 2
+
+
+@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 3))
+def test_arguments_come_in_pieces_however_the_text_is_cut(places, most):
+    hard = json.dumps({"name": "f", "arguments": {"a": '}{"\\', "b": [{}, "</tool_call>"]}})
+    text = f"so <tool_call>\n{hard}\n</tool_call>\n<tool_call>{CALL}</tool_call> and"
+    content, found = parse(CallParser(True, most, pieces=True), cut(text, places))
+    assert content.split() == ["so", "and"]
+    starts = [i for i, one in enumerate(found) if isinstance(one, Call)]
+    joined = ["".join(more.arguments for more in found[a + 1 : b])
+              for a, b in zip(starts, [*starts[1:], len(found)], strict=True)]
+    assert [found[i].arguments for i in starts] == [""] * len(starts)
+    wanted = [json.loads(hard), json.loads(CALL)][:most]
+    assert [json.loads(arguments) for arguments in joined] == [w["arguments"] for w in wanted]
+
+
+def test_arguments_are_not_held_back_and_an_end_within_them_is_no_content():
+    parser = CallParser(True, pieces=True)
+    assert parser.push('<tool_call>{"name": "f", "arguments": ')[1] == []
+    content, (call, more) = parser.push('{"a": "lo')
+    assert (content, call.name, more.arguments) == ("", "f", '{"a": "lo')
+    assert parser.push("ng")[1][0].arguments == "ng"
+    assert parser.finish() == ("", [])
+    assert parser.calls == 1
 
 
 @given(st.lists(st.integers(0, 100), max_size=8))
@@ -151,14 +189,15 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
     from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 
     functions = [{"name": "f", "parameters": {"type": "object", "properties": {
-        "x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}},
+        "x": {"type": "integer"}}, "required": ["x"]}},
         {"name": "g"}]
     vocabulary = Vocabulary.of(tokenizer)
-    compiled = compile_grammar("lark", forced_grammar(functions, hermes, False), vocabulary)
+    compiled = compile_grammar("lark", call_grammar(functions, hermes, False), vocabulary)
     constraint = Constraint(vocabulary, compiled)
     key = "arguments" if hermes else "parameters"
     for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
                         (f'{{"name": "h", "{key}": {{"x": 12}}}}', False),
+                        (f'{{"name": "f", "{key}": {{"x": 12, "y": 1}}}}', False),
                         (f'{{"name": "f", "{key}": {{"y": 12}}}}', False)):
         whole = f"<tool_call>\n{text}\n</tool_call>" if hermes else text
         mask = constraint.allowed(tokenizer.encode(whole, add_bos=False))
@@ -175,7 +214,7 @@ def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
               b"\xff<|end|>"]
     mark, close, end = 256, 257, 258
     vocabulary = Vocabulary(tokens, [end])
-    compiled = compile_grammar("lark", forced_grammar([{"name": "f"}], True, True), vocabulary)
+    compiled = compile_grammar("lark", call_grammar([{"name": "f"}], True, True), vocabulary)
     constraint = Constraint(vocabulary, compiled)
 
     def allowed(path):

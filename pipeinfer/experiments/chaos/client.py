@@ -138,7 +138,8 @@ def _asked(body: dict[str, Any]) -> dict[str, Any]:
 
 def _request(body: dict[str, Any]) -> bytes:
     data = json.dumps(_asked(body)).encode()
-    return (f"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\n"
+    return ("POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            "Content-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n").encode() + data
 
 

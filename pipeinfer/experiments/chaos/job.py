@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from pipeinfer.errors import PipeinferError, UsageError
+from pipeinfer.transport.settings import mpi_settings
 
 ID_VARIABLE = "PIPEINFER_CHAOS_ID"
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "PIPEINFER_")
@@ -51,17 +52,13 @@ def launcher() -> str:
 def environment(**more: str) -> dict[str, str]:
     """This environment without an outer job and without options of pipeinfer.
 
-    With launch/mpi.env where this is a checkout; what is set already wins.
+    With the settings for MPI; what is set already wins.
     """
     env = {k: v for k, v in os.environ.items()
            if k.startswith(_SETTINGS) or not k.startswith(_OUTER)}
+    env = mpi_settings() | env
     root = Path(__file__).resolve().parents[3]
-    settings = root / "launch" / "mpi.env"
-    if settings.exists():
-        for line in settings.read_text(encoding="utf-8").splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.partition("=")
-                env.setdefault(name, value)
+    if (root / "launch" / "mpi.env").exists():  # a checkout
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     return env | more

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.transport.settings import mpi_settings
+
 ROOT = Path(__file__).resolve().parents[3]
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 
@@ -26,12 +28,9 @@ def mpirun_path() -> str | None:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """A clean environment with launch/mpi.env and nothing of an outer MPI job."""
+    """A clean environment with the settings for MPI and nothing of an outer MPI job."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
-    for line in (ROOT / "launch" / "mpi.env").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            env[name] = value
+    env |= mpi_settings()
     env["PYTHONPATH"] = str(ROOT)
     env["PYTHONFAULTHANDLER"] = "1"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

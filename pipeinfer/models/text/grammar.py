@@ -25,6 +25,7 @@ import numpy as np
 from pipeinfer.errors import ProtocolError, RequestError, UsageError
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.gbnf import to_lark
+from pipeinfer.models.text.json_schema import closed
 from pipeinfer.models.text.sandbox import Helper, serve
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def _schema(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise RequestError("it is not an object like {\"type\": \"object\", ...}")
+    schema = closed(schema)
     schema.setdefault("x-guidance", {"whitespace_pattern": _JSON_SPACE})
     return f"start: %json {json.dumps(schema)}"
 

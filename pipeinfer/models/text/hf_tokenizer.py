@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.text.marks import Marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 #: special tokens that end a generation wherever they occur, as llama.cpp has them
@@ -115,10 +117,13 @@ class FolderTokenizer(Tokenizer):
 
     def split(self, text: str, special: bool) -> list[int]:
         """The tokens of the text alone; see `Tokenizer.encode`."""
+        return self._read(self._special if special else self._plain, text, {})
+
+    def _read(self, reader: Any, text: str, meant: dict[int, int]) -> list[int]:
         text = text.encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
-        reader = self._special if special else self._plain
         try:
-            ids = list(reader.encode(text, add_special_tokens=False).ids)
+            found = reader.encode(text, add_special_tokens=False).ids
+            ids = [meant.get(i, i) for i in found] if meant else list(found)
         except BaseException as error:  # a damaged vocabulary shows only here, as a panic
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -129,6 +134,31 @@ class FolderTokenizer(Tokenizer):
             raise RequestError(f"the tokenizer gives token {max(ids)}, but the model has only "
                                f"{self.n_vocab} tokens")
         return ids
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The control tokens as they are written."""
+        return Marks({str(entry.get("content")): i for i, entry in self._added.items()
+                      if entry.get("special") and i < self.n_vocab})
+
+    @cached_property
+    def _stand_ins(self) -> tuple[Any, dict[int, str], dict[int, int]]:
+        """What reads marks as text and stand-ins for them as tokens: the reader, what to write
+        for each mark, and which mark its token stands for."""
+        from tokenizers import AddedToken
+
+        reader = _load(Path(self.path), special=False)
+        written = {i: f"[{secrets.token_hex(12)}]" for i in self.marks.tokens.values()}
+        reader.add_tokens([AddedToken(text, normalized=False, special=False, **{
+            name: bool(self._added[i].get(name)) for name in ("single_word", "lstrip", "rstrip")})
+            for i, text in written.items()])
+        return reader, written, {reader.token_to_id(text): i for i, text in written.items()}
+
+    def _encode_guarded(self, text: str, seam: str) -> list[int]:
+        reader, written, meant = self._stand_ins
+        whole = "".join(written[part] if isinstance(part, int) else part.replace(seam, "")
+                        for part in self.marks.split(text))
+        return self._read(reader, whole, meant)
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless `special`."""

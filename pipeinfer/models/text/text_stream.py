@@ -43,11 +43,9 @@ class TextStream:
         return text
 
     def finish(self) -> None:
-        """No token comes any more: what was held back is certain."""
+        """No token comes any more: what was held back is certain, but for half a character."""
         if not self.stopped:
-            self._add(self._decoder.finish())
-            if not self.stopped:
-                self._show(self._stopper.rest())
+            self._show(self._stopper.rest())
 
     def take(self) -> str:
         """What has become certain since the last call."""

@@ -17,9 +17,11 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models import llama_c
 from pipeinfer.models.llama import clear_log, ensure_llama, last_log
 from pipeinfer.models.llama_rules import check_file
+from pipeinfer.models.text.marks import Guard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
-
+_SPACES = " \t\n\v\f\r"  #: what llama.cpp takes away beside marks that ask for it
+_PARSED = llama_c.LLAMA_TOKEN_ATTR_CONTROL | llama_c.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
 
@@ -98,7 +100,9 @@ class Tokenizer:
         model's file says. special: whether control tokens written out in the text, such as
         `<|im_end|>`, become those tokens; leave it False for text that a user typed.
         """
-        tokens = self.split(text, special)
+        return self._begun(self.split(text, special), add_bos)
+
+    def _begun(self, tokens: list[int], add_bos: bool | None) -> list[int]:
         bos = self.bos_id
         if (self.adds_bos if add_bos is None else add_bos) and bos is not None:
             if tokens[:1] != [bos]:
@@ -155,10 +159,10 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation of {"role", "content"} messages.
 
-        Rendered by the model's own template in a sandbox, as "chatml" without one. Encode the
-        result with `special=True`. tools: functions that the template may describe. variables:
-        whatever else this template knows, such as enable_thinking. Raises RequestError when the
-        template refuses the messages.
+        Rendered by the model's own template in a sandbox, as "chatml" without one. For looking
+        at: `encode_chat` gives the tokens. tools: functions that the template may describe.
+        variables: whatever else this template knows, such as enable_thinking. Raises RequestError
+        when the template refuses the messages.
         """
         template = self.chat_template
         if template is None:
@@ -175,6 +179,63 @@ class Tokenizer:
             "eos_token": self._text(self.eos_id),
         })
 
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt of a conversation: only the template's own marks become control tokens.
+
+        What the messages, tools and variables hold stays text, whatever is written there. Takes
+        and raises what `apply_chat` does.
+        """
+        return self.encode_guarded(*self.guarded_chat(
+            messages, add_generation_prompt, tools=tools, variables=variables))
+
+    def guarded_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """What `encode_chat` makes tokens of: a text with seams in it, and what a seam is."""
+        guard = Guard(self.marks)
+        try:
+            text = self.apply_chat(
+                guard.messages(messages), add_generation_prompt,
+                tools=None if tools is None else guard.value(tools),
+                variables={k: guard.value(v) for k, v in (variables or {}).items()})
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply") from None
+        return text, guard.seam
+
+    def encode_guarded(self, text: str, seam: str) -> list[int]:
+        """The tokens of a text whose whole marks are control tokens, without its seams."""
+        if seam not in text:
+            return self.encode(text, special=True)
+        return self._begun(self._encode_guarded(text, seam), None)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """The control tokens as they are written."""
+        kinds = llama_c.llama_vocab_get_attr
+        return Marks({self._text(i): i for i in range(self.n_vocab)
+                      if kinds(self._vocab, i) & _PARSED})
+
+    def _encode_guarded(self, text: str, seam: str) -> list[int]:
+        parts = self.marks.split(text)
+        tokens: list[int] = []
+        for at, part in enumerate(parts):
+            if isinstance(part, int):
+                tokens.append(part)
+                continue
+            plain = part.replace(seam, "")
+            if at and self._kind(int(parts[at - 1])) & llama_c.LLAMA_TOKEN_ATTR_RSTRIP:
+                plain = plain.lstrip(_SPACES)
+            if parts[at + 1 :] and self._kind(int(parts[at + 1])) & llama_c.LLAMA_TOKEN_ATTR_LSTRIP:
+                plain = plain.rstrip(_SPACES)
+            tokens += self.split(plain, special=False) if plain else []
+        return tokens
+
     def token_text(self, token: int) -> bytes:
         """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
         text: bytes = llama_c.llama_vocab_get_text(self._vocab, token)
@@ -188,7 +249,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time; holds back the start of an incomplete character."""
+    """Turns tokens into text one at a time.
+
+    Holds back the start of an incomplete character, so that one that is cut off by the end is left
+    out. Bytes that begin no character become U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
@@ -201,10 +266,6 @@ class Detokenizer:
     def push_bytes(self, data: bytes) -> str:
         """The text that became complete with these bytes."""
         return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
-        return self._decoder.decode(b"", True)
 
 
 def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:

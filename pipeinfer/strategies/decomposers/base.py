@@ -115,12 +115,14 @@ class Specification:
 
     method: its name. What a method's `open` leaves for its `make`: plain, tokens of an ordinary
     prompt; point, a text (a skeleton's: of a point's prompt, with holes for outline, index and
-    point); lead, a choice (a skeleton's: whether the reader gets number and point first).
+    point) and its seam; lead, a choice (a skeleton's: whether the reader gets number and point
+    first).
     """
 
     method: str
     plain: tuple[int, ...] = ()
     point: str = ""
+    seam: str = ""
     lead: bool = False
 
 

@@ -6,9 +6,11 @@ Runs where tokens are decoded: it knows the vocabulary, no chat template, cells,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 
 from pipeinfer.config import SpeculationConfig
+from pipeinfer.models.text.marks import Guard
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
@@ -49,5 +51,8 @@ class Decomposition:
             registry.values_of(spec, self._config), wanted, self._encode)
         return functools.partial(spec.make, setup)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, special=True))
+    def _encode(self, text: str, seam: str, values: Mapping[str, str]) -> tuple[int, ...]:
+        guard = Guard(self._tokenizer.marks, seam)
+        holes = re.compile("|".join(map(re.escape, values)))
+        filled = holes.sub(lambda found: str(guard.value(values[found[0]])), text)
+        return tuple(self._tokenizer.encode_guarded(filled, seam))

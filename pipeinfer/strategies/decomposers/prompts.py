@@ -88,9 +88,10 @@ class PromptWriter:
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
                ) -> tuple[int, ...]:
         """See `Writer.encode`."""
-        return tuple(self._tokenizer.encode(self.render(messages, name, otherwise), special=True))
+        return tuple(self._tokenizer.encode_guarded(*self.render(messages, name, otherwise)))
 
-    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "") -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
+               ) -> tuple[str, str]:
         """See `Writer.render`."""
         asked = list(messages)
         if name in self.texts:
@@ -98,7 +99,7 @@ class PromptWriter:
             asked.insert(0, {"role": "system", "content": self.texts[name]})
         elif otherwise:
             asked[-1] = {**asked[-1], "content": asked[-1]["content"] + otherwise}
-        return self._tokenizer.apply_chat(asked)
+        return self._tokenizer.guarded_chat(asked)
 
 
 def methods_for(config: JobConfig) -> list[str]:

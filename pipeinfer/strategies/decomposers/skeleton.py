@@ -105,7 +105,7 @@ Skeleton of the answer:
 
 Write point {index} ("{point}") in one or two short sentences. Do not write the other points."""
 _NAMES = ("outline", "index", "point")
-_HOLE = re.compile("\ue000(outline|index|point)\ue001")  # private use: in no text of a model
+_HOLES = {name: f"\ue000{name}\ue001" for name in _NAMES}  # private use: in no text of a model
 
 
 def open_response(writer: Writer, messages: Sequence[Mapping[str, str]]
@@ -115,16 +115,17 @@ def open_response(writer: Writer, messages: Sequence[Mapping[str, str]]
     The outline is not there yet: holes in the rendered text stand for it, so that the template is
     not needed once it is.
     """
-    values = {"question": messages[-1]["content"], **{n: f"\ue000{n}\ue001" for n in _NAMES}}
+    values = {"question": messages[-1]["content"], **_HOLES}
 
     def asking(template: str) -> list[Mapping[str, str]]:
         text = re.sub(r"\{(question|outline|index|point)\}", lambda m: values[m[1]], template)
         return [*messages[:-1], {"role": "user", "content": text}]
 
     texts = writer.texts
-    point = writer.render(asking(texts.get("sot.point", POINT)), "sot.system")
+    point, seam = writer.render(asking(texts.get("sot.point", POINT)), "sot.system")
     return writer.encode(asking(texts.get("sot.outline", OUTLINE)), "sot.system"), Specification(
-        "skeleton", writer.encode(messages, "plain"), point, lead="sot.outline" not in texts)
+        "skeleton", writer.encode(messages, "plain"), point, seam,
+        lead="sot.outline" not in texts)
 
 
 def _make(setup: DecomposerSetup) -> Skeleton:
@@ -132,7 +133,8 @@ def _make(setup: DecomposerSetup) -> Skeleton:
 
     def prompt(outline: str, index: int, point: str) -> tuple[int, ...]:
         values = {"outline": outline, "index": str(index), "point": point}
-        return setup.encode(_HOLE.sub(lambda found: values[found[1]], wanted.point))
+        return setup.encode(wanted.point, wanted.seam,
+                            {_HOLES[name]: value for name, value in values.items()})
 
     return Skeleton(setup.vocabulary, Prompts(
         wanted.plain, prompt, lambda index, text: f"{index}. {text}: " if wanted.lead else ""),

@@ -1,0 +1,179 @@
+"""A tour with the clients that people use: openai, LangChain, LiteLLM, Instructor, an agent's loop.
+
+    python3 -m venv tour && tour/bin/pip install openai langchain-openai litellm instructor
+    mpirun -np 4 pipeinfer serve -m model.gguf --any-model-name
+    tour/bin/python benchmarks/serving/tour.py http://127.0.0.1:8080
+
+Imports nothing of pipeinfer: these clients have an environment of their own. Every step prints what
+it got; the status is 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+STEPS: list[Callable[[str], object]] = []
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "The weather in a city now.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 40}},
+        "required": ["city"]}}}
+CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Tokyo", "Delhi", "Quito", "Bonn", "Bern")
+MODEL = "any-name"
+
+
+def step(call: Callable[[str], object]) -> Callable[[str], object]:
+    STEPS.append(call)
+    return call
+
+
+def client(url: str):
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+@step
+def openai_chat(url: str) -> object:
+    """openai: an answer, and the same in a stream."""
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 24,
+             "messages": [{"role": "user", "content": "Name three colours."}]}
+    whole = client(url).chat.completions.create(**asked).choices[0].message.content
+    parts = [c.choices[0].delta.content or ""
+             for c in client(url).chat.completions.create(**asked, stream=True) if c.choices]
+    assert "".join(parts) == whole
+    return whole
+
+
+@step
+def openai_tools(url: str) -> object:
+    """openai: a call that is asked for, whole and with its arguments in a stream."""
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 100, "tools": [WEATHER],
+             "tool_choice": "required",
+             "messages": [{"role": "user", "content": "What is the weather in Paris?"}]}
+    whole = client(url).chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    pieces = [c for chunk in client(url).chat.completions.create(**asked, stream=True)
+              if chunk.choices for c in chunk.choices[0].delta.tool_calls or ()]
+    arguments = "".join(piece.function.arguments or "" for piece in pieces)
+    assert whole.finish_reason == "tool_calls"
+    assert json.loads(arguments) == json.loads(call.function.arguments)
+    return f"{call.function.name} {arguments}, in {len(pieces)} pieces"
+
+
+@step
+def openai_models(url: str) -> object:
+    """openai: what the model can do."""
+    (model,) = client(url).models.list().data
+    return f"{model.id}: {model.context_length} tokens, tools {model.capabilities['tools']}"
+
+
+@step
+def langchain_tools(url: str) -> object:
+    """LangChain: bind_tools with its default choice, which is the model's own."""
+    from langchain_openai import ChatOpenAI
+
+    llm = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0,
+                     max_tokens=100)
+    answer = llm.bind_tools([WEATHER]).invoke("What is the weather in Paris? Call get_weather.")
+    assert not answer.invalid_tool_calls
+    return answer.tool_calls or answer.content
+
+
+@step
+def langchain_structured(url: str) -> object:
+    """LangChain: structured output, by its default and by function calling."""
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: str = Field(max_length=30)
+        age: int
+
+    llm = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0,
+                     max_tokens=100)
+    text = "Jason is 25 years old."
+    found = [llm.with_structured_output(Person).invoke(text),
+             llm.with_structured_output(Person, method="function_calling").invoke(text)]
+    assert all(isinstance(one, Person) for one in found)
+    return found
+
+
+@step
+def litellm_tools(url: str) -> object:
+    """LiteLLM: an answer and a call."""
+    import litellm
+
+    litellm.suppress_debug_info = True
+    asked = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none",
+             "temperature": 0, "max_tokens": 60}
+    words = litellm.completion(messages=[{"role": "user", "content": "Say hello."}], **asked)
+    call = litellm.completion(
+        messages=[{"role": "user", "content": "What is the weather in Oslo?"}], tools=[WEATHER],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}}, **asked)
+    (made,) = call.choices[0].message.tool_calls
+    return words.choices[0].message.content, made.function.arguments
+
+
+@step
+def instructor_default(url: str) -> object:
+    """Instructor: its default mode, which is tools."""
+    import instructor
+    from pydantic import BaseModel, Field
+
+    class Address(BaseModel):
+        city: str = Field(max_length=30)
+
+    class User(BaseModel):
+        name: str = Field(max_length=30)
+        age: int
+        address: Address
+
+    user = instructor.from_openai(client(url)).chat.completions.create(
+        model=MODEL, response_model=User, temperature=0, max_tokens=120, max_retries=1,
+        messages=[{"role": "user", "content": "Jason is 25 years old and lives in Paris."}])
+    assert isinstance(user, User)
+    return user
+
+
+@step
+def agent(url: str) -> object:
+    """An agent: ten calls one after the other, each with the results of those before."""
+    api = client(url)
+    messages: list = [{"role": "system", "content": "You look up the weather."}]
+    made = []
+    for city in CITIES:
+        messages.append({"role": "user", "content": f"What is the weather in {city}?"})
+        answer = api.chat.completions.create(
+            model=MODEL, messages=messages, tools=[WEATHER], tool_choice="required",
+            temperature=0, max_tokens=100).choices[0]
+        (call,) = answer.message.tool_calls
+        made.append(json.loads(call.function.arguments)["city"])
+        messages += [answer.message.model_dump(exclude_none=True),
+                     {"role": "tool", "tool_call_id": call.id, "content": "sunny, 20 degrees"}]
+        words = api.chat.completions.create(
+            model=MODEL, messages=messages, tools=[WEATHER], tool_choice="none", temperature=0,
+            max_tokens=16).choices[0].message.content
+        messages.append({"role": "assistant", "content": words})
+    return made
+
+
+def main() -> int:
+    """Every step; how many failed."""
+    url, failed = sys.argv[1].rstrip("/"), 0
+    for call in STEPS:
+        try:
+            print(f"{call.__name__}: {call(url)!r}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"{call.__name__}: FAILED\n{traceback.format_exc(limit=3)}", flush=True)
+    print(f"{len(STEPS) - failed} of {len(STEPS)} steps passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

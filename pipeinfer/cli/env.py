@@ -1,0 +1,34 @@
+"""`pipeinfer env`: what a plain mpirun should have in its environment."""
+
+from __future__ import annotations
+
+import shlex
+
+import click
+
+from pipeinfer.transport.settings import mpi_env, mpi_settings
+
+_FOR_RANKS = ("OMPI_MCA_", "OMP_")
+
+
+@click.command()
+@click.option("--pass", "passed", is_flag=True,
+              help="Print the options of mpirun that pass the settings on to other hosts instead.")
+def env_command(passed: bool) -> None:
+    """Print the settings for a plain mpirun of Open MPI 5, for a shell to take over.
+
+    \b
+        eval "$(pipeinfer env)"
+        mpirun -np 4 pipeinfer serve
+        mpirun $(pipeinfer env --pass) --hostfile lab -np 8 pipeinfer serve
+
+    What is set already stays. launch/run and launch/ssh do this themselves.
+    """
+    if passed:
+        click.echo(" ".join(f"-x {name}" for name in mpi_settings()
+                            if name.startswith(_FOR_RANKS)))
+        return
+    for line in mpi_env().splitlines():
+        name, _, value = line.partition("=")
+        setting = line and not line.startswith("#")
+        click.echo(f'export {name}="${{{name}-{shlex.quote(value)}}}"' if setting else line)

@@ -1,0 +1,65 @@
+"""What users are told when a job begins: the policy in use, and options that do not do what one may
+expect. Texts only; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeinfer.config import ModelConfig, SpeculationConfig
+from pipeinfer.core.policy import Policy
+from pipeinfer.strategies import registry
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.assembly import Assembly
+    from pipeinfer.cluster.session import Job
+
+
+def why(config: SpeculationConfig, job: Job) -> str:
+    """The policy in use, and the reason."""
+    guessers = [spec.name for spec in registry.named(config)]
+    if not guessers and job.draft is not None:
+        guessers = [job.draft.name]
+    if job.policy is not Policy.ITERATIVE:
+        return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
+    if config.speculation == "off":
+        return f"policy {job.policy}, token by token: --speculation off"
+    if guessers:
+        return f"policy {job.policy}, token by token, as asked for: without guesses of " \
+               f"{' and '.join(guessers)}"
+    return f"policy {job.policy}, token by token: there is no draft to guess (-md, --proposer)"
+
+
+def doubts(config: SpeculationConfig, job: Job) -> list[str]:
+    """Options that do not do what one may expect."""
+    notes = []
+    inline = registry.inline(config)
+    rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
+    if inline is not None and len(rivals) > 1:
+        notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
+                     "first, is used")
+    if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
+        notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
+                     "pipeinfer works like speculative")
+    if job.gaps:
+        notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
+                     "another run up to near-ties (docs/decomposers.md)")
+    return notes
+
+
+def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:
+    """What stages have said that a user may not expect."""
+    notes = []
+    if config.like_llama_cpp:
+        rows = assembly.terms.exact
+        notes.append("computed like llama.cpp by default; of that only runs of "
+                     f"{rows} row{'s' * (rows != 1)} are exact")
+    if config.exact == "off":
+        notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
+    elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
+        notes.append("only runs of one row are exact here, so guesses travel one by one, with one "
+                     "stage and --policy speculative not at all; --exact off allows wider runs")
+    if len({one.backend for one in assembly.ready.values()}) > 1:
+        notes.append("stages run on different backends: tokens equal plain decoding through the "
+                     "same stages, and that of one backend up to near-ties")
+    return notes

@@ -1,0 +1,18 @@
+"""The settings that a launch with Open MPI 5 should have, with their reasons: `mpi.env` beside this
+file. Knows the text, neither MPI nor this process's environment.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+
+def mpi_env() -> str:
+    """The file's text: comments, and lines of NAME=VALUE without quotes."""
+    return resources.files("pipeinfer.transport").joinpath("mpi.env").read_text(encoding="utf-8")
+
+
+def mpi_settings() -> dict[str, str]:
+    """The variables of `mpi_env`."""
+    return dict(line.split("=", 1) for line in mpi_env().splitlines()
+                if line and not line.startswith("#"))

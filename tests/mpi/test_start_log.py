@@ -1,0 +1,32 @@
+"""What a job says at its start."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pipeinfer.experiments.rig import launch
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+GENERATE = ["-m", "pipeinfer", "generate", "-p", "def", "-n", "4", "--temp", "0"]
+FATAL = "ends the job when a rank dies"
+
+
+def said(*options, **env):
+    done = launch.run(3, [sys.executable, *GENERATE, *options], timeout=90, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_plain_mpirun_is_told_that_a_death_ends_it_and_what_to_do():
+    text = said(OMPI_MCA_mpi_ft_enable="0")
+    assert FATAL in text
+    assert 'eval "$(pipeinfer env)"' in text
+    assert "policy pipeinfer: guesses come from draft.gguf" in text
+
+
+def test_a_job_with_the_settings_says_nothing_of_the_kind_and_names_its_policy():
+    text = said("--speculation", "off")
+    assert FATAL not in text
+    assert "policy iterative, token by token: --speculation off" in text
