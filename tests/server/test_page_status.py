@@ -60,7 +60,7 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         chat.until("/rank \\d lost, /.test(document.querySelector('#lanes-text').textContent)")
         chat.answer()
         foot = chat.tab.inner_text(".answer .foot")
-        assert re.search(rf"rank {rank} was lost on the way: [\d.]+ s of pause, no token lost", foot)
+        assert re.search(rf"rank {rank} was lost on the way: [\d.]+ s of pause, no token", foot)
         status.until("document.querySelector('#recoveries').textContent === '1'")
         assert tab.inner_text("#ranks tr.lost td").startswith(str(rank))
         assert f"Rank {rank} was lost." in tab.inner_text("#changes")
