@@ -1,4 +1,4 @@
-"""Reads a TOML file that a user wrote: what cannot be read is one line, whatever is in it.
+"""What users write and name: TOML files, sizes, files to be written. What is wrong is one line.
 
 Knows no keys.
 """
@@ -6,6 +6,7 @@ Knows no keys.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 from pipeinfer.errors import UsageError
 
 MOST_BYTES = 4 << 20
+_UNITS = {"": 1, "b": 1, **{
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kmgt", 1) for kind, base in (("b", 1000), ("ib", 1024))
+}}
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
@@ -52,3 +57,17 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(file.name, path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def parse_bytes(value: Any, where: str) -> int:
+    """Bytes from a number or a text such as "8 GiB" or "7.5GB". Raises UsageError."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
+        return int(value)
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)",
+                         str(value)[:60].strip().lower())
+    size = 0
+    if isinstance(value, str) and found and found[2] in _UNITS:
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise UsageError(f"{where} is {repr(value)[:80]}; give bytes or a text such as \"8 GiB\"")
+    return size

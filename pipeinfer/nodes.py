@@ -23,17 +23,13 @@ from pipeinfer import host
 from pipeinfer.config import ClusterConfig, JobConfig, Resolved
 from pipeinfer.core.control import Bell
 from pipeinfer.errors import UsageError
-from pipeinfer.files import read_toml
+from pipeinfer.files import parse_bytes, read_toml
 from pipeinfer.host import Place
 
 ROLES = ("auto", "head", "stage", "draft", "spare")
 NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
 _MAX_SLOTS = 1 << 16
 _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
-_UNITS = {"": 1, "b": 1, **{
-    f"{letter}{kind}": base**power
-    for power, letter in enumerate("kmgt", 1) for kind, base in (("b", 1000), ("ib", 1024))
-}}
 #: settings that stand in for options of the same name
 _OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
 BACKENDS = ("", "auto", "llamacpp", "torch")
@@ -311,20 +307,6 @@ def _setting(name: str, value: Any, where: str) -> Any:
                 raise UsageError(f"{where} must be a whole number from 0 to {_ALL_LAYERS}, not "
                                  f"{repr(value)[:80]}")
     return value
-
-
-def parse_bytes(value: Any, where: str) -> int:
-    """Bytes from a number or a text such as "8 GiB" or "7.5GB". Raises UsageError."""
-    if _is_int(value) and 0 < value < 2**63:
-        return int(value)
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)",
-                         str(value)[:60].strip().lower())
-    size = 0
-    if isinstance(value, str) and found and found[2] in _UNITS:
-        size = int(float(found[1]) * _UNITS[found[2]])
-    if size <= 0:
-        raise UsageError(f"{where} is {repr(value)[:80]}; give bytes or a text such as \"8 GiB\"")
-    return size
 
 
 # --- use --------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from pipeinfer import host
 from pipeinfer.cli.options import parse
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.files import parse_bytes
 from pipeinfer.nodes import (
     HostEntry,
     NodeSettings,
     apply,
     check_head,
     nodes_file_beside,
-    parse_bytes,
     ranks_of,
     read_hostfile,
     read_nodes,

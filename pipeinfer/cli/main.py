@@ -28,6 +28,7 @@ class _Main(click.Group):
 
     elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
         "bench": ("pipeinfer.experiments.bench", "bench_command"),
+        "cache": ("pipeinfer.cli.cache", "cache_command"),
         "chaos": ("pipeinfer.experiments.chaos.command", "chaos_command"),
         "chat": ("pipeinfer.cli.chat", "chat_command"),
         "compare": ("pipeinfer.cli.compare", "compare_command"),

@@ -33,6 +33,7 @@ from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
 from pipeinfer.models import embedding
+from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_model
@@ -222,7 +223,9 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
             "share its directory, or let rank 0 send the layers with --distribute"
         )
     name, total = _ask(port, setup.port, setup.start, setup.stop, config.timeout, setup.piece)
-    return receive(port, cache_directory(), name, total, config.timeout, report)
+    found, arrived = receive(port, cache_directory(), name, total, config.timeout, report)
+    make_room(found, 0)
+    return found, arrived
 
 
 def _ask(port: Port, name: PortName, start: int, stop: int, timeout: float, piece: str = ""

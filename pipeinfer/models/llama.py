@@ -91,3 +91,10 @@ def may_repack() -> bool:
     Raises BackendError without a library.
     """
     return b"AMX_INT8 = 1" not in llama_c.llama_print_system_info()
+
+
+def reads_halves_fast() -> bool:
+    """Whether float16 numbers are read as fast as any, as with AVX-512; on AVX2 attention over them
+    is slower than over q8_0. Raises BackendError without a library.
+    """
+    return "avx512f" in llama_c.kernels()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
+from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
 from pipeinfer.models.gguf_parts import (
@@ -267,7 +268,9 @@ def extract_shard(
     _check_range(model, start, stop)
     if piece is None and _is_whole(model, start, stop):
         return model.path
-    return store(ShardSource(model, start, stop, piece), cache_directory(cache_dir), progress)
+    path = store(ShardSource(model, start, stop, piece), cache_directory(cache_dir), progress)
+    make_room(path, model.nbytes)
+    return path
 
 
 def _is_whole(model: ModelFile, start: int, stop: int) -> bool:

@@ -171,14 +171,14 @@ def _remove_stale(directory: Path) -> None:
 def seal(path: Path, digest: bytes) -> None:
     """Note beside the file, which was just written, what its bytes are."""
     with contextlib.suppress(OSError):  # without it the file is made again, nothing else
-        _write(_sum_of(path), json.dumps({"blake2b": digest.hex(), "file": _identity(path)}))
+        _write(sum_of(path), json.dumps({"blake2b": digest.hex(), "file": _identity(path)}))
 
 
 def is_sound(path: Path) -> bool:
     """Whether the file is what was sealed. Says so, once, where it is damaged."""
     try:
         identity = _identity(path)
-        note = json.loads(_sum_of(path).read_text(encoding="utf-8")[:_MOST_NOTE])
+        note = json.loads(sum_of(path).read_text(encoding="utf-8")[:_MOST_NOTE])
         digest, known = note["blake2b"], note["file"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -192,7 +192,7 @@ def is_sound(path: Path) -> bool:
         return False
     if found.hex() != digest:
         with contextlib.suppress(OSError):
-            _sum_of(path).unlink()
+            sum_of(path).unlink()
         _log.warning("pipeinfer: note: %s is damaged (its checksum differs) and is written again",
                      path)
         return False
@@ -216,7 +216,8 @@ def open_private(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _sum_of(path: Path) -> Path:
+def sum_of(path: Path) -> Path:
+    """Where a shard's checksum lies."""
     return path.with_name(path.name + ".sum")
 
 

@@ -236,8 +236,7 @@ def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     assert out["tokens"] == undisturbed
-    (note,) = out["stats"]["notes"]
-    assert "went on after" in note
+    (note,) = [note for note in out["stats"]["notes"] if "went on after" in note]
     assert says in note + done.stderr
     assert [stage["rank"] for stage in out["stats"]["stages"].values()] == [1, 3]
     assert not faulty_processes(kind)

@@ -268,15 +268,15 @@ def test_colours_follow_the_system_or_a_choice(browser, server):
 def test_without_a_draft_nothing_speaks_of_guesses(page):
     tab = page.tab
     page.until("document.body.classList.contains('plain')")
-    page.set(max_tokens="40")
+    page.set(temperature="0", max_tokens="400")
     empty = tab.inner_text("#empty")
     page.ask()
+    page.until("document.querySelector('#load').textContent !== '0 %'")
     page.answer()
     page.until("/token \\d+/.test(document.querySelector('#legend').textContent)")
     for text in (empty, tab.inner_text("body")):
         assert not re.search(r"guess|draft", text, re.IGNORECASE)
     assert not tab.is_visible("#acceptance-chart")
-    page.until("document.querySelector('#load').textContent !== '0 %'")
     tab.click("#open-settings")
     assert not tab.is_visible("#mark")
 

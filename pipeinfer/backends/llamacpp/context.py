@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, last_log, may_repack
+from pipeinfer.models.llama import clear_log, last_log, may_repack, reads_halves_fast
 from pipeinfer.models.llama_rules import check_file
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
@@ -70,12 +70,14 @@ class LlamaOptions:
         """These options with every "auto" of the cache decided, for values of `head_size` elements
         per head, and keys of `key_size` (0: as many).
 
-        On a CPU the choice is flash attention over q8_0 keys and values (float16 and bfloat16
-        where q8_0 does not fit the heads). That kernel treats every row alone, cell by cell, and
-        skips cells that the row does not see; so a row's logits do not depend on its neighbours,
-        on holes, or on where in the cache its sequence begins. Without flash attention two rows
-        take another kernel than one; where keys and values are both float16, or both float32,
-        one row beyond 512 cells is split over threads, and chunks of 64 rows are tiled.
+        On a CPU the choice is flash attention over q8_0 keys, and over values of float16 where the
+        library was compiled for AVX-512, which reads them fastest, else of q8_0 (float16 keys and
+        bfloat16 values where q8_0 does not fit the heads). That kernel treats every row alone,
+        cell by cell, and skips cells that the row does not see; so a row's logits do not depend on
+        its neighbours, on holes, or on where in the cache its sequence begins. Without flash
+        attention two rows take another kernel than one; where keys and values are both float16, or
+        both float32, one row beyond 512 cells is split over threads, and chunks of 64 rows are
+        tiled.
         """
         on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
@@ -87,6 +89,8 @@ class LlamaOptions:
             kind_k = "q8_0" if treats_rows_alone and fits else "f16"
         if kind_v == "auto":
             exact = "q8_0" if head_size % 32 == 0 else "bf16"
+            if kind_k not in ("f16", "f32") and reads_halves_fast():
+                exact = "f16"
             kind_v = exact if treats_rows_alone else "f16"
         return replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
 

@@ -15,20 +15,25 @@ import numpy as np
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import ensure_llama, may_repack
+from pipeinfer.models.llama import ensure_llama, may_repack, reads_halves_fast
+
+_F16, _Q8_0 = 1, 8  #: ggml's numbers of types
 
 
 class PlainLoop:
     """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
-                 n_batch: int = 512, type_k: int = 8, type_v: int = 8, flash: int = 1) -> None:
+                 n_batch: int = 512, type_k: int = _Q8_0, type_v: int | None = None,
+                 flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_c.llama_model_default_params()
         model_params.use_extra_bufts = may_repack()
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+        if type_v is None:
+            type_v = _F16 if reads_halves_fast() else _Q8_0
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         self.context: Any = llama_c.llama_init_from_model(self.model, params)

@@ -1,0 +1,137 @@
+"""How much the shard cache may hold: what lies there, and what goes first.
+
+Every plan makes shards of its own, so a directory that nobody cleans only grows. After each shard
+what was made of its model is cut to MOST_COPIES times the model's size, and everything to
+$PIPEINFER_CACHE_SIZE where that is set: what was used longest ago goes first, and nothing that a
+process has mapped or that was used in the last minutes. A shard that is missed later is made again.
+Knows files, no layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.files import parse_bytes
+from pipeinfer.models.shard_cache import sum_of
+
+FRESH_SECONDS = 600.0  #: in which a shard that was used may be about to be mapped
+MOST_COPIES = 3.0  #: times a model's size that shards of it may take
+LIMIT = "PIPEINFER_CACHE_SIZE"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A file of the cache. model: what shards of one model have in common, empty for a note of what
+    was measured; size: bytes, its checksum's included; used: seconds since the epoch."""
+
+    path: Path
+    model: str
+    size: int
+    used: float
+
+    def remove(self) -> bool:
+        """Delete it and its checksum; whether it was this call that did."""
+        try:
+            self.path.unlink()
+        except OSError:
+            return False  # another process was quicker
+        with contextlib.suppress(OSError):
+            sum_of(self.path).unlink()
+        return True
+
+
+def kept(directory: Path) -> list[Kept]:
+    """The shards in the cache, those used longest ago first."""
+    found = []
+    for path in directory.glob("*.gguf"):
+        note = sum_of(path)
+        with contextlib.suppress(OSError):  # another process has removed it
+            size, used = path.stat().st_size, path.stat().st_mtime
+            if note.exists():
+                size, used = size + note.stat().st_size, max(used, note.stat().st_mtime)
+            found.append(Kept(path, model_of(path.name), size, used))
+    return sorted(found, key=lambda one: one.used)
+
+
+def model_of(name: str) -> str:
+    """What the names of one model's shards begin with."""
+    return name.partition("-")[0]
+
+
+def used_now(path: Path) -> None:
+    """Note that a shard is used, so that others go before it."""
+    with contextlib.suppress(OSError):
+        os.utime(sum_of(path))
+
+
+def make_room(path: Path, model_bytes: int) -> list[Path]:
+    """Bring the cache below its bounds once the shard `path` is there; what was removed.
+
+    model_bytes: size of the whole model; 0: unknown, then only $PIPEINFER_CACHE_SIZE counts.
+    Raises ModelError for a bound that cannot be read.
+    """
+    used_now(path)
+    everything = kept(path.parent)
+    own = [one for one in everything if one.model == model_of(path.name)]
+    bounds = [(own, int(MOST_COPIES * model_bytes))] if model_bytes else []
+    if (most := limit()) is not None:
+        bounds.append((everything, most))
+    removed: list[Path] = []
+    for files, bound in bounds:
+        left = [one for one in files if one.path not in removed]
+        fresh = [one.path for one in left if one.used > time.time() - FRESH_SECONDS]
+        removed += [one.path for one in shrink(left, bound, (path, *fresh))]
+    return removed
+
+
+def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = ()) -> list[Kept]:
+    """Remove files, the first ones first, until they take at most `bound` bytes; what was removed.
+    Those in `keep`, and those that a process has mapped, stay."""
+    files = list(files)
+    size = sum(one.size for one in files)
+    if size <= bound:
+        return []
+    held, removed = mapped(), []
+    for one in files:
+        if size <= bound:
+            break
+        if one.path not in keep and not in_use(one.path, held) and one.remove():
+            size -= one.size
+            removed.append(one)
+    return removed
+
+
+def limit() -> int | None:
+    """$PIPEINFER_CACHE_SIZE in bytes, None without. Raises ModelError."""
+    text = os.environ.get(LIMIT, "")
+    if not text:
+        return None
+    try:
+        return parse_bytes(text, LIMIT)
+    except UsageError as error:
+        raise ModelError(str(error)) from None
+
+
+def mapped() -> set[tuple[str, int]]:
+    """Name and inode of every file that a process of this user has mapped."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError), maps.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if ".gguf" in line:
+                    parts = line.split(maxsplit=5)
+                    found.add((os.path.basename(parts[5].strip()), int(parts[4])))
+    return found
+
+
+def in_use(path: Path, held: Collection[tuple[str, int]]) -> bool:
+    """Whether the file is among those `held`, see `mapped`."""
+    with contextlib.suppress(OSError):
+        return (path.name, path.stat().st_ino) in held
+    return False

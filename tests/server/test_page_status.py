@@ -1,0 +1,81 @@
+"""The operator's page, and a rank that dies while an answer comes, in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.experiments.rig.served import serve
+from tests.server.pages import CHROMIUM, Page
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.mpi,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
+]
+
+
+def pid_of(rank, session):
+    """The process of a rank of the job whose launcher leads this session."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            env = (folder / "environ").read_bytes().split(b"\0")
+            if os.getsid(int(folder.name)) == session and (
+                    b"OMPI_COMM_WORLD_RANK=%d" % rank in env):
+                return int(folder.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
+    with serve(3, "--speculation", "off") as served:
+        served.wait_until_ready()
+        chat = Page(browser, served.url).ready()
+        status = Page(browser, served.url, "/status").ready()
+        tab = status.tab
+        status.until("document.querySelectorAll('#stages tr').length === 2")
+        text = tab.inner_text("main")
+        assert "Nothing: the stages are those of the start." in text
+        assert re.search(r"stage 1, layers 0 to \d+", text)
+        tab.click("#preview")
+        status.until("/layers would stay|times as fast/.test("
+                     "document.querySelector('#plan').textContent)")
+        with tab.expect_request("**/rebalance") as asked:
+            tab.click("#rebalance")
+        assert asked.value.method == "POST"
+        assert asked.value.headers["content-type"] == "application/json"
+        assert asked.value.post_data_json == {}
+        status.until("/layers/.test(document.querySelector('#plan').textContent)")
+        chat.set(max_tokens="900", temperature="1", seed="1")
+        chat.ask()
+        chat.until("document.querySelector('.answer .text').textContent.length > 40")
+        rank = int(tab.inner_text("#stages tr:last-child td:nth-child(2)"))
+        os.kill(pid_of(rank, served.process.pid), signal.SIGKILL)
+        chat.wait(lambda: chat.tab.locator(".notice.lost").count() == 1, "what happened")
+        assert f"Rank {rank} (stage" in chat.tab.inner_text(".notice.lost")
+        chat.until("/rank \\d lost, /.test(document.querySelector('#lanes-text').textContent)")
+        chat.answer()
+        foot = chat.tab.inner_text(".answer .foot")
+        assert re.search(rf"rank {rank} was lost on the way: [\d.]+ s of pause, no token", foot)
+        status.until("document.querySelector('#recoveries').textContent === '1'")
+        assert tab.inner_text("#ranks tr.lost td").startswith(str(rank))
+        assert f"Rank {rank} was lost." in tab.inner_text("#changes")
+        chat.close()
+        status.close()
+
+
+def test_a_key_is_asked_for_on_the_operators_page(browser):
+    with serve(1, "--api-key", "sesame") as served:
+        served.wait_until_ready()
+        opened = Page(browser, served.url, "/status")
+        opened.tab.wait_for_selector("#key-form:not([hidden])")
+        opened.tab.fill("#api-key", "sesame")
+        opened.tab.press("#api-key", "Enter")
+        opened.ready()
+        opened.until("document.querySelectorAll('#stages tr').length === 1")
+        assert not opened.tab.is_visible("#key-form")
+        opened.close()
