@@ -22,17 +22,20 @@ from pipeinfer import __version__
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, prompts, requests
+from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
+from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
+from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
@@ -48,6 +51,7 @@ _ERRORS: _Responses = {
         (413, "The request is too long."),
         (431, "The request's headers are too long."),
         (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
+        (501, "Something that this server does not do."),
         (503, "Loading, shutting down or failed; see Retry-After."),
         (504, "The request took too long."),
     )
@@ -103,6 +107,23 @@ class Server:
             found.asked,
             Writer(found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools),
             request)
+
+    async def responses(self, body: items.ResponseRequest, request: Request) -> Response:
+        """Answer items as OpenAI's Responses API does, without storing anything."""
+        asked = items.to_chat(body)
+        tokenizer = self._ready(asked)
+        with items.own_names():
+            found = await requests.conversation(asked, self.settings, tokenizer,
+                                                self._compiler(tokenizer), self._n_ctx)
+        return await self._answer(found.asked, ItemWriter(
+            found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools,
+            request=body), request)
+
+    async def embeddings(self) -> Response:
+        """Not supported: this server generates text."""
+        raise ApiError(501, "this server generates text and computes no embeddings: ask another "
+                            "server for them, such as llama-server --embedding with an embedding "
+                            "model", code="not_supported")
 
     async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
         job = Job(self.hub, wanted)
@@ -268,6 +289,8 @@ class Server:
         post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
         post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
+        post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
+        post("/v1/embeddings", self.embeddings, None, {501: _ERRORS[501]})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
         post("/rebalance", self.rebalance, replies.Rebalanced,
@@ -338,35 +361,6 @@ class Server:
 
 async def _send_file(file: Path, _: Request) -> Response:
     return FileResponse(file, headers={"Cache-Control": "no-cache"})
-
-
-def explain(error: RequestValidationError) -> ApiError:
-    """A validation error as one message that names the first field that is wrong."""
-    found = error.errors()
-    # Of a union every alternative complains; the one of the right type knows more.
-    first = max((e for e in found if e["loc"][:2] == found[0]["loc"][:2]),
-                key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
-    path = [part for part in first["loc"] if part not in ("body", "path", "query")]
-    if first["type"] == "json_invalid":
-        return bad(f"the request is not valid JSON: {first['ctx']['error']}")
-    if not path:
-        return bad("the request is not a JSON object; is its Content-Type application/json?")
-    unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
-    inner = path[:-1] if unknown else path
-    names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
-    names = names or [str(path[-1])]
-    param = ".".join(names)
-    if unknown:
-        reason = schema.REFUSED.get(names[-1], "it is unknown here")
-        return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
-    return bad(f"{param}: {first['msg']}", param)
-
-
-def _is_branch(part: Any) -> bool:
-    """Whether a part of a location names an alternative of a union and no field."""
-    return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
-        or part.startswith("constrained-"))
 
 
 def _readable(piece: bytes) -> str | list[int]:

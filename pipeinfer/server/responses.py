@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Delta, Generation, Piece
+from pipeinfer.server.errors import ApiError
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.schema_replies import (
     Alternative,
@@ -61,6 +63,7 @@ class Writer:
     tools: ToolUse | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,14 +81,14 @@ class Writer:
 
     # --- streams ------------------------------------------------------------------------------
 
-    def opening(self) -> list[Chunk]:
+    def opening(self) -> Sequence[Mapping[str, Any]]:
         """Chunks that come before any token."""
         if self.is_chat:
             return [self._delta(choice, {"role": "assistant", "content": ""})
                     for choice in self.choices]
         return [self._text(choice, choice.text) for choice in self.choices if choice.text]
 
-    def chunks(self, choice: Choice) -> list[Chunk]:
+    def chunks(self, choice: Choice) -> Sequence[Mapping[str, Any]]:
         """Chunks for what has become certain, and the last one when the choice has ended."""
         generation = choice.generation
         ended = generation.ended and generation.failure is None
@@ -105,13 +108,17 @@ class Writer:
             out.append(last)
         return out
 
-    def closing(self) -> list[Chunk]:
+    def closing(self) -> Sequence[Mapping[str, Any]]:
         """What comes after every choice has ended."""
         if not self.asked.usage:
             return []
         chunk = self._chunk([])
         chunk["usage"] = self.usage()
         return [chunk]
+
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
+        """The last chunk of a stream that went wrong."""
+        return error.body()
 
     def _delta(self, choice: Choice, delta: MessageDelta, reason: Finish | None = None) -> Chunk:
         return self._chunk([ChatDelta(
@@ -146,7 +153,7 @@ class Writer:
 
     # --- whole answers ------------------------------------------------------------------------
 
-    def whole(self) -> Completion | ChatCompletion:
+    def whole(self) -> Mapping[str, Any]:
         """The answer once every choice has ended well."""
         deltas = [choice.generation.take() for choice in self.choices]
         each = list(zip(self.choices, deltas, strict=True))

@@ -23,7 +23,6 @@ from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, for_failure
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
-from pipeinfer.server.schema_replies import ChatCompletion, Completion
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
 _log = logging.getLogger("pipeinfer.server")
@@ -81,7 +80,7 @@ class Job:
         return True
 
 
-async def whole(job: Job, writer: Writer, request: Request) -> Completion | ChatCompletion:
+async def whole(job: Job, writer: Writer, request: Request) -> Mapping[str, Any]:
     """Wait for the end of every choice. Raises ApiError, or Left when the client goes."""
     try:
         await unless_left(_until_ended(job), request)
@@ -135,19 +134,22 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
                 raise for_failure(failure)
         for chunk in writer.closing():
             yield event(chunk)
-        yield b"data: [DONE]\n\n"
+        if writer.ends_with_mark:
+            yield b"data: [DONE]\n\n"
     except ApiError as error:
-        yield event(error.body())
+        yield event(writer.failed(error))
     except Exception:
         _log.exception("a request's stream failed")
-        yield event(ApiError(500, "internal server error; see its log").body())
+        yield event(writer.failed(ApiError(500, "internal server error; see its log")))
     finally:
         job.abort("disconnected")
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """`data` as one server-sent event, with its empty line."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    """`data` as one server-sent event, with its empty line; named where it has a type."""
+    kind = data.get("type")
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream(Response):

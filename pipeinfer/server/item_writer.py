@@ -1,0 +1,170 @@
+"""Answers in the form of /v1/responses: items, and the events that build them up.
+
+Knows choices and their text, no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pipeinfer.server.errors import ApiError
+from pipeinfer.server.responses import Choice, Writer
+from pipeinfer.server.schema_items import ResponseRequest
+from pipeinfer.server.tools import Call, More
+
+
+@dataclass(slots=True)
+class ItemWriter(Writer):
+    """Writes the one choice of a request. request: what the answer repeats of it."""
+
+    request: ResponseRequest = field(kw_only=True)
+    ends_with_mark: ClassVar[bool] = False
+    items: list[dict[str, Any]] = field(default_factory=list)
+    _events: list[Mapping[str, Any]] = field(default_factory=list)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.answer_id = f"resp_{secrets.token_hex(14)}"
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def opening(self) -> list[Mapping[str, Any]]:
+        """Events that come before any token."""
+        self._tell("response.created", response=self._response("in_progress"))
+        self._tell("response.in_progress", response=self._response("in_progress"))
+        return self._told()
+
+    def chunks(self, choice: Choice) -> list[Mapping[str, Any]]:
+        """Events for what has become certain, and the last ones when the choice has ended."""
+        ended = choice.generation.ended and choice.generation.failure is None
+        self._take(choice, ended)
+        if ended:
+            choice.done = True
+            status = self._status(choice)
+            self._tell(f"response.{status}", response=self._response(status))
+        return self._told()
+
+    def closing(self) -> list[Mapping[str, Any]]:
+        """Nothing comes after the end of the choice."""
+        return []
+
+    def failed(self, error: ApiError) -> Mapping[str, Any]:
+        """The last event of a stream that went wrong."""
+        response = self._response("failed")
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        self._tell("response.failed", response=response)
+        return self._told()[0]
+
+    # --- whole answers ------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """The answer once the choice has ended well."""
+        (choice,) = self.choices
+        self._take(choice, ended=True)
+        return self._response(self._status(choice))
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _take(self, choice: Choice, ended: bool) -> None:
+        content, calls = self._split(choice, choice.generation.take(), ended)
+        if content:
+            self._words(content)
+        for call in calls:
+            if isinstance(call, Call):
+                choice.told += 1
+                self._begin({"id": f"fc_{secrets.token_hex(14)}", "type": "function_call",
+                             "status": "in_progress", "call_id": call.call_id, "name": call.name,
+                             "arguments": ""})
+            self._arguments(call)
+        if ended:
+            if not self.items:
+                self._words("")
+            self._finish("completed" if self._status(choice) == "completed" else "incomplete")
+
+    def _words(self, text: str) -> None:
+        if not self.items or self.items[-1]["type"] != "message":
+            self._begin({"id": f"msg_{secrets.token_hex(14)}", "type": "message",
+                         "status": "in_progress", "role": "assistant", "content": []})
+            self.items[-1]["content"] = [_part("")]
+            self._of_item("response.content_part.added", content_index=0, part=_part(""))
+        self.items[-1]["content"][0]["text"] += text
+        if text:
+            self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _arguments(self, call: Call | More) -> None:
+        self.items[-1]["arguments"] += call.arguments
+        if call.arguments:
+            self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+
+    def _begin(self, item: dict[str, Any]) -> None:
+        self._finish("completed")
+        self.items.append(item)
+        self._tell("response.output_item.added", output_index=len(self.items) - 1,
+                   item=dict(item))
+
+    def _finish(self, status: str) -> None:
+        if not self.items:
+            return
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            self._of_item("response.output_text.done", content_index=0, text=part["text"],
+                          logprobs=[])
+            self._of_item("response.content_part.done", content_index=0, part=dict(part))
+        else:
+            self._of_item("response.function_call_arguments.done", name=item["name"],
+                          arguments=item["arguments"])
+        self._tell("response.output_item.done", output_index=len(self.items) - 1, item=dict(item))
+
+    def _of_item(self, kind: str, **fields: Any) -> None:
+        self._tell(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if self.asked.stream:
+            self._events.append({"type": kind, "sequence_number": self._count, **fields})
+            self._count += 1
+
+    def _told(self) -> list[Mapping[str, Any]]:
+        told, self._events = self._events, []
+        return told
+
+    def _status(self, choice: Choice) -> str:
+        return "incomplete" if self._reason(choice) == "length" else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        request = self.request.model_dump(exclude_none=True, by_alias=True)
+        ended = status in ("completed", "incomplete")
+        return {
+            "id": self.answer_id, "object": "response", "created_at": self.created,
+            "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete"
+            else None,
+            "instructions": request.get("instructions"),
+            "max_output_tokens": request.get("max_output_tokens"),
+            "metadata": request.get("metadata", {}), "model": self.model,
+            "output": [dict(item) for item in self.items] if status != "in_progress" else [],
+            "parallel_tool_calls": request.get("parallel_tool_calls", True),
+            "previous_response_id": None, "store": False,
+            "temperature": self.asked.params.temperature, "top_p": self.asked.params.top_p,
+            "text": request.get("text", {"format": {"type": "text"}}),
+            "tool_choice": request.get("tool_choice", "auto"), "tools": request.get("tools", []),
+            "truncation": "disabled", "usage": self._tokens() if ended else None,
+        }
+
+    def _tokens(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": dict(usage["prompt_tokens_details"]),
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,39 @@
+"""What is wrong with a request's shape, in words for its client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+
+from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.errors import ApiError, bad
+
+
+def explain(error: RequestValidationError) -> ApiError:
+    """A validation error as one message that names the first field that is wrong."""
+    found = error.errors()
+    # Of a union every alternative complains; the one of the right type knows more.
+    first = max((e for e in found if e["loc"][:2] == found[0]["loc"][:2]),
+                key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
+    path = [part for part in first["loc"] if part not in ("body", "path", "query")]
+    if first["type"] == "json_invalid":
+        return bad(f"the request is not valid JSON: {first['ctx']['error']}")
+    if not path:
+        return bad("the request is not a JSON object; is its Content-Type application/json?")
+    unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
+    inner = path[:-1] if unknown else path
+    names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
+    names = names or [str(path[-1])]
+    param = ".".join(names)
+    if unknown:
+        reason = schema.REFUSED.get(names[-1], "it is unknown here")
+        return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
+    return bad(f"{param}: {first['msg']}", param)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a location names an alternative of a union and no field."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+        or part.startswith("constrained-"))

@@ -1,0 +1,158 @@
+"""/v1/responses with the official client and a scripted engine."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pydantic
+import pytest
+
+from pipeinfer.experiments import random_model
+from pipeinfer.experiments.rig.server_peer import front
+from pipeinfer.server.frames import Refused, Submit
+from tests.server.test_http import error
+from tests.server.test_tools import CALL
+
+pytestmark = pytest.mark.slow
+TOOL = {"type": "function", "name": "add", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+    "additionalProperties": False}}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "plain.gguf"
+    random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    with front(path, facts={"n_ctx": 4096}, any_name=True) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared):
+    shared.peer.reset()
+    return shared
+
+
+@pytest.fixture
+def ask(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0,
+                       timeout=30) as client:
+        def create(text="Hello.", /, **more):
+            server.peer.answer = lambda f: server.peer.say(f.id, text)
+            return client.responses.create(model="gpt-x", **{"input": "Hi", **more})
+
+        create.client = client
+        yield create
+
+
+def prompt(server, count=1):
+    return server.tokenizer.decode(server.peer.wait_for(Submit, count).prompt, True)
+
+
+def test_text_is_answered_with_a_message_and_counts(server, ask):
+    response = ask("Hello.", instructions="Be brief.", temperature=0.5, max_output_tokens=50,
+                   metadata={"a": "b"}, store=True)
+    assert response.output_text == "Hello."
+    assert (response.status, response.error) == ("completed", None)
+    assert response.usage.total_tokens == response.usage.input_tokens + len(
+        server.tokenizer.encode("Hello.", add_bos=False))
+    assert (response.instructions, response.metadata) == ("Be brief.", {"a": "b"})
+    assert (response.temperature, response.max_output_tokens) == (0.5, 50)
+    submitted = server.peer.wait_for(Submit)
+    assert (submitted.params.temperature, submitted.max_tokens) == (0.5, 50)
+    assert prompt(server).index("Be brief.") < prompt(server).index("Hi")
+
+
+def test_a_call_and_its_result_go_back_as_they_came(server, ask):
+    first = ask(CALL, tools=[TOOL], tool_choice="required")
+    (call,) = first.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
+    assert server.peer.wait_for(Submit).params.grammar
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "1+1"}]}, *first.output,
+             {"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+    second = ask("It is 42.", input=items, tools=[TOOL])
+    assert second.output_text == "It is 42."
+    text = prompt(server, 2)
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}' in text
+    assert "42" in text
+    third = ask("Good.", input=[*items, *second.output, {"role": "user", "content": "Thanks"}])
+    assert third.output_text == "Good."
+    assert "It is 42." in prompt(server, 3)
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", {"type": "function", "name": "add"}])
+def test_tool_choices(server, ask, choice):
+    ask(tools=[TOOL], tool_choice=choice)
+    assert bool(server.peer.wait_for(Submit).params.grammar) == (choice != "none")
+
+
+def test_a_stream_has_the_official_events_in_order(server, ask):
+    events = list(ask(f"Well: {CALL}", tools=[TOOL], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in events))
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "function_call_arguments.delta", "function_call_arguments.done", "completed"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Well: "
+    assert "".join(e.delta for e in events
+                   if e.type == "response.function_call_arguments.delta") == '{"a": 1}'
+    message, call = events[-1].response.output
+    assert (message.content[0].text, call.arguments) == ("Well: ", '{"a": 1}')
+    assert [e.item for e in events if e.type == "response.output_item.done"] == [message, call]
+    assert events[-1].response.usage.output_tokens > 0
+
+
+def test_the_clients_own_stream_and_parser(server, ask):
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int
+
+    server.peer.answer = lambda f: server.peer.say(f.id, '{"name": "Ann", "age": 3}')
+    with ask.client.responses.stream(model="x", input="Who?", text_format=Person) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_parsed == Person(name="Ann", age=3)
+    parsed = ask.client.responses.parse(model="x", input="Who?", text_format=Person)
+    assert parsed.output_parsed == Person(name="Ann", age=3)
+    for count in (1, 2):
+        assert server.peer.wait_for(Submit, count).params.grammar
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(server, ask):
+    server.peer.answer = lambda f: server.peer.say(f.id, "One two", reason="length")
+    response = ask.client.responses.create(model="x", input="Hi", max_output_tokens=2)
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete", "max_output_tokens")
+    assert response.output[0].status == "incomplete"
+    stream = ask.client.responses.create(model="x", input="Hi", max_output_tokens=2, stream=True)
+    assert [event.type for event in stream][-1] == "response.incomplete"
+
+
+@pytest.mark.parametrize(("more", "param", "says"), [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+    ({"background": True}, "background", "answers at once"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input.0.content.0.type", "input_text"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dog"}}}},
+     "text.format", ""),
+    ({"nonsense": 1}, "nonsense", "unknown"),
+])
+def test_what_cannot_be_done_is_named(server, more, param, says):
+    answer = server.post("/v1/responses", {"input": "Hi", **more})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert says in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_goes_wrong_ends_with_one_event(server, ask):
+    server.peer.answer = lambda f: [Refused(f.id, "request", "the grammar allows no token")]
+    events = list(ask.client.responses.create(model="x", input="Hi", stream=True))
+    assert [event.type for event in events][-1] == "response.failed"
+    assert events[-1].response.error.message == "the grammar allows no token"
+
+
+def test_embeddings_are_another_servers_business(server):
+    assert "embedding" in error(server.post("/v1/embeddings", {"input": "x"}), 501)["message"]
