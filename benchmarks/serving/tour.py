@@ -64,6 +64,23 @@ def openai_tools(url: str) -> object:
 
 
 @step
+def openai_responses(url: str) -> object:
+    """openai: the Responses API, a call and its result, then an answer in a stream."""
+    api, tool = client(url).responses, {"type": "function", **WEATHER["function"]}
+    items: list = [{"role": "user", "content": "What is the weather in Rome?"}]
+    first = api.create(model=MODEL, input=items, tools=[tool], tool_choice="required",
+                       temperature=0, max_output_tokens=100)
+    (call,) = first.output
+    items += [*first.output, {"type": "function_call_output", "call_id": call.call_id,
+                              "output": "sunny, 20 degrees"}]
+    events = list(api.create(model=MODEL, input=items, temperature=0, max_output_tokens=24,
+                             stream=True))
+    words = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert words == events[-1].response.output_text
+    return call.arguments, words
+
+
+@step
 def openai_models(url: str) -> object:
     """openai: what the model can do."""
     (model,) = client(url).models.list().data
