@@ -15,6 +15,9 @@ from pipeinfer.server.responses import Choice, Writer
 from pipeinfer.server.schema_items import ResponseRequest
 from pipeinfer.server.tools import Call, More
 
+_REPEATED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text",
+             "tool_choice", "tools"}  #: what answers repeat of requests
+
 
 @dataclass(slots=True)
 class ItemWriter(Writer):
@@ -136,7 +139,7 @@ class ItemWriter(Writer):
         return "incomplete" if self._reason(choice) == "length" else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:
-        request = self.request.model_dump(exclude_none=True, by_alias=True)
+        request = self.request.model_dump(include=_REPEATED, exclude_none=True, by_alias=True)
         ended = status in ("completed", "incomplete")
         return {
             "id": self.answer_id, "object": "response", "created_at": self.created,

@@ -300,7 +300,6 @@ def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, say
     ({**CHAT, "functions": []}, "functions", "use tools"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
-    ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
     ({**CHAT, "tool_choice": "required"}, "tool_choice", "tools is empty"),
     ({**CHAT, "prediction": {"type": "content"}}, "prediction", "draft"),
 ])
