@@ -252,7 +252,8 @@ def test_an_empty_cache_is_in_order_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"flash_attn": "off"}, {"type_v": "q8_0"}, {"type_v": "f16"}])
+@pytest.mark.parametrize("options", [{}, {"flash_attn": "off"}, {"type_v": "q8_0"},
+                                     {"type_v": "f16"}])
 @pytest.mark.parametrize("layers", [(0, 2), (0, 1)])
 def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers):
     """Side branches die below living cells until the cache is full, several times over."""
