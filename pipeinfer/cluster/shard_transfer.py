@@ -46,6 +46,7 @@ from pipeinfer.models.shard_cache import (
     new_hash,
     open_private,
     seal,
+    used_now,
 )
 from pipeinfer.models.slices import Slice
 from pipeinfer.transport.base import Port
@@ -259,6 +260,7 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
     Raises ModelError when the disk is full, another job receives it or the bytes are damaged.
     """
     target = directory / name
+    used_now(target)
     with contextlib.suppress(OSError):
         if target.stat().st_size == total and is_sound(target):
             return target, 0

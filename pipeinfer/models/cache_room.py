@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.files import parse_bytes
-from pipeinfer.models.shard_cache import sum_of
+from pipeinfer.models.shard_cache import alone, sum_of
 
 FRESH_SECONDS = 600.0  #: in which a shard that was used may be about to be mapped
 MOST_COPIES = 3.0  #: times a model's size that shards of it may take
@@ -50,24 +50,25 @@ def kept(directory: Path) -> list[Kept]:
     """The shards in the cache, those used longest ago first."""
     found = []
     for path in directory.glob("*.gguf"):
-        note = sum_of(path)
         with contextlib.suppress(OSError):  # another process has removed it
-            size, used = path.stat().st_size, path.stat().st_mtime
-            if note.exists():
-                size, used = size + note.stat().st_size, max(used, note.stat().st_mtime)
-            found.append(Kept(path, model_of(path.name), size, used))
+            size = path.stat().st_size
+            with contextlib.suppress(OSError):
+                size += sum_of(path).stat().st_size
+            found.append(Kept(path, model_of(path.name), size, used(path)))
     return sorted(found, key=lambda one: one.used)
+
+
+def used(path: Path) -> float:
+    """When a shard was used last. Raises OSError where it is gone."""
+    when = path.stat().st_mtime
+    with contextlib.suppress(OSError):
+        when = max(when, sum_of(path).stat().st_mtime)
+    return when
 
 
 def model_of(name: str) -> str:
     """What the names of one model's shards begin with."""
     return name.partition("-")[0]
-
-
-def used_now(path: Path) -> None:
-    """Note that a shard is used, so that others go before it."""
-    with contextlib.suppress(OSError):
-        os.utime(sum_of(path))
 
 
 def make_room(path: Path, model_bytes: int) -> list[Path]:
@@ -76,7 +77,6 @@ def make_room(path: Path, model_bytes: int) -> list[Path]:
     model_bytes: size of the whole model; 0: unknown, then only $PIPEINFER_CACHE_SIZE counts.
     Raises ModelError for a bound that cannot be read.
     """
-    used_now(path)
     everything = kept(path.parent)
     own = [one for one in everything if one.model == model_of(path.name)]
     bounds = [(own, int(MOST_COPIES * model_bytes))] if model_bytes else []
@@ -85,14 +85,15 @@ def make_room(path: Path, model_bytes: int) -> list[Path]:
     removed: list[Path] = []
     for files, bound in bounds:
         left = [one for one in files if one.path not in removed]
-        fresh = [one.path for one in left if one.used > time.time() - FRESH_SECONDS]
-        removed += [one.path for one in shrink(left, bound, (path, *fresh))]
+        removed += [one.path for one in shrink(left, bound, (path,), FRESH_SECONDS)]
     return removed
 
 
-def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = ()) -> list[Kept]:
+def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = (), fresh: float = 0.0
+           ) -> list[Kept]:
     """Remove files, the first ones first, until they take at most `bound` bytes; what was removed.
-    Those in `keep`, and those that a process has mapped, stay."""
+    Those in `keep`, those that a process has mapped, and those used less than `fresh` seconds ago
+    stay."""
     files = list(files)
     size = sum(one.size for one in files)
     if size <= bound:
@@ -101,10 +102,21 @@ def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = ()) -> li
     for one in files:
         if size <= bound:
             break
-        if one.path not in keep and not in_use(one.path, held) and one.remove():
+        if one.path in keep or in_use(one.path, held):
+            continue
+        with alone(one.path.parent):  # nobody begins to use it meanwhile
+            gone = _unused(one.path, fresh) and one.remove()
+        if gone:
             size -= one.size
             removed.append(one)
     return removed
+
+
+def _unused(path: Path, seconds: float) -> bool:
+    try:
+        return used(path) <= time.time() - seconds
+    except OSError:
+        return False
 
 
 def limit() -> int | None:

@@ -18,7 +18,6 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
-from pipeinfer.models.cache_room import used_now
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     all_of,
@@ -100,9 +99,7 @@ def extract_embedding(
     progress: Progress | None = None,
 ) -> Path:
     """The companion of `model`, from the cache or written now; see `shard_cache.store`."""
-    path = store(EmbeddingSource(model), cache_directory(cache_dir), progress)
-    used_now(path)
-    return path
+    return store(EmbeddingSource(model), cache_directory(cache_dir), progress)
 
 
 def _tensor(model: ModelFile) -> TensorInfo:

@@ -108,6 +108,7 @@ def store(source: Source, directory: Path, progress: Progress | None = None) -> 
     the source cannot be read; no temporary file stays behind.
     """
     target = directory / source.name
+    used_now(target)
     _remove_stale(directory)
     if _is_complete(target, source) and is_sound(target):
         if progress:
@@ -166,6 +167,24 @@ def _remove_stale(directory: Path) -> None:
                     path.unlink()
         except OSError:
             pass  # it is being written, another process was quicker, or it is not ours
+
+
+@contextlib.contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Nobody else is in such a block; where files cannot be locked anybody is."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def used_now(path: Path) -> None:
+    """Note that a shard is about to be used. Whoever makes room leaves it from now on; whether it
+    is there must be looked at after that."""
+    with alone(path.parent), contextlib.suppress(OSError):
+        os.utime(sum_of(path))
 
 
 def seal(path: Path, digest: bytes) -> None:

@@ -16,7 +16,7 @@ from pipeinfer.models import cache_room
 from pipeinfer.models.cache_room import FRESH_SECONDS, kept, make_room, shrink
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.shard_cache import sum_of
+from pipeinfer.models.shard_cache import sum_of, used_now
 
 
 @pytest.fixture
@@ -74,6 +74,16 @@ def test_what_a_process_has_mapped_stays(model, cache):
     with one.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
         assert [gone.path for gone in shrink(kept(cache), 0)] == [two]
     assert [gone.path for gone in shrink(kept(cache), 0)] == [one]
+
+
+def test_a_shard_that_somebody_begins_to_use_while_room_is_made_stays(model, cache, monkeypatch):
+    one, two = (extract_shard(model, start, start + 2, cache_dir=cache) for start in (0, 2))
+    age(one, 2 * FRESH_SECONDS)
+    age(two, 2 * FRESH_SECONDS)
+    files = kept(cache)
+    monkeypatch.setattr(cache_room, "mapped", lambda: used_now(one) or set())
+    assert [gone.path for gone in shrink(files, 0, fresh=FRESH_SECONDS)] == [two]
+    assert one.exists()
 
 
 def test_a_shard_that_is_used_again_outlives_newer_ones(model, cache):
