@@ -45,13 +45,12 @@ _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
         (400, "The request cannot be used; the error names the field."),
-        (401, "No valid API key."), (404, "No such model."),
+        (401, "No valid API key."), (404, "No such model, or nothing that this server does."),
         (403, "A page of another site, or a host name that is not the server's."),
         (408, "The request's body did not arrive in time."),
         (413, "The request is too long."),
         (431, "The request's headers are too long."),
         (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
-        (501, "Something that this server does not do."),
         (503, "Loading, shutting down or failed; see Retry-After."),
         (504, "The request took too long."),
     )
@@ -120,8 +119,8 @@ class Server:
             request=body), request)
 
     async def embeddings(self) -> Response:
-        """Not supported: this server generates text."""
-        raise ApiError(501, "this server generates text and computes no embeddings: ask another "
+        """Not there: this server generates text. Clients try again after a 5xx, in vain."""
+        raise ApiError(404, "this server generates text and computes no embeddings: ask another "
                             "server for them, such as llama-server --embedding with an embedding "
                             "model", code="not_supported")
 
@@ -290,7 +289,7 @@ class Server:
         post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
         post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
-        post("/v1/embeddings", self.embeddings, None, {501: _ERRORS[501]})
+        post("/v1/embeddings", self.embeddings, None, {404: _ERRORS[404]})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
         post("/rebalance", self.rebalance, replies.Rebalanced,

@@ -13,7 +13,6 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
     429: "rate_limit_error", 431: "invalid_request_error", 500: "server_error",
-    501: "not_supported_error",
     503: "unavailable_error", 504: "timeout_error",
 }
 RETRY_AFTER = 2  #: seconds that a client is asked to wait

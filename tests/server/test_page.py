@@ -191,7 +191,7 @@ IN_SIGHT = """(selector) => {
 def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
     tab = page.tab
     page.set(seed="8", temperature="1", max_tokens="300")
-    page.ask()
+    page.ask("word " * 300)
     page.answer()
     tab.wait_for_timeout(200)
     assert tab.evaluate("document.querySelector('#scroll').scrollTop") > 0
@@ -205,7 +205,7 @@ def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
     page.set(max_tokens="300")
     tab.wait_for_timeout(100)
     tab.click(".problem button:has-text('New chat')")
-    page.ask()
+    page.ask("word " * 300)
     page.until("document.querySelector('#scroll').scrollTop > 50")
     tab.hover("#scroll")
     tab.mouse.wheel(0, -2000)  # the reader looks at the beginning, and is left there

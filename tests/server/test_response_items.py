@@ -155,4 +155,4 @@ def test_a_stream_that_goes_wrong_ends_with_one_event(server, ask):
 
 
 def test_embeddings_are_another_servers_business(server):
-    assert "embedding" in error(server.post("/v1/embeddings", {"input": "x"}), 501)["message"]
+    assert "embedding" in error(server.post("/v1/embeddings", {"input": "x"}), 404)["message"]
