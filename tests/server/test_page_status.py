@@ -32,7 +32,7 @@ def pid_of(rank, session):
 
 
 def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
-    with serve(3, "--speculation", "off") as served:
+    with serve(3, "--speculation", "off", "-ctv", "q8_0") as served:  # a long answer
         served.wait_until_ready()
         chat = Page(browser, served.url).ready()
         status = Page(browser, served.url, "/status").ready()
