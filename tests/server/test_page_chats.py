@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(1, "--parallel", "2", "--speculation", "off") as served:
+    with serve(1, "--parallel", "2", "--speculation", "off", "-ctv", "q8_0") as served:
         served.wait_until_ready()
         yield served
 
