@@ -27,8 +27,8 @@ LIMIT = "PIPEINFER_CACHE_SIZE"
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A file of the cache. model: what shards of one model have in common, empty for a note of what
-    was measured; size: bytes, its checksum's included; used: seconds since the epoch."""
+    """A shard in the cache. model: what the names of one model's shards begin with; size: bytes,
+    its checksum's included; used: seconds since the epoch."""
 
     path: Path
     model: str
