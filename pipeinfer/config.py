@@ -16,6 +16,8 @@ from typing import Any, Self
 from pipeinfer.errors import UsageError
 
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+AUTO = "auto"  #: as a model: the best that is there
+NO_DRAFT = "none"  #: as a draft: none, though one comes along with the model
 #: What `--help` shows; `--help-all` shows the rest, too.
 BASIC = frozenset((
     "model", "draft_model", "ctx", "threads", "gpu_layers", "policy", "proposer", "parallel",
@@ -59,11 +61,13 @@ class ModelConfig:
     """Which models, and how one process evaluates their layers."""
 
     model: str = _opt("", "-m", "--model", kind="str",
-                      help="Target model: a GGUF file, a Hugging Face folder for torch, or task, "
-                           "the embedded model for --decomposer [default: the embedded one].")
+                      help="Target model: a GGUF file, a Hugging Face folder for torch, embedded "
+                           "(also when nothing is given), smollm2, or task, the embedded model for "
+                           "--decomposer; auto: smollm2 where it is installed, else embedded.")
     draft_model: str = _opt("", "-md", "--model-draft", kind="str",
-                            help="Draft model (GGUF, same vocabulary) [default: the embedded one "
-                                 "with the embedded target, else none].")
+                            help="Draft model (GGUF, same vocabulary); none: guess without one "
+                                 "[default: the one that comes along with embedded or smollm2, "
+                                 "else none].")
     backend: str = _opt("auto", "--backend", kind="str",
                         choices=("auto", "llamacpp", "torch"),
                         help="Library that computes the target's layers; auto: torch for a Hugging "

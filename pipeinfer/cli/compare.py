@@ -37,6 +37,7 @@ from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
+from pipeinfer.models.locate import targeted
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
 
@@ -287,7 +288,7 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
                          "--proposer and --policy")
     if not base.model.model:
         base = base.replace(model="task")
-    torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
+    torch = base.model.backend == "torch" or targeted(base).path.is_dir()
     if not methods:
         methods = (PLAIN, *(name for name, spec in registry.decomposers().items()
                             if torch or not spec.gaps),

@@ -15,9 +15,10 @@ import click
 def shard(model: str, stages: int) -> None:
     """Cut MODEL into shards ahead of time, into the cache directory."""
     from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.models.locate import find
     from pipeinfer.models.shard import extract_shard, stage_layers
 
-    source = ModelFile(Path(model))
+    source = ModelFile(find(model).path)
     for node, (start, stop) in enumerate(stage_layers(source.n_layers, stages), 1):
         label = f"stage {node}, layers {start}-{stop - 1}"
         with click.progressbar(length=1, label=label, file=sys.stderr) as bar:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.config import JobConfig, SpeculationConfig
+from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import load_bita
@@ -294,7 +294,7 @@ def _check_replicas(config: JobConfig) -> None:
     wrong = {
         "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
         "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
-        "-md": config.model.draft_model,
+        "-md": config.model.draft_model not in ("", NO_DRAFT),
         "-mds": config.model.draft_small,
         "an adapter": registry.adapter(config.speculation),
         "--decomposer": config.speculation.decomposer,
