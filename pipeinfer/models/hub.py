@@ -174,7 +174,7 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
         with _explained(wanted.repo):
             if path in digests and sizes[path] <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 url = hf_hub_url(wanted.repo, path, revision=info.sha)
-                _fill_blob(blobs / digests[path], url, sizes[path],
+                _fill_blob(blobs / digests[path], url, f"{wanted.repo}: {path}", sizes[path],
                            functools.partial(show, path))
             paths.append(Path(hf_hub_download(wanted.repo, path)))
     return Fetched(paths[0], hub_files.name_of(wanted.repo, chosen[0]))
@@ -207,9 +207,10 @@ def _check_room(blobs: Path, sizes: dict[str, int]) -> None:
                          "folder that has it")
 
 
-def _fill_blob(blob: Path, url: str, size: int, show: Callable[[int, int], None]) -> None:
-    """Fetch a file of so many bytes, whose name is its SHA-256. Raises ModelError and Unreachable;
-    what has arrived is kept, unless it is wrong."""
+def _fill_blob(blob: Path, url: str, what: str, size: int, show: Callable[[int, int], None]
+               ) -> None:
+    """Fetch a file of so many bytes, whose name is its SHA-256. what: for messages. Raises
+    ModelError and Unreachable; what has arrived is kept, unless it is wrong."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -221,10 +222,10 @@ def _fill_blob(blob: Path, url: str, size: int, show: Callable[[int, int], None]
         except BlockingIOError:
             raise ModelError(
                 f"{part}: another process is fetching this file; wait for it") from None
-        digest = _Transfer(file, url, size, show).run()
+        digest = _Transfer(file, url, what, size, show).run()
         if digest != blob.name:
             file.truncate(0)
-            raise ModelError(f"{url}: arrived damaged (its SHA-256 is {digest[:12]}..., not "
+            raise ModelError(f"{what} arrived damaged (its SHA-256 is {digest[:12]}..., not "
                              f"{blob.name[:12]}...), and was thrown away; fetch it again")
         os.fsync(file.fileno())
         os.replace(part, blob)
@@ -233,9 +234,9 @@ def _fill_blob(blob: Path, url: str, size: int, show: Callable[[int, int], None]
 class _Transfer:
     """The rest of a file, over as many requests as it takes."""
 
-    def __init__(self, file: BinaryIO, url: str, size: int, show: Callable[[int, int], None]
-                 ) -> None:
-        self._file, self._url, self._size, self._show = file, url, size, show
+    def __init__(self, file: BinaryIO, url: str, what: str, size: int,
+                 show: Callable[[int, int], None]) -> None:
+        self._file, self._url, self._what, self._size, self._show = file, url, what, size, show
         self._have, self._digest = 0, hashlib.sha256()
 
     def run(self) -> str:
@@ -255,7 +256,7 @@ class _Transfer:
             stalls = stalls + 1 if self._have <= before else 0
             if stalls > _STALLS:
                 raise Unreachable(
-                    f"{self._url}: broke off after {size_text(self._have)} of "
+                    f"{self._what} broke off after {size_text(self._have)} of "
                     f"{size_text(self._size)} ({why}); the same command goes on from there")
             if self._have < self._size:
                 time.sleep(min(2.0 ** (stalls - 1), 8.0) if stalls else 0.2)
@@ -277,7 +278,7 @@ class _Transfer:
             for block in response.iter_bytes():
                 if self._have + len(block) > self._size:
                     self._restart()
-                    raise ModelError(f"{self._url}: is longer than the hub says; fetch it again")
+                    raise ModelError(f"{self._what} is longer than the hub says; fetch it again")
                 self._file.write(block)
                 self._take_in(block)
                 self._show(self._have, self._size)
