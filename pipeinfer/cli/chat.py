@@ -20,7 +20,7 @@ from pipeinfer.cli.chat_loop import Chat, Interrupts, Partner, Wishes
 from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, leave, progress_hook
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave, progress_hook
 from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
@@ -64,6 +64,8 @@ def chat_command(
 
         join(config.job).serve()
         return
+    if own:
+        fetch_models(config.job)
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:

@@ -22,7 +22,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import progress_hook
+from pipeinfer.cli.terminal import fetch_models, progress_hook
 from pipeinfer.cluster.generate import (
     Generated,
     draw_seed,
@@ -37,7 +37,6 @@ from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
-from pipeinfer.models.locate import targeted
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
 
@@ -288,7 +287,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
                          "--proposer and --policy")
     if not (base.model.model or base.model.hf_repo):
         base = base.replace(model="task")
-    torch = base.model.backend == "torch" or targeted(base).path.is_dir()
+    fetch_models(base)
+    torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
     if not methods:
         methods = (PLAIN, *(name for name, spec in registry.decomposers().items()
                             if torch or not spec.gaps),

@@ -18,7 +18,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, progress_hook
+from pipeinfer.cli.terminal import Stopped, fetch_models, progress_hook
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
@@ -48,6 +48,7 @@ def serve_command(resolved: Resolved) -> None:
     if host.launched_rank() > 0:
         join(config.job).serve()
         return
+    fetch_models(config.job)
     if note := advice(config.job):
         click.echo(f"pipeinfer: note: {note}", err=True)
     serve(config.job, config.serve, child_settings(config.job, config.serve, config.sampling),

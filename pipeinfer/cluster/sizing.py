@@ -335,5 +335,6 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
         or config.speculation.layout == "replicate"
     ):
         return []
-    small = [find(config.model.draft_small).path] if config.model.draft_small else []
-    return [*small, draft]
+    if not config.model.draft_small:
+        return [draft]
+    return [find(config.model.draft_small, offline=config.model.offline).path, draft]

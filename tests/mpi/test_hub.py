@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 
+import psutil
 import pytest
 
 from pipeinfer.experiments.rig import launch
@@ -92,3 +94,23 @@ def test_a_name_that_leads_nowhere_is_said_once(hub):
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("has no Q2_K: there are Q8_0 (11.3 MB)") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_an_interrupt_ends_a_fetch_and_the_ranks_that_wait_for_it(hub, parts, tmp_path, number):
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    command = [*PIPEINFER, "generate", "-hf", REPO, *REQUEST]
+    hub.stall_after = parts[0].stat().st_size // 2
+    job = launch.start([launch.mpirun_path(), "-np", "3", *command], timeout=120, **env)
+    assert hub.stalled.wait(60)
+    rank_0 = next(p for p in psutil.Process(job.pid).children(recursive=True)
+                  if p.environ().get("PMIX_RANK") == "0" and "generate" in p.cmdline())
+    rank_0.send_signal(number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    assert "stopped; the same command goes on from here" in err
+    hub.stall_after = 0
+    hub.go_on.set()
+    done = launch.run(3, command, **env)
+    assert done.returncode == 0, done.stderr
+    assert any(one.start > 0 for one in hub.fetched())
