@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -149,7 +149,7 @@ def event(data: Mapping[str, Any]) -> bytes:
     """`data` as one server-sent event, with its empty line; named where it has a type."""
     kind = data.get("type")
     name = f"event: {kind}\n".encode() if kind else b""
-    return name + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(Response):
