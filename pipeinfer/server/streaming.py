@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -149,7 +150,10 @@ def event(data: Mapping[str, Any]) -> bytes:
     """`data` as one server-sent event, with its empty line; named where it has a type."""
     kind = data.get("type")
     name = f"event: {kind}\n".encode() if kind else b""
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    text = msgspec.json.encode(data)
+    if not text.isascii():  # clients that split at every Unicode line break must find none
+        text = json.dumps(data, separators=(",", ":")).encode()
+    return name + b"data: " + text + b"\n\n"
 
 
 class EventStream(Response):
