@@ -60,6 +60,7 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
 from pipeinfer.transport.inproc import local_ports
+from pipeinfer.transport.lent import LentLoop
 
 _LAST_WORDS_SECONDS = 6.0
 _FETCH_SECONDS = 24 * 3600.0  #: in which rank 0 may fetch a model, before it meets the others
@@ -182,7 +183,8 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
     """The head's port, and the thread of a stage that shares this process."""
     if place.comm is None:
         head_port, stage_port = local_ports(2)
-        return head_port, _stage_thread(config, place, stage_port)
+        head_port.borrows = stage_port.lent()
+        return head_port, _stage_thread(config, place, stage_port, head_port.borrows)
     from pipeinfer.transport import mpi, mpi_job
 
     mpi_job.meet([rank.bell for rank in hosts])
@@ -195,9 +197,10 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
     return port, _stage_thread(config, place, port.local_port(1))
 
 
-def _stage_thread(config: JobConfig, place: Place, port: Port) -> threading.Thread:
+def _stage_thread(config: JobConfig, place: Place, port: Port, lent: LentLoop | None = None
+                  ) -> threading.Thread:
     thread = threading.Thread(
-        target=StageProcess(config, place, port).run, name="stage", daemon=True
+        target=StageProcess(config, place, port, lent=lent).run, name="stage", daemon=True
     )
     thread.start()
     return thread
