@@ -91,10 +91,13 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
     afterwards.
     """
     info = backend.info
-    hidden = None if info.first else np.ones((CURVE_ROWS[-1], info.n_embd), np.float32)
+    rng = np.random.default_rng(0)  # different rows: those of a mixture draw different experts
+    hidden = None if info.first else rng.standard_normal(
+        (CURVE_ROWS[-1], info.n_embd), np.float32)
+    tokens = rng.integers(0, info.n_vocab, CURVE_ROWS[-1]).tolist()
 
     def seconds(width: int) -> float:
-        rows = make_rows([(1, i, (0,), True) for i in range(width)])
+        rows = make_rows([(tokens[i], i, (0,), True) for i in range(width)])
         times = []
         for _ in range(rounds):
             start = time.perf_counter()

@@ -17,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
-_UINT32, _STRING = 4, 8
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20
 
 
@@ -73,6 +73,15 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
                    window=Window(row_bytes, (0, tensor.shape[1]), span))
 
 
+def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
+    """A matrix that nobody reads, in a type of few bits that its rows can have."""
+    for kind in (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16):
+        block, size = GGML_QUANT_SIZES[kind]
+        if shape[0] % block == 0:
+            break
+    return TensorPart(name, int(kind), shape, shape[0] // block * size * shape[1], None)
+
+
 def aligned(size: int) -> int:
     """`size` rounded up to where the next tensor may begin."""
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
@@ -81,6 +90,21 @@ def aligned(size: int) -> int:
 def uint_entry(key: str, value: int) -> bytes:
     """A metadata entry with a number."""
     return _string(key) + struct.pack("<II", _UINT32, value)
+
+
+def float_entry(key: str, value: float) -> bytes:
+    """A metadata entry with a float32."""
+    return _string(key) + struct.pack("<If", _FLOAT32, value)
+
+
+def numbers_entry(key: str, values: Sequence[int]) -> bytes:
+    """A metadata entry with a list of numbers."""
+    return _string(key) + struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
+
+
+def bools_entry(key: str, values: Sequence[bool]) -> bytes:
+    """A metadata entry with a list of yes and no."""
+    return _string(key) + struct.pack(f"<IIQ{len(values)}?", _ARRAY, _BOOL, len(values), *values)
 
 
 def text_entry(key: str, value: str) -> bytes:
@@ -116,7 +140,8 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
     yield header
     for part in parts:
         if part.source is None:
-            yield bytes(part.nbytes)
+            for done in range(0, part.nbytes, _CHUNK):
+                yield bytes(min(_CHUNK, part.nbytes - done))
         elif part.window is None:
             yield from model.read_tensor(part.source)
         else:

@@ -14,7 +14,10 @@ from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.errors import PlanError
+from pipeinfer.experiments.random_architectures import RECIPES
+from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.architectures import barred
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
 from tests.support.sample import full
@@ -32,12 +35,18 @@ CASES = {
     "qwen2-Q8_0-tied": RandomSpec(architecture="qwen2", qtype="Q8_0", tied=True),
     "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
     "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
+    **{name: tiny(name) for name in RECIPES},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in (
+        "deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe")},
 }
+_LONG = ("deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def test_every_listed_architecture_has_a_case():
-    assert {spec.architecture for spec in CASES.values()} == set(SPLITTABLE)
+    names = {spec.architecture for spec in CASES.values()}
+    assert {RECIPES[name].architecture if name in RECIPES else name
+            for name in names} == set(SPLITTABLE)
 
 
 def load(path, layers, total, **options):
@@ -98,12 +107,24 @@ def check_splits(model, cache_dir, cuts, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [full(name) if name in _LONG else name for name in CASES])
 def test_splits_are_bit_equal(case, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "model.gguf", CASES[case]))
-    n = model.n_layers
+    n, (bars, _) = model.n_layers, barred(model)
     cuts = [[(0, k), (k, n)] for k in range(1, n)] + [stage_layers(n, 3), stage_layers(n, n)]
+    cuts = [cut for cut in cuts if bars.isdisjoint(cut)]
+    assert cuts
     check_splits(model, tmp_path / "cache", cuts)
+
+
+@pytest.mark.parametrize(("name", "bad", "why"), [
+    ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
+    ("cohere2", (3, 4), "one with a window"), ("llama4", (0, 3), "one without")])
+def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):
+    """llama.cpp would compute something else, or end the process."""
+    model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny(name)))
+    with pytest.raises(PlanError, match=why):
+        extract_shard(model, *bad, cache_dir=tmp_path)
 
 
 @pytest.mark.slow
