@@ -148,8 +148,11 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
               "output_norm.weight": (spec.n_embd,)}
     if not (spec.tied or recipe.tied):
         shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
-    return {name: _drawn(rng, name, shape)
-            for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
+    weights = {name: _drawn(rng, name, shape)
+               for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
+    if "output.weight" not in weights:
+        weights["token_embd.weight"] /= 3  # or the likeliest token is always the last one again
+    return weights
 
 
 def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatArray:

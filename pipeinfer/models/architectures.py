@@ -158,12 +158,14 @@ def smallest_stage(model: ModelFile, last: int) -> tuple[int, int]:
     return 0, n
 
 
-def entries(model: ModelFile, start: int, stop: int) -> dict[str, bytes]:
+def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | None = None
+            ) -> dict[str, bytes]:
     """What the header of these layers says instead of the model's: by key, empty for nothing.
 
     The number of layers among it: where none of them has a sliding window, though llama.cpp wants
     one, or there are too few for it, a layer more is announced as one for guesses, for which no
-    weights are needed and no cache is made.
+    weights are needed and no cache is made. takes_tokens: whether it looks tokens up itself; as a
+    rule the first layers do.
     """
     arch, cut = model.architecture, ARCHITECTURES.get(model.architecture, Cut())
     own, windows = _Header(arch), None
@@ -184,7 +186,7 @@ def entries(model: ModelFile, start: int, stop: int) -> dict[str, bytes]:
             own.numbers(key, [*values, values[-1]] if ghost else values)
     if (dense := _number(model, _DENSE)) and _DENSE in cut.traps:
         own.uint(_DENSE, max(0, dense - start))
-    if _EMBEDDING_SCALE in cut.traps and start:
+    if _EMBEDDING_SCALE in cut.traps and not (start == 0 if takes_tokens is None else takes_tokens):
         own.float(_EMBEDDING_SCALE, 0.0)
     if arch == "minicpm" and model.arch_get(_RESIDUAL_SCALE) is None:
         own.float(_RESIDUAL_SCALE, float(
@@ -192,6 +194,17 @@ def entries(model: ModelFile, start: int, stop: int) -> dict[str, bytes]:
     if arch == "deepseek2":
         _deepseek2(model, own)
     return own.entries
+
+
+def embedding_factor(model: ModelFile) -> float:
+    """What llama.cpp multiplies a token's row of the embedding by before the first layer, as a
+    float32."""
+    if model.architecture in ("gemma2", "gemma3", "gemma4"):
+        return float(np.sqrt(np.float32(model.n_embd)))
+    if _EMBEDDING_SCALE in ARCHITECTURES.get(model.architecture, Cut()).traps:
+        value = model.arch_get(_EMBEDDING_SCALE, 12.0 if model.architecture == "minicpm" else 0)
+        return float(value) if isinstance(value, int | float) and value else 1.0
+    return 1.0
 
 
 def windows_of(model: ModelFile, period: int) -> list[bool]:

@@ -23,10 +23,11 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a tensor is taken: rows `[a, b)` of `row_bytes` each, of each row bytes `[c, d)`."""
+    """What of a tensor is taken: rows of `row_bytes` each, in bands `[a, b)` one after the other,
+    of each row bytes `[c, d)`."""
 
     row_bytes: int
-    rows: tuple[int, int]
+    bands: tuple[tuple[int, int], ...]
     span: tuple[int, int]
 
 
@@ -55,10 +56,14 @@ def all_of(tensor: TensorInfo, name: str) -> TensorPart:
 
 def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
     """Rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
-    low, high = rows
-    row_bytes = tensor.nbytes // tensor.shape[-1]
-    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], high - low),
-                   nbytes=(high - low) * row_bytes, window=Window(row_bytes, rows, (0, row_bytes)))
+    return bands_of(tensor, name, rows)
+
+
+def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
+    """Several such ranges, one after the other."""
+    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
+    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
+                   nbytes=count * row_bytes, window=Window(row_bytes, bands, (0, row_bytes)))
 
 
 def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
@@ -70,7 +75,7 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
     span = (low // block * type_size, high // block * type_size)
     return replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
                    nbytes=(span[1] - span[0]) * tensor.shape[1],
-                   window=Window(row_bytes, (0, tensor.shape[1]), span))
+                   window=Window(row_bytes, ((0, tensor.shape[1]),), span))
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
@@ -155,20 +160,20 @@ def _read_window(model: ModelFile, tensor: TensorInfo, window: Window) -> Iterat
     """Rows are read whole even where a few columns are wanted: files are read by pages anyway."""
     path, size = model.paths[tensor.part], window.row_bytes
     low, high = window.span
-    at, stop = window.rows
     try:
         with path.open("rb") as file:
-            file.seek(tensor.offset + at * size)
-            while at < stop:
-                count = min(stop - at, max(1, _CHUNK // size))
-                data = file.read(count * size)
-                if len(data) < count * size:
-                    raise ModelError(f"{path}: was truncated while it was being read; fetch it "
-                                     "again")
-                if high - low < size:
-                    data = np.frombuffer(data, np.uint8).reshape(count, size)[:, low:high].tobytes()
-                yield data
-                at += count
+            for at, stop in window.bands:
+                file.seek(tensor.offset + at * size)
+                for done in range(at, stop, max(1, _CHUNK // size)):
+                    count = min(stop - done, max(1, _CHUNK // size))
+                    data = file.read(count * size)
+                    if len(data) < count * size:
+                        raise ModelError(f"{path}: was truncated while it was being read; fetch "
+                                         "it again")
+                    if high - low < size:
+                        cells = np.frombuffer(data, np.uint8).reshape(count, size)
+                        data = cells[:, low:high].tobytes()
+                    yield data
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 

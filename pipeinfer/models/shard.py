@@ -200,7 +200,8 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
     """Everything before the tensor data. The same model, range and piece give the same bytes."""
     old, last = model.architecture, stop == model.n_layers
     if piece is not None:
-        arch, own = slice_parts.architecture_of(model), slice_parts.entries_of(model, piece)
+        arch = slice_parts.architecture_of(model)
+        own = slice_parts.entries_of(model, piece, start, stop)
         n_vocab = piece.vocab[1] - piece.vocab[0] if last else 1
     elif _is_whole(model, start, stop):
         arch, own, n_vocab = old, {}, model.n_vocab
