@@ -59,6 +59,7 @@ def known_widths(
     (model, llama.cpp, threads, processor). known_curve: taken for the rest instead of measuring it.
     """
     info = backend.info
+    limit = min(limit, int(getattr(backend, "exact_limit", limit)))
     text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
                  getattr(backend, "options", None), _FURTHER))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"

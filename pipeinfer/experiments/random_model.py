@@ -151,7 +151,8 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
     weights = {name: _drawn(rng, name, shape)
                for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
     if "output.weight" not in weights:
-        weights["token_embd.weight"] /= 3  # or the likeliest token is always the last one again
+        # or the likeliest token is the last one again, for ever
+        weights["output_norm.weight"] *= rng.choice((-1.0, 1.0), spec.n_embd)
     return weights
 
 

@@ -119,11 +119,12 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
             f"{model.architecture} is of another kind, so stages begin at multiples of {step}; "
             "give such counts to --layers, or none")
     if model.architecture in _BOTH_KINDS:
-        kinds = set(windows_of(model, _BOTH_KINDS[model.architecture])[start:stop])
-        if True not in kinds or (model.architecture == "llama4" and False not in kinds):
+        kinds = windows_of(model, _BOTH_KINDS[model.architecture])[start:stop]
+        # so no part of a stage that is loaded later, beside what a rank holds, has one kind only
+        if not kinds[0] or (model.architecture == "llama4" and all(kinds)):
             raise PlanError(
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
-                "be a stage: llama.cpp needs one with a window in it, and in a llama4 one without; "
+                "be a stage: llama.cpp needs one with a window first, and in a llama4 one without; "
                 "give other counts to --layers, or none")
     if model.architecture == "deepseek2" and not _lite(model) and (
             stop - start in _LITE or (stop - start, model.n_vocab) == (48, 128256)):

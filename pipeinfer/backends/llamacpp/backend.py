@@ -66,6 +66,7 @@ class LlamaCppBackend:
         self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
+        self.any_threads = self.exact_limit > 1  #: whether their number leaves bits as they are
         #: ids that hold dead cells: one for what `cell_order` says. Layers with a sliding window
         #: have a cache of their own, in which llama.cpp takes cells for free that only one id holds
         #: and does not see any more; those of two ids stay
@@ -174,8 +175,13 @@ class LlamaCppBackend:
             weight_bytes=llama_c.llama_model_size(model),
             cache_bytes=cache_bytes(model, llama_c.llama_n_ctx(context), options),
         )
-        return cls(model, context, probe, info, options,
-                   llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+        backend = cls(model, context, probe, info, options,
+                      llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+        if int(metadata(model, f"{architecture}.expert_count") or 0):
+            # Experts are chosen by a product of floats, for which one row takes another kernel than
+            # several; a short trial would hardly see it, as what differs is quantised away mostly
+            backend.exact_limit = 1
+        return backend
 
     def sum_with(self, sums: PartSum | None) -> None:
         """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
@@ -310,7 +316,7 @@ class LlamaCppBackend:
     def use_threads(self, count: int) -> None:
         """Decode single rows with so many threads from now on, others, and rows that see a long
         text, with as many as `load` was given: attention has work for all. Bits stay the same
-        where `exact_limit` is above 1."""
+        with `any_threads`."""
         self._few_threads = count
         self._set_threads(all_of_them=False)
 
