@@ -45,14 +45,14 @@ from pipeinfer.cluster.sizing import (
     widths_for,
 )
 from pipeinfer.cluster.stage_process import StageProcess
-from pipeinfer.cluster.watchdog import Watchdog
+from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.locate import context_size, model_paths, open_model
+from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
@@ -63,6 +63,7 @@ from pipeinfer.transport.inproc import local_ports
 from pipeinfer.transport.lent import LentLoop
 
 _LAST_WORDS_SECONDS = 6.0
+_FETCH_SECONDS = 24 * 3600.0  #: in which rank 0 may fetch a model, before it meets the others
 _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
 
 
@@ -130,8 +131,12 @@ def join(config: JobConfig) -> JoinedRank:
     """Become a rank of the job that a launcher started, or a job of one rank. Raises MismatchError
     where the launcher and the MPI library do not belong together, UsageError for a bad --fault."""
     parse_faults(config.cluster.fault)
+    fetching = may_fetch(config)
+    if fetching and host.launched_rank() == 0:  # the others wait in MPI_Init
+        fetch(config)
     pulse = Pulse(_HANGS * config.cluster.timeout)
-    guard = watch_over(config.cluster, pulse)
+    guard = watch_over(config.cluster, pulse,
+                       _FETCH_SECONDS if fetching else START_SECONDS)
     place = find_place(config.cluster)
     if guard is not None:
         guard.arm()
@@ -254,12 +259,13 @@ def _cut_off(place: Place) -> None:
 # --- what rank 0 knows first -----------------------------------------------------------------
 
 
-def watch_over(config: ClusterConfig, pulse: Pulse) -> Watchdog | None:
-    """A process that kills this rank when it hangs; only where the others go on without it."""
+def watch_over(config: ClusterConfig, pulse: Pulse, start: float) -> Watchdog | None:
+    """A process that kills this rank when it hangs, or does not meet the others in `start` seconds;
+    only where the others go on without it."""
     rank, size = host.launched_rank(), host.launched_size()
     if size == 1 or not config.heartbeat:
         return None
-    return Watchdog(f"rank {rank}", config.heartbeat, pulse)
+    return Watchdog(f"rank {rank}", config.heartbeat, pulse, start)
 
 
 def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None:
