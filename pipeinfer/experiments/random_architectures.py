@@ -331,6 +331,49 @@ RECIPES = {
 }
 
 
+# --- models with a state ----------------------------------------------------------------------
+
+_STATE, _CONV, _TIME = 16, 4, 8  #: of a state; of its convolution; of its steps, or its heads
+
+
+def _mamba(s: Sizes, _: int) -> dict[str, Shape]:
+    inner = 2 * s.width
+    return _norms(s, "attn_norm") | {
+        "ssm_in.weight": (2 * inner, s.width), "ssm_conv1d.weight": (inner, _CONV),
+        "ssm_conv1d.bias": (inner,), "ssm_x.weight": (_TIME + 2 * _STATE, inner),
+        "ssm_dt.weight": (inner, _TIME), "ssm_dt.bias": (inner,), "ssm_a": (inner, _STATE),
+        "ssm_d": (inner,), "ssm_out.weight": (s.width, inner)}
+
+
+def _state_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | {"ssm.conv_kernel": _CONV, "ssm.inner_size": 2 * s.width,
+                   "ssm.state_size": _STATE, "ssm.time_step_rank": _TIME}
+
+
+def _hybrid_keys(s: Sizes) -> dict[str, Key]:
+    """Every other layer has attention."""
+    return _state_keys(s) | {
+        "ssm.group_count": 1, "attention.head_count_kv": [
+            s.kv_heads if i % 2 else 0 for i in range(s.n_layer)]}
+
+
+def _hybrid(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm") | _dense(s)
+    if i % 2:
+        return found | _attention(s)
+    inner, channels = 2 * s.width, 2 * s.width + 2 * _STATE
+    return found | {
+        "ssm_in.weight": (inner + channels + _TIME, s.width), "ssm_dt.bias": (_TIME,),
+        "ssm_conv1d.weight": (channels, _CONV), "ssm_conv1d.bias": (channels,),
+        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (1, inner),
+        "ssm_out.weight": (s.width, inner)}
+
+
+#: models whose layers keep a state; see `RECIPES`
+STATEFUL = {"mamba": Recipe("mamba", _state_keys, _mamba),
+            "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid)}
+
+
 def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor but embedding, output matrix and last norm."""
     yield from recipe.common(sizes).items()

@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
-from pipeinfer.experiments.random_architectures import RECIPES, Key, Recipe, Sizes, tensors_of
+from pipeinfer.experiments.random_architectures import (
+    RECIPES,
+    STATEFUL,
+    Key,
+    Recipe,
+    Sizes,
+    tensors_of,
+)
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
 #: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
@@ -32,6 +39,7 @@ _MIXES = {
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_RECIPES = RECIPES | STATEFUL
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
@@ -65,7 +73,7 @@ class RandomSpec:
 
 def tiny(name: str, **changes: Any) -> RandomSpec:
     """A model by a recipe, as small as shows all that its architecture does; `changes` of it."""
-    values: dict[str, Any] = {"n_layer": RECIPES[name].layers, "n_embd": 256}
+    values: dict[str, Any] = {"n_layer": _RECIPES[name].layers, "n_embd": 256}
     return RandomSpec(architecture=name, **(values | changes))
 
 
@@ -77,7 +85,7 @@ def write_random_model(path: str | os.PathLike[str], spec: RandomSpec | None = N
 
 
 def _write(path: Path, spec: RandomSpec) -> None:
-    recipe = RECIPES.get(spec.architecture)
+    recipe = _RECIPES.get(spec.architecture)
     writer = gguf.GGUFWriter(path, recipe.architecture if recipe else spec.architecture)
     # llama.cpp wants further tokens in a vocabulary whose model's name begins like phi-3
     family = "" if spec.architecture == "phi3" else f" {spec.architecture}"
@@ -102,7 +110,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
     _add_tokenizer(writer, spec.n_vocab)
     weights = _weights(spec) if recipe is None else _by_recipe(spec, recipe)
     for name, data in weights.items():
-        if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name:
+        if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
+                or "ssm_a" in name or "ssm_d" in name or "ssm_conv" in name or "norm" in name:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
@@ -163,6 +172,8 @@ def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Float
     values = rng.standard_normal(shape)
     if name.endswith((".bias", "attn_sinks.weight")):
         values *= 0.1
+    elif name.endswith("ssm_a"):
+        values = -np.exp(values)  # a state fades
     elif len(shape) == 1:
         values = 1.0 + 0.1 * values
     else:

@@ -83,6 +83,17 @@ _BOTH_KINDS = {"cohere2": 4, "llama4": 4}
 _LITE = (26, 27)  #: layers of a deepseek2 by which llama.cpp tells that queries are not compressed
 
 
+def keeps_state(model: ModelFile) -> bool:
+    """Whether layers keep a state of the text so far, of which nothing can be taken back: those of
+    recurrent models and of hybrids."""
+    if not isinstance(model, ModelFile):
+        return False
+    arch = model.architecture
+    return arch.startswith(("rwkv", "arwkv")) or any(
+        key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
+        for key in model.meta_keys())
+
+
 def step_of(model: ModelFile) -> int:
     """Stages of the model begin at multiples of so many layers."""
     cut = ARCHITECTURES.get(model.architecture)

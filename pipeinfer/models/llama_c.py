@@ -185,6 +185,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_default_params": (_MODEL, ()),
     "llama_model_free": (None, (_P,)),
     "llama_model_get_vocab": (_P, (_P,)),
+    "llama_model_is_hybrid": (c_bool, (_P,)),
+    "llama_model_is_recurrent": (c_bool, (_P,)),
     "llama_model_load_from_file": (_P, (c_char_p, _MODEL)),
     "llama_model_meta_val_str": (c_int32, (_P, c_char_p, c_char_p, c_size_t)),
     "llama_model_n_embd": (c_int32, (_P,)),

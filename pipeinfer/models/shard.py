@@ -27,6 +27,7 @@ from pipeinfer.models.architectures import (
     Cut,
     check_range,
     entries,
+    keeps_state,
     refusal,
     unused,
 )
@@ -100,6 +101,10 @@ def check_splittable(model: ModelFile) -> None:
     """Raise UnsupportedArchitecture unless every split of `model` is known to be bit-equal."""
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
+    if keeps_state(model):
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: layers of a {architecture} keep a state of the text, of which "
+            f"llama.cpp cannot take guesses back, so it is not split; {way_out}")
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "

@@ -89,6 +89,14 @@ class Sizes:
         return piece.heads[0] * self.group, piece.heads[1] * self.group
 
 
+def why_not_sliced(architecture: str) -> str:
+    """Why llama.cpp's layers of this architecture are not sliced; empty where they are."""
+    if architecture in _SLICED:
+        return ""
+    why = _REASONS.get(architecture, "it is not known how its layers could be")
+    return f"layers of a {architecture} are not sliced: {why}"
+
+
 def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     """What is cut. Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for
     a damaged one."""
@@ -101,11 +109,8 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     if model.arch_get("expert_count") not in (None, 0):
         raise UnsupportedArchitecture(
             f"{model.path.name}: is a mixture of experts, which is not sliced: {_WAY_OUT}")
-    if model.architecture not in _SLICED:
-        why = _REASONS.get(model.architecture, "it is not known how its layers could be")
-        raise UnsupportedArchitecture(
-            f"{model.path.name}: layers of a {model.architecture} are not sliced: {why}: "
-            f"{_WAY_OUT}")
+    if why := why_not_sliced(model.architecture):
+        raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
     heads = _number(model, "attention.head_count")
     kv_heads = _number(model, "attention.head_count_kv", heads)
     key = _number(model, "attention.key_length", model.n_embd // heads)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensu
 #: where hidden rows are put into the graphs of architectures that do not take them as llama.cpp's
 #: embedding rows: glm4's end the process, gemma2's scale them as they scale tokens
 _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
+_STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
+          "copied")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows takes
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
@@ -73,10 +76,12 @@ class LlamaCppBackend:
         #: and does not see any more; those of two ids stay
         windows = llama_c.llama_model_n_swa(model) > 0
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
+        self._keeps_state = keeps_state(model)
         self._guard = info.n_seq_max + 2 if windows else None
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
-            if (options.keep_order or windows) and not options.gaps else None
+            if (options.keep_order or windows) and not (options.gaps or self._keeps_state) \
+            else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
             separate_views=False,
@@ -145,6 +150,8 @@ class LlamaCppBackend:
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             sliced = bool(metadata(model, "pipeinfer.piece"))
+            if keeps_state(model):  # a decode that was stopped could not be taken back
+                options = replace(options, layer_callbacks=False)
             architecture = metadata(model, "general.architecture")
             entry = _ENTRIES.get(architecture, "")
             probe = LayerProbe(n_layers - 1, layers[0], entry) \
@@ -179,7 +186,9 @@ class LlamaCppBackend:
         )
         backend = cls(model, context, probe, info, options,
                       llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
-        if int(metadata(model, f"{architecture}.expert_count") or 0):
+        if keeps_state(model):
+            backend.exact_limit = 1  # rows of a trial could not be taken back
+        elif int(metadata(model, f"{architecture}.expert_count") or 0):
             # Experts are chosen by a product of floats, for which one row takes another kernel than
             # several; a short trial would hardly see it, as what differs is quantised away mostly
             backend.exact_limit = 1
@@ -255,7 +264,11 @@ class LlamaCppBackend:
         if p0 >= p1 or self._closed():
             return
         if order is None:
-            llama_c.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
+            every = range(self.info.n_seq_max) if self._keeps_state and seq_id == ALL_SEQS \
+                else (seq_id,)  # llama.cpp takes no "all" there
+            if not all([llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                        for one in every]):
+                raise BackendError(_STATE)
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
@@ -269,6 +282,8 @@ class LlamaCppBackend:
         """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
         if p0 >= p1 or src == dst or self._closed():
             return
+        if self._keeps_state:
+            raise BackendError(_STATE)
         if self.options.validate:
             low = llama_c.llama_memory_seq_pos_min(self._memory, dst)
             high = llama_c.llama_memory_seq_pos_max(self._memory, dst)
@@ -438,6 +453,11 @@ class LlamaCppBackend:
             return BackendError(f"llama.cpp refused {len(rows)} rows: {last_log()}")
         self._drop(rows)
         return BackendError(f"llama_decode failed with status {status}: {last_log()}")
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether its layers keep a state of the text so far."""
+    return bool(llama_c.llama_model_is_recurrent(model) or llama_c.llama_model_is_hybrid(model))
 
 
 def _upper(p1: int) -> int:
