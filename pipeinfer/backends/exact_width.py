@@ -59,6 +59,7 @@ def known_widths(
     (model, llama.cpp, threads, processor). known_curve: taken for the rest instead of measuring it.
     """
     info = backend.info
+    limit = min(limit, int(getattr(backend, "exact_limit", limit)))
     text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
                  getattr(backend, "options", None), _FURTHER))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
@@ -91,10 +92,13 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
     afterwards.
     """
     info = backend.info
-    hidden = None if info.first else np.ones((CURVE_ROWS[-1], info.n_embd), np.float32)
+    rng = np.random.default_rng(0)  # different rows: those of a mixture draw different experts
+    hidden = None if info.first else rng.standard_normal(
+        (CURVE_ROWS[-1], info.n_embd), np.float32)
+    tokens = rng.integers(0, info.n_vocab, CURVE_ROWS[-1]).tolist()
 
     def seconds(width: int) -> float:
-        rows = make_rows([(1, i, (0,), True) for i in range(width)])
+        rows = make_rows([(tokens[i], i, (0,), True) for i in range(width)])
         times = []
         for _ in range(rounds):
             start = time.perf_counter()

@@ -31,6 +31,8 @@ from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import BackendError, PipeinferError, PlanError
 from pipeinfer.models import locate
+from pipeinfer.models.architectures import keeps_state
+from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning import planner
 
@@ -217,6 +219,8 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         candidates = range(
             0 if config.cluster.head_stage or len(everyone) == 1 else 1, len(everyone)
         )
+        if len(candidates) > 1 and not path.is_dir():
+            check_splittable(model)
         load = planner.load_of(
             model, locate.context_size(config.model, model), config.speculation.chunk
         )
@@ -230,7 +234,13 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
     except PipeinferError as error:
         return [Finding("fail", "model", str(error))]
     cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
-    return [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
+    found = [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
+    if keeps_state(model):
+        found.append(Finding(
+            "warn", "model", f"{path.name}: layers of a {model.architecture} keep a state of the "
+            "text: it runs one request at a time, without guesses",
+            "leave out -md and --proposer; docs/models.md says why"))
+    return found
 
 
 def probe_in_subprocess() -> dict[str, Any]:

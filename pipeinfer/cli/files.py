@@ -16,10 +16,13 @@ def shard(model: str, stages: int) -> None:
     """Cut MODEL into shards ahead of time, into the cache directory."""
     from pipeinfer.models.gguf import ModelFile
     from pipeinfer.models.locate import find
-    from pipeinfer.models.shard import extract_shard, stage_layers
+    from pipeinfer.models.shard import check_splittable, extract_shard
+    from pipeinfer.planning.planner import equal_ranges, load_of
 
     source = ModelFile(find(model).path)
-    for node, (start, stop) in enumerate(stage_layers(source.n_layers, stages), 1):
+    if stages > 1:
+        check_splittable(source)
+    for node, (start, stop) in enumerate(equal_ranges(load_of(source, 0, 1), stages), 1):
         label = f"stage {node}, layers {start}-{stop - 1}"
         with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
             state = {"done": 0}

@@ -26,6 +26,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PipeinferError, PlanError, UsageError
 from pipeinfer.experiments import grids
+from pipeinfer.experiments.emulation import wide
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
 from pipeinfer.experiments.emulation.wide import ITEM_BYTES, WideExperiment
 from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
@@ -80,7 +81,10 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
         raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
     if given["compared"]:
-        table = grids.compare(profiles, _grid_experiment(model, profiles, given))
+        experiment = _grid_experiment(model, profiles, given)
+        if said := wide.warning(profiles, experiment):
+            click.echo(f"note: {said}", err=True)
+        table = grids.compare(profiles, experiment)
         click.echo(json.dumps(grids.as_data(table)) if as_json else grids.as_text(table))
         return
     report: Report | None

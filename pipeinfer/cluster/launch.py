@@ -40,6 +40,7 @@ from pipeinfer.cluster.sizing import (
     choose_policy,
     chunk_of,
     draft_models,
+    for_state,
     hint_cells,
     spare_cells,
     widths_for,
@@ -97,6 +98,7 @@ class JoinedRank:
         started, place = time.monotonic(), self.place
         ranks = compare(self.config, place)
         config = settle(self.config, place, ranks[0].settings)
+        config = for_state(config, open_model(model_paths(config)[0]))
         beats = listen_for(config.cluster, ranks)
         job = prepare(config, place, ranks, None if beats is None else beats.meeting)
         port, thread = _head_port(config, place, job.plan, beats, ranks)

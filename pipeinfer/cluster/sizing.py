@@ -14,6 +14,7 @@ from typing import Any
 from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
+from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.locate import find
 from pipeinfer.scheduler.controller import (
@@ -253,6 +254,26 @@ def sizes_for(row_cost: float) -> Sizes:
     if row_cost > 0.3:
         return Sizes(2, 4, join=False)
     return Sizes(3, 7, join=True)
+
+
+def for_state(config: JobConfig, model: Any) -> JobConfig:
+    """The config for a model whose layers keep a state: one request at a time, without guesses and
+    without prompts that are remembered, for nothing of a state can be taken back. The same config
+    for any other model. Raises UsageError for options that ask for more."""
+    if not keeps_state(model):
+        return config
+    asked = {
+        "-md": config.model.draft_model,
+        "--policy": config.speculation.policy not in ("", Policy.ITERATIVE),
+        "--proposer": registry.named(config.speculation),
+        "--decomposer": config.speculation.decomposer,
+    }
+    if named := [flag for flag, value in asked.items() if value]:
+        raise UsageError(
+            f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
+            "which llama.cpp cannot take guesses back or copy a part: leave out "
+            f"{' and '.join(named)}")
+    return config.replace(policy=Policy.ITERATIVE, parallel=1, prefix_cache=False)
 
 
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:

@@ -407,7 +407,7 @@ class StageProcess:
             )
         try:
             # an exact limit of 1 may come from sums that are split by threads
-            if llama is not None and not config.model.threads and llama.exact_limit > 1:
+            if llama is not None and not config.model.threads and llama.any_threads:
                 used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
             widths = known_widths(
                 backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),

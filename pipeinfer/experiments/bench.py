@@ -155,6 +155,9 @@ def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_
     profiles = load_profiles(Path(profiles_file) if profiles_file else None)
     experiment = read_experiment(given)
     ranks = host.launched_size()
+    if isinstance(experiment, wide.WideExperiment) and host.launched_rank() == 0 and (
+            said := wide.warning(profiles, experiment)):
+        click.echo(f"note: {said}", err=True)
     names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
     if ranks == 1:
         if scale != 1.0:

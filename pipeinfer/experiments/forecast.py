@@ -19,6 +19,8 @@ from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, 
 from pipeinfer.experiments.emulation.synthetic import SyntheticPair
 from pipeinfer.experiments.emulation.virtual import Scenario, VirtualStage, Wire, simulate
 from pipeinfer.models import bundled, local_stores, locate
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
 from pipeinfer.planning.partition import Load, Member, Split
@@ -42,7 +44,8 @@ _FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: 
 class View:
     """A target or draft, from a file or a profile. cells: tokens of context that `load` holds.
 
-    moved: for a number of rows, bytes that a run reads over those that one row uses.
+    moved: for a number of rows, bytes that a run reads over those that one row uses. path: of the
+    file, None for a profile.
     """
 
     title: str
@@ -53,6 +56,7 @@ class View:
     cells: int
     profile: str = ""
     moved: Callable[[int], float] = field(default=lambda rows: 1.0 + 0 * rows)
+    path: Path | None = None
 
     @property
     def n_layers(self) -> int:
@@ -104,6 +108,8 @@ def dry(model: str, profiles: Profiles, **given: Any) -> Report:
     """A report from profiles alone. Raises UsageError and PlanError."""
     target = view(model, profiles, given["ctx"])
     machines, link_name, whole = _machines(profiles, given)
+    if target.path is not None and len(machines) > 1 and not target.path.is_dir():
+        check_splittable(ModelFile(target.path))
     notes = []
     if not link_name:
         link_name = "gigabit"
@@ -194,8 +200,19 @@ def file_view(path: Path, ctx: int) -> View:
     cells = locate.context_size(ModelConfig(ctx=ctx), model)
     load = planner.load_of(model, cells, 64)
     kind = _FILE_TYPES.get(int(model.get("general.file_type", -1) or -1), "Q8_0")
+    whole, drawn = float(sum(model.layer_bytes)), sum(load.costs)
+    experts, used = (int(model.arch_get(f"expert_{name}count", 0) or 0) for name in ("", "used_"))
+
+    def moved(rows: int) -> float:
+        """Each row draws its experts as if at random."""
+        if not 0 < used < experts or drawn >= whole:
+            return 1.0
+        share = used / experts
+        bank = (whole - drawn) / (1 - share)  # bytes of all experts
+        return (whole - bank + bank * (1 - (1 - share) ** rows)) / drawn
+
     return View(path.name, kind, model.n_embd, load,
-                sum(load.costs) + load.first_bytes + load.last_bytes, cells)
+                whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path)
 
 
 def report_of(

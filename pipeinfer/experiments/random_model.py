@@ -13,6 +13,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,6 +21,14 @@ import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
+from pipeinfer.experiments.random_architectures import (
+    RECIPES,
+    STATEFUL,
+    Key,
+    Recipe,
+    Sizes,
+    tensors_of,
+)
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
 #: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
@@ -30,6 +39,7 @@ _MIXES = {
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_RECIPES = RECIPES | STATEFUL
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
@@ -41,8 +51,9 @@ CHAT_TEMPLATE = (
 class RandomSpec:
     """Shape of a random model. k-quants need rows (n_embd, n_ff) in multiples of 256.
 
-    qtype: F32 or a name in `_MIXES`, which resemble llama.cpp's file types of that name. tied: no
-    output matrix of its own. n_expert > 0 makes a mixture of experts.
+    architecture: llama, qwen2, qwen3, or a name in RECIPES; see `tiny` for those. qtype: F32 or a
+    name in `_MIXES`, which resemble llama.cpp's file types of that name. tied: no output matrix of
+    its own. n_expert > 0 makes a mixture of experts of a llama.
     """
 
     architecture: str = "llama"
@@ -60,6 +71,12 @@ class RandomSpec:
     seed: int = 0
 
 
+def tiny(name: str, **changes: Any) -> RandomSpec:
+    """A model by a recipe, as small as shows all that its architecture does; `changes` of it."""
+    values: dict[str, Any] = {"n_layer": _RECIPES[name].layers, "n_embd": 256}
+    return RandomSpec(architecture=name, **(values | changes))
+
+
 def write_random_model(path: str | os.PathLike[str], spec: RandomSpec | None = None) -> Path:
     """Write a model of shape `spec` to `path` and return the path."""
     spec = spec or RandomSpec()
@@ -68,24 +85,33 @@ def write_random_model(path: str | os.PathLike[str], spec: RandomSpec | None = N
 
 
 def _write(path: Path, spec: RandomSpec) -> None:
-    writer = gguf.GGUFWriter(path, spec.architecture)
-    writer.add_name(f"random {spec.architecture} {spec.n_layer}x{spec.n_embd}")
+    recipe = _RECIPES.get(spec.architecture)
+    writer = gguf.GGUFWriter(path, recipe.architecture if recipe else spec.architecture)
+    # llama.cpp wants further tokens in a vocabulary whose model's name begins like phi-3
+    family = "" if spec.architecture == "phi3" else f" {spec.architecture}"
+    writer.add_name(f"random{family} {spec.n_layer}x{spec.n_embd}")
     writer.add_vocab_size(spec.n_vocab)
     writer.add_context_length(spec.n_ctx)
     writer.add_embedding_length(spec.n_embd)
-    writer.add_block_count(spec.n_layer)
+    writer.add_block_count(spec.n_layer + (recipe.further if recipe else 0))
     writer.add_feed_forward_length(spec.n_ff)
     writer.add_head_count(spec.n_head)
-    writer.add_head_count_kv(spec.n_head_kv)
-    writer.add_rope_dimension_count(spec.n_embd // spec.n_head)
     writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
+    if recipe is not None:
+        for key, value in _keys(spec, recipe).items():
+            _add(writer, f"{recipe.architecture}.{key}", value)
+    else:
+        writer.add_head_count_kv(spec.n_head_kv)
+        writer.add_rope_dimension_count(spec.n_embd // spec.n_head)
+        writer.add_layer_norm_rms_eps(1e-5)
     if spec.n_expert:
         writer.add_expert_count(spec.n_expert)
         writer.add_expert_used_count(2)
     _add_tokenizer(writer, spec.n_vocab)
-    for name, data in _weights(spec).items():
-        if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name:
+    weights = _weights(spec) if recipe is None else _by_recipe(spec, recipe)
+    for name, data in weights.items():
+        if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
+                or "ssm_a" in name or "ssm_d" in name or "ssm_conv" in name or "norm" in name:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
@@ -98,6 +124,63 @@ def _write(path: Path, spec: RandomSpec) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _sizes(spec: RandomSpec) -> Sizes:
+    return Sizes(spec.n_layer, spec.n_embd, spec.n_head, spec.n_head_kv,
+                 spec.n_embd // spec.n_head, spec.n_ff)
+
+
+def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
+    usual: dict[str, Key] = {"attention.head_count_kv": spec.n_head_kv,
+                             "rope.dimension_count": spec.n_embd // spec.n_head}
+    return usual | recipe.keys(_sizes(spec))
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
+    """Like `_weights`, of a recipe's tensors."""
+    rng = np.random.default_rng(spec.seed)
+    shapes = {"token_embd.weight": (spec.n_vocab, spec.n_embd),
+              "output_norm.weight": (spec.n_embd,)}
+    if not (spec.tied or recipe.tied):
+        shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
+    weights = {name: _drawn(rng, name, shape)
+               for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
+    if "output.weight" not in weights:
+        # or the likeliest token is the last one again, for ever
+        weights["output_norm.weight"] *= rng.choice((-1.0, 1.0), spec.n_embd)
+    return weights
+
+
+def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Values of a size that a trained model's might have, by what the tensor is."""
+    if name.startswith("rope_"):
+        return np.linspace(1, 8, shape[0]).astype(np.float32)
+    values = rng.standard_normal(shape)
+    if name.endswith((".bias", "attn_sinks.weight")):
+        values *= 0.1
+    elif name.endswith("ssm_a"):
+        values = -np.exp(values)  # a state fades
+    elif len(shape) == 1:
+        values = 1.0 + 0.1 * values
+    else:
+        gain = 3.0 if name.startswith(("token_embd", "output")) else 2.0 \
+            if name.endswith(("attn_q.weight", "attn_k.weight", "attn_qkv.weight")) else 1.0
+        values *= gain / np.sqrt(shape[-1])
+    return np.asarray(values, np.float32)
 
 
 def _weights(spec: RandomSpec) -> dict[str, FloatArray]:

@@ -18,10 +18,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
+from pipeinfer.models.architectures import embedding_factor
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     all_of,
     blocks_of,
+    float_entry,
     header_of,
     text_entry,
     total_bytes,
@@ -32,14 +34,15 @@ from pipeinfer.models.shard_cache import Progress, cache_directory, store
 
 PIECE = "embedding"  #: what the companion is called where a slice's name would stand
 _NAME = "token_embd.weight"
+_FACTOR = "pipeinfer.embedding_factor"
 _F32 = 0
 
 
 class EmbeddingTable:
     """The embedding of one file. n_vocab: rows; n_embd: elements of each."""
 
-    def __init__(self, raw: Any, tensor: TensorInfo) -> None:
-        self._raw, self._type = raw, tensor.type
+    def __init__(self, raw: Any, tensor: TensorInfo, factor: float = 1.0) -> None:
+        self._raw, self._type, self._factor = raw, tensor.type, np.float32(factor)
         self.n_embd, self.n_vocab = tensor.shape
         self._to_float = _converter(tensor)
 
@@ -53,7 +56,8 @@ class EmbeddingTable:
                             (tensor.shape[1], tensor.nbytes // tensor.shape[1]))
         except (OSError, ValueError) as error:  # ValueError: the file became too short
             raise ModelError(f"{model.paths[tensor.part]}: cannot be read: {error}") from None
-        return cls(raw, tensor)
+        noted = model.get(_FACTOR)
+        return cls(raw, tensor, noted if isinstance(noted, float) else embedding_factor(model))
 
     def rows(self, tokens: IntArray) -> FloatArray:
         """float32[n, n_embd] for `tokens` (int[n]). Raises BackendError for a token that is not in
@@ -62,10 +66,11 @@ class EmbeddingTable:
             raise BackendError(f"a token outside the vocabulary of {self.n_vocab}")
         raw = np.ascontiguousarray(self._raw[np.asarray(tokens, np.int64)])
         if self._to_float is None:
-            return raw.view(np.float32)
-        out = np.empty((len(raw), self.n_embd), np.float32)
-        self._to_float(raw.ctypes.data, out.ctypes.data, out.size)
-        return out
+            out = raw.view(np.float32)
+        else:
+            out = np.empty((len(raw), self.n_embd), np.float32)
+            self._to_float(raw.ctypes.data, out.ctypes.data, out.size)
+        return out if self._factor == 1 else out * self._factor
 
 
 class EmbeddingSource:
@@ -74,7 +79,7 @@ class EmbeddingSource:
 
     def __init__(self, model: ModelFile) -> None:
         self._model, self._parts = model, [all_of(_tensor(model), _NAME)]
-        arch = model.architecture
+        arch, factor = model.architecture, embedding_factor(model)
         self.header = header_of([
             text_entry("general.architecture", arch),
             uint_entry("general.alignment", DEFAULT_ALIGNMENT),
@@ -83,6 +88,7 @@ class EmbeddingSource:
             uint_entry(f"{arch}.vocab_size", model.n_vocab),
             text_entry("pipeinfer.fingerprint", model.fingerprint),
             text_entry("pipeinfer.piece", PIECE),
+            *([] if factor == 1 else [float_entry(_FACTOR, factor)]),
         ], self._parts)
         self.total = total_bytes(self.header, self._parts)
         self.name = shard_name(model.fingerprint, 0, 0, PIECE)

@@ -323,7 +323,9 @@ class ModelFile:
         if not isinstance(architecture, str) or not _NAME.match(architecture):
             raise ModelError(f"{first}: has no general.architecture; it is not a language model")
         self.architecture: str = architecture
-        self.n_layers: int = self._count("block_count", MOST_LAYERS)
+        #: with those that only guess further tokens, which stand behind the others
+        self.n_layers_all: int = self._count("block_count", MOST_LAYERS)
+        self.n_layers: int = self.n_layers_all - self._guessing()
         self.n_embd: int = self._count("embedding_length")
 
     @property
@@ -395,6 +397,18 @@ class ModelFile:
                 sizes[tensor.layer] += tensor.nbytes
         return tuple(sizes)
 
+    @cached_property
+    def layer_reads(self) -> tuple[int, ...]:
+        """Bytes of each layer that one row reads: of a mixture's experts those that it draws."""
+        sizes = list(map(float, self.layer_bytes))
+        experts, drawn = self.arch_get("expert_count"), self.arch_get("expert_used_count")
+        if isinstance(experts, int) and isinstance(drawn, int) and 0 < drawn < experts:
+            for tensor in self.tensors.values():
+                if "_exps." in tensor.name and tensor.layer is not None \
+                        and tensor.layer < self.n_layers:
+                    sizes[tensor.layer] -= tensor.nbytes * (1 - drawn / experts)
+        return tuple(map(round, sizes))
+
     def read_tensor(self, tensor: TensorInfo, chunk: int = _CHUNK) -> Iterator[bytes]:
         """The tensor's bytes in pieces of at most `chunk`; ModelError when the file shrank."""
         path = self.paths[tensor.part]
@@ -435,6 +449,11 @@ class ModelFile:
                     f"{part.path}: cannot be read: {error.strerror or error}"
                 ) from None
         return digest.hexdigest()
+
+    def _guessing(self) -> int:
+        """Layers behind the others for guesses of further tokens (multi-token prediction)."""
+        count = self.arch_get("nextn_predict_layers", 0)
+        return count if isinstance(count, int) and 0 < count < self.n_layers_all else 0
 
     def _count(self, key: str, most: int = 2**31 - 1) -> int:
         value = self.arch_get(key)

@@ -17,16 +17,17 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 
-_UINT32, _STRING = 4, 8
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a tensor is taken: rows `[a, b)` of `row_bytes` each, of each row bytes `[c, d)`."""
+    """What of a tensor is taken: rows of `row_bytes` each, in bands `[a, b)` one after the other,
+    of each row bytes `[c, d)`."""
 
     row_bytes: int
-    rows: tuple[int, int]
+    bands: tuple[tuple[int, int], ...]
     span: tuple[int, int]
 
 
@@ -55,10 +56,14 @@ def all_of(tensor: TensorInfo, name: str) -> TensorPart:
 
 def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
     """Rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
-    low, high = rows
-    row_bytes = tensor.nbytes // tensor.shape[-1]
-    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], high - low),
-                   nbytes=(high - low) * row_bytes, window=Window(row_bytes, rows, (0, row_bytes)))
+    return bands_of(tensor, name, rows)
+
+
+def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
+    """Several such ranges, one after the other."""
+    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
+    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
+                   nbytes=count * row_bytes, window=Window(row_bytes, bands, (0, row_bytes)))
 
 
 def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
@@ -70,7 +75,16 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
     span = (low // block * type_size, high // block * type_size)
     return replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
                    nbytes=(span[1] - span[0]) * tensor.shape[1],
-                   window=Window(row_bytes, (0, tensor.shape[1]), span))
+                   window=Window(row_bytes, ((0, tensor.shape[1]),), span))
+
+
+def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
+    """A matrix that nobody reads, in a type of few bits that its rows can have."""
+    for kind in (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16):
+        block, size = GGML_QUANT_SIZES[kind]
+        if shape[0] % block == 0:
+            break
+    return TensorPart(name, int(kind), shape, shape[0] // block * size * shape[1], None)
 
 
 def aligned(size: int) -> int:
@@ -81,6 +95,21 @@ def aligned(size: int) -> int:
 def uint_entry(key: str, value: int) -> bytes:
     """A metadata entry with a number."""
     return _string(key) + struct.pack("<II", _UINT32, value)
+
+
+def float_entry(key: str, value: float) -> bytes:
+    """A metadata entry with a float32."""
+    return _string(key) + struct.pack("<If", _FLOAT32, value)
+
+
+def numbers_entry(key: str, values: Sequence[int]) -> bytes:
+    """A metadata entry with a list of numbers."""
+    return _string(key) + struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
+
+
+def bools_entry(key: str, values: Sequence[bool]) -> bytes:
+    """A metadata entry with a list of yes and no."""
+    return _string(key) + struct.pack(f"<IIQ{len(values)}?", _ARRAY, _BOOL, len(values), *values)
 
 
 def text_entry(key: str, value: str) -> bytes:
@@ -116,7 +145,8 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
     yield header
     for part in parts:
         if part.source is None:
-            yield bytes(part.nbytes)
+            for done in range(0, part.nbytes, _CHUNK):
+                yield bytes(min(_CHUNK, part.nbytes - done))
         elif part.window is None:
             yield from model.read_tensor(part.source)
         else:
@@ -130,20 +160,20 @@ def _read_window(model: ModelFile, tensor: TensorInfo, window: Window) -> Iterat
     """Rows are read whole even where a few columns are wanted: files are read by pages anyway."""
     path, size = model.paths[tensor.part], window.row_bytes
     low, high = window.span
-    at, stop = window.rows
     try:
         with path.open("rb") as file:
-            file.seek(tensor.offset + at * size)
-            while at < stop:
-                count = min(stop - at, max(1, _CHUNK // size))
-                data = file.read(count * size)
-                if len(data) < count * size:
-                    raise ModelError(f"{path}: was truncated while it was being read; fetch it "
-                                     "again")
-                if high - low < size:
-                    data = np.frombuffer(data, np.uint8).reshape(count, size)[:, low:high].tobytes()
-                yield data
-                at += count
+            for at, stop in window.bands:
+                file.seek(tensor.offset + at * size)
+                for done in range(at, stop, max(1, _CHUNK // size)):
+                    count = min(stop - done, max(1, _CHUNK // size))
+                    data = file.read(count * size)
+                    if len(data) < count * size:
+                        raise ModelError(f"{path}: was truncated while it was being read; fetch "
+                                         "it again")
+                    if high - low < size:
+                        cells = np.frombuffer(data, np.uint8).reshape(count, size)
+                        data = cells[:, low:high].tobytes()
+                    yield data
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
 

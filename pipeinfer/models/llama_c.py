@@ -150,6 +150,7 @@ _CONTEXT = "llama_context_params"  #: stands for that struct, whose layout the l
 #: name -> result, arguments
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
+    "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_free": (None, (_P,)),
     "ggml_get_data": (_P, (_P,)),
     "ggml_get_name": (c_char_p, (_P,)),
@@ -184,12 +185,15 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_default_params": (_MODEL, ()),
     "llama_model_free": (None, (_P,)),
     "llama_model_get_vocab": (_P, (_P,)),
+    "llama_model_is_hybrid": (c_bool, (_P,)),
+    "llama_model_is_recurrent": (c_bool, (_P,)),
     "llama_model_load_from_file": (_P, (c_char_p, _MODEL)),
     "llama_model_meta_val_str": (c_int32, (_P, c_char_p, c_char_p, c_size_t)),
     "llama_model_n_embd": (c_int32, (_P,)),
     "llama_model_n_head": (c_int32, (_P,)),
     "llama_model_n_head_kv": (c_int32, (_P,)),
     "llama_model_n_layer": (c_int32, (_P,)),
+    "llama_model_n_swa": (c_int32, (_P,)),
     "llama_model_quantize": (
         c_uint32, (c_char_p, c_char_p, POINTER(llama_model_quantize_params))),
     "llama_model_quantize_default_params": (llama_model_quantize_params, ()),

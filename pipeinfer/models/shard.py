@@ -15,12 +15,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
+from pipeinfer.models.architectures import (
+    ARCHITECTURES,
+    Cut,
+    check_range,
+    entries,
+    keeps_state,
+    refusal,
+    unused,
+)
 from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
@@ -34,6 +44,7 @@ from pipeinfer.models.gguf_parts import (
     text_entry,
     total_bytes,
     uint_entry,
+    zeros,
 )
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
 
@@ -41,9 +52,8 @@ if TYPE_CHECKING:
     from pipeinfer.models.slices import Slice
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
-#: what tests/backends/test_split_parity.py splits at every layer, bit-equal; Mistral and Mixtral
-#: are "llama"
-SPLITTABLE = ("llama", "qwen2", "qwen3")
+#: what tests/backends/test_split_parity.py splits at every layer, bit-equal
+SPLITTABLE = tuple(sorted(ARCHITECTURES))
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (
     "attention.scale",
@@ -62,8 +72,8 @@ TRAPS = (
 _PLAIN_ARRAYS = ("rope.dimension_sections",)
 _EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.weight"
-_OUTPUT_BIAS = "output.bias"
-_KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _OUTPUT, _OUTPUT_BIAS}
+_OUTPUT_BIAS, _NORM_BIAS = "output.bias", "output_norm.bias"
+_KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _NORM_BIAS, _OUTPUT, _OUTPUT_BIAS}
 _F32 = 0
 
 
@@ -91,35 +101,43 @@ def check_splittable(model: ModelFile) -> None:
     """Raise UnsupportedArchitecture unless every split of `model` is known to be bit-equal."""
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
+    if keeps_state(model):
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: layers of a {architecture} keep a state of the text, of which "
+            f"llama.cpp cannot take guesses back, so it is not split; {way_out}")
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
             f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}"
         )
-    prefix = architecture + "."
+    if why := refusal(model):
+        raise UnsupportedArchitecture(f"{model.path.name}: cannot be split: {why}; {way_out}")
+    cut, prefix = ARCHITECTURES.get(architecture, Cut()), architecture + "."
     for key in model.meta_keys():
         if not key.startswith(prefix):
             continue
         short = key[len(prefix) :]
-        if short.startswith(TRAPS) and model.get(key) not in (0, False):
+        if short.startswith(TRAPS) and not short.startswith(cut.traps) \
+                and model.get(key) not in (0, False):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} = {model.get(key)!r} makes layers depend on their "
                 f"position in the model; {way_out}"
             )
-        if model.is_array(key) and short not in _PLAIN_ARRAYS:
+        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} has a value per layer; {way_out}"
             )
     for tensor in model.tensors.values():
         layer = tensor.layer
         if (layer is None and tensor.name not in _KNOWN_GLOBALS) or (
-            layer is not None and layer >= model.n_layers
+            layer is not None and layer >= model.n_layers_all
         ):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: has the tensor {tensor.name!r}, which is unknown in "
                 f"{architecture} models; {way_out}"
             )
-    for name in (_EMBEDDING, _NORM, *(f"blk.{i}.attn_norm.weight" for i in range(model.n_layers))):
+    for name in (_EMBEDDING, _NORM,
+                 *(f"blk.{i}.{cut.always}.weight" for i in range(model.n_layers))):
         if name not in model.tensors:
             raise ModelError(f"{model.path}: has no tensor {name!r}; the file is incomplete, fetch "
                              "it again")
@@ -133,33 +151,18 @@ def check_splittable(model: ModelFile) -> None:
 
 
 def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list[TensorPart]:
-    """The shard's tensors. `stop == n_layers` makes it a last stage, `start == 0` a first one.
-
-    The loader ties the output head to the embedding where the file has no `output.weight`. So the
-    last stage stores the head *as* `token_embd.weight`, once, whether or not the model ties them,
-    and stages in the middle get one row of zeros that nobody reads. Slices never have the
-    embedding: they are given its rows, since the loader wants as many rows there as in the head.
-    """
+    """The shard's tensors. `stop == n_layers` makes it a last stage, `start == 0` a first one."""
     tensors = model.tensors
-    first, last = start == 0 and piece is None, stop == model.n_layers
-    parts = []
-    if first:
-        parts.append(all_of(tensors[_EMBEDDING], _EMBEDDING))
-    elif last:
-        head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
-        parts.append(all_of(head, _EMBEDDING) if piece is None
-                     else rows_of(head, _EMBEDDING, piece.vocab))
-    else:
-        row = (model.n_embd, 1)
-        parts.append(TensorPart(_EMBEDDING, _F32, row, model.n_embd * 4, None))
-    if first and last and _OUTPUT in tensors:
-        parts.append(all_of(tensors[_OUTPUT], _OUTPUT))
-    parts.append(all_of(tensors[_NORM], _NORM))
+    last = stop == model.n_layers
+    parts = _vocabulary(model, piece, first=start == 0 and piece is None, last=last)
+    parts += [all_of(tensors[name], name) for name in (_NORM, _NORM_BIAS) if name in tensors]
     if last and _OUTPUT_BIAS in tensors:
         bias = tensors[_OUTPUT_BIAS]
         parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None
                      else rows_of(bias, _OUTPUT_BIAS, piece.vocab))
-    parts += [all_of(tensors[name], name) for name in _EVERYWHERE if name in tensors]
+    skipped = unused(model, start, stop)
+    parts += [all_of(tensors[name], name) for name in _EVERYWHERE
+              if name in tensors and name not in skipped]
     sizes = slice_parts.sizes_of(model) if piece is not None else None
     for tensor in tensors.values():
         layer = tensor.layer
@@ -170,26 +173,60 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     return parts
 
 
+def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: bool
+                ) -> list[TensorPart]:
+    """Embedding and output matrix of a shard.
+
+    The loader ties the output head to the embedding where the file has no `output.weight`. So the
+    last stage stores the head *as* `token_embd.weight`, once, whether or not the model ties them,
+    and stages in the middle get one row of zeros that nobody reads. Slices never have the
+    embedding: they are given its rows, since the loader wants as many rows there as in the head.
+    Where the loader wants an `output.weight`, zeros in the smallest type stand for what nobody
+    reads.
+    """
+    tensors, width = model.tensors, model.n_embd
+    head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
+    own = all_of(head, _EMBEDDING) if piece is None else rows_of(head, _EMBEDDING, piece.vocab)
+    if ARCHITECTURES.get(model.architecture, Cut()).head:
+        rows = own.shape[-1] if first or last else 1
+        return [all_of(tensors[_EMBEDDING], _EMBEDDING) if first
+                else zeros(_EMBEDDING, (width, rows)),
+                replace(own, name=_OUTPUT) if last else zeros(_OUTPUT, (width, rows))]
+    if not first:
+        return [own] if last else [TensorPart(_EMBEDDING, _F32, (width, 1), width * 4, None)]
+    parts = [all_of(tensors[_EMBEDDING], _EMBEDDING)]
+    if last and _OUTPUT in tensors:
+        parts.append(all_of(tensors[_OUTPUT], _OUTPUT))
+    return parts
+
+
 def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
             piece: Slice | None) -> bytes:
     """Everything before the tensor data. The same model, range and piece give the same bytes."""
     old, last = model.architecture, stop == model.n_layers
     if piece is not None:
-        arch, own = slice_parts.architecture_of(model), slice_parts.entries_of(model, piece)
+        arch = slice_parts.architecture_of(model)
+        own = slice_parts.entries_of(model, piece, start, stop)
         n_vocab = piece.vocab[1] - piece.vocab[0] if last else 1
+    elif _is_whole(model, start, stop):
+        arch, own, n_vocab = old, {}, model.n_vocab
     else:
-        arch, own, n_vocab = old, {}, model.n_vocab if start == 0 or last else 1
+        arch, own = old, entries(model, start, stop)
+        n_vocab = model.n_vocab if start == 0 or last else 1
     names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
              for key in model.meta_keys()}
-    dropped = {"general.alignment", f"{arch}.block_count", f"{arch}.vocab_size", *own}
-    entries = [
+    count = f"{arch}.block_count"
+    layers = own.pop(count, uint_entry(count, model.n_layers_all if last and start == 0 else
+                                       stop - start))
+    dropped = {"general.alignment", count, f"{arch}.vocab_size", *own}
+    found = [
         renamed_entry(model, key, name)
         for key, name in names.items()
         if name not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
     ]
-    entries += [
+    found += [
         uint_entry("general.alignment", DEFAULT_ALIGNMENT),
-        uint_entry(f"{arch}.block_count", stop - start),
+        layers,
         uint_entry(f"{arch}.vocab_size", n_vocab),
         text_entry("tokenizer.ggml.model", "none"),
         text_entry("pipeinfer.fingerprint", model.fingerprint),
@@ -197,9 +234,9 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
         uint_entry("pipeinfer.layer_stop", stop),
         uint_entry("pipeinfer.layer_total", model.n_layers),
         uint_entry("pipeinfer.vocab_size", model.n_vocab),
-        *own.values(),
+        *filter(None, own.values()),
     ]
-    return header_of(entries, parts)
+    return header_of(found, parts)
 
 
 class ShardSource:
@@ -216,6 +253,7 @@ class ShardSource:
             parts = [all_of(tensor, tensor.name) for tensor in model.tensors.values()]
         else:
             check_splittable(model)
+            check_range(model, start, stop)
             if piece is not None:
                 slice_parts.check_fits(model, piece)
             parts = _parts(model, start, stop, piece)

@@ -3,6 +3,7 @@
     rows      attn_q, attn_k, attn_v, their biases: its heads; ffn_gate, ffn_up: its FFN columns
     columns   attn_output: its heads; ffn_down: its FFN columns
     whole     norms, also those of heads; biases of attn_output and ffn_down
+    bands     of a matrix that is two in one (glm4's ffn_up): the rows of each
 
 attn_output and ffn_down of a slice give a part of the sum over all slices. llama.cpp adds a bias
 of theirs in a node of its own after the product, so it comes after the sum: every slice has it.
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models import architectures
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
+    bands_of,
     block_size,
     columns_of,
     rows_of,
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
     from pipeinfer.models.slices import Slice
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
-          "attn_output.bias", "ffn_down.bias")
+          "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
+          "post_ffw_norm.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -42,6 +46,17 @@ _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward
 #: shows equal bits) and whose heads may have any size. With the new names of tensors.
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, without --grid"
+#: architectures that can be sliced, and why others cannot
+_SLICED = ("gemma2", "gemma3", "glm4", "granite", "llama", "minicpm", "mistral3", "qwen2", "qwen3",
+           "smollm3")
+_WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
+_REASONS = {
+    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH,
+    "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
+    "deepseek2": "all its heads read one compressed cache, and its experts would have to be summed",
+    "gemma4": "the heads of its layers differ, and its experts would have to be summed",
+}
+_TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,14 @@ class Sizes:
         return piece.heads[0] * self.group, piece.heads[1] * self.group
 
 
+def why_not_sliced(architecture: str) -> str:
+    """Why llama.cpp's layers of this architecture are not sliced; empty where they are."""
+    if architecture in _SLICED:
+        return ""
+    why = _REASONS.get(architecture, "it is not known how its layers could be")
+    return f"layers of a {architecture} are not sliced: {why}"
+
+
 def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     """What is cut. Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for
     a damaged one."""
@@ -86,6 +109,8 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     if model.arch_get("expert_count") not in (None, 0):
         raise UnsupportedArchitecture(
             f"{model.path.name}: is a mixture of experts, which is not sliced: {_WAY_OUT}")
+    if why := why_not_sliced(model.architecture):
+        raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
     heads = _number(model, "attention.head_count")
     kv_heads = _number(model, "attention.head_count_kv", heads)
     key = _number(model, "attention.key_length", model.n_embd // heads)
@@ -163,6 +188,8 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
         return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
     if kind == "ffn_down.weight":
         return columns_of(tensor, name, piece.ff)
+    if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
+        return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
         "attn_q": (low * sizes.key, high * sizes.key),
         "attn_k": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
@@ -172,10 +199,12 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     return rows_of(tensor, name, rows[kind.split(".")[0]])
 
 
-def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
-    """The metadata in which a slice differs from its model, by key. Sizes that the loader would
-    work out from the number of heads are written out."""
+def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[str, bytes]:
+    """The metadata in which a slice of layers `[start, stop)` differs from its model, by key.
+    Sizes that the loader would work out from the number of heads are written out."""
     arch, sizes = architecture_of(model), sizes_of(model)
+    ranged = architectures.entries(model, start, stop, takes_tokens=False) \
+        if arch == model.architecture else {}
     low, high = sizes.queries(piece)
     numbers = {
         f"{arch}.attention.head_count": high - low,
@@ -186,7 +215,7 @@ def entries_of(model: ModelFile, piece: Slice) -> dict[str, bytes]:
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
-    return {key: uint_entry(key, value) for key, value in numbers.items()} | {
+    return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
         "general.architecture": text_entry("general.architecture", arch),
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
 
@@ -240,7 +269,8 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "attn_v.weight": (width, values), "attn_v.bias": (values,),
         "attn_output.weight": (sizes.heads * sizes.value, width),
         "ffn_gate.weight": (width, sizes.ff), "ffn_gate.bias": (sizes.ff,),
-        "ffn_up.weight": (width, sizes.ff), "ffn_up.bias": (sizes.ff,),
+        "ffn_up.weight": (width, sizes.ff * (1 + (model.architecture in _TWO_IN_ONE))),
+        "ffn_up.bias": (sizes.ff,),
         "ffn_down.weight": (sizes.ff, width),
         "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
     }

@@ -33,10 +33,11 @@ from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import Measured
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
+from pipeinfer.models.architectures import smallest_stage
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 
-FORMAT = 2  #: part of a remembered figure's name; raise it when what is measured changes
+FORMAT = 3  #: part of a remembered figure's name; raise it when what is measured changes
 ROWS = (1, 2, 4)
 _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
@@ -47,8 +48,9 @@ _SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not w
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer of
-    `layer_bytes` bytes. head: seconds of the output matrix for one row, 0 if not measured.
+    """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer (or
+    a few that belong together) of which a row reads `layer_bytes` bytes. head: seconds of the
+    output matrix for one row, 0 if not measured.
     """
 
     bandwidth: float
@@ -90,23 +92,25 @@ def from_json(data: Any) -> Figures:
 class Hollow:
     """A model that this host has no file of, as far as measuring needs it.
 
-    header, total: of the shard with the middle layer alone. Its weights are taken as zeros: the
-    time of a product does not depend on them.
+    layers, reads: the middle layer `[start, stop)` and what a row reads of it, in bytes. header,
+    total: of its shard. Its weights are taken as zeros: the time of a product does not depend on
+    them.
     """
 
     fingerprint: str
     n_layers: int
-    layer_bytes: Mapping[int, int]
+    layers: tuple[int, int]
+    reads: int
     header: bytes
     total: int
 
     @classmethod
     def of(cls, model: Any) -> Hollow:
         """What has to be told about `model`, a ModelFile."""
-        middle = model.n_layers // 2
-        source = ShardSource(model, middle, middle + 1)
-        return cls(model.fingerprint, model.n_layers, {middle: model.layer_bytes[middle]},
-                   source.header, source.total)
+        start, stop = smallest_stage(model, model.n_layers // 2)
+        source = ShardSource(model, start, stop)
+        return cls(model.fingerprint, model.n_layers, (start, stop),
+                   sum(model.layer_reads[start:stop]), source.header, source.total)
 
     def to_json(self) -> dict[str, Any]:
         """The header as plain data for JSON; its bytes in base64."""
@@ -115,8 +119,8 @@ class Hollow:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hollow:
         """The header from what `to_json` made."""
-        return cls(data["fingerprint"], data["n_layers"],
-                   {int(k): v for k, v in data["layer_bytes"].items()},
+        start, stop = data["layers"]
+        return cls(data["fingerprint"], data["n_layers"], (start, stop), data["reads"],
                    base64.b64decode(data["header"]), data["total"])
 
     def write(self, folder: str) -> Path:
@@ -167,9 +171,8 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard
 
-    middle = model.n_layers // 2
-    first, last = middle == 0, middle == model.n_layers - 1
     if _on_torch(config, model):
+        middle = model.n_layers // 2
         sizes = {"n_ctx": 256, "n_seq_max": 1, "n_batch": max(ROWS)}
         alone = load_torch(config, model.path, (middle, middle + 1), sizes, threads)
         try:
@@ -177,12 +180,16 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
         finally:
             alone.close()
         return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
+    hollow, n = isinstance(model, Hollow), model.n_layers
+    layers = model.layers if hollow else smallest_stage(model, n // 2)
+    reads = model.reads if hollow else sum(model.layer_reads[slice(*layers)])
+    last = layers[1] == n
     with tempfile.TemporaryDirectory(dir=cache_directory(), prefix="layer-",
                                      ignore_cleanup_errors=True) as folder:
-        shard = model.write(folder) if isinstance(model, Hollow) else extract_shard(
-            model, middle, middle + 1, cache_dir=folder)
+        shard = model.write(folder) if hollow else extract_shard(
+            model, *layers, cache_dir=folder)
         backend = LlamaCppBackend.load(
-            shard, layers=(middle, middle + 1), n_layers_total=model.n_layers, first=first,
+            shard, layers=layers, n_layers_total=n, first=layers[0] == 0,
             last=last, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
             options=llama_options(config, callbacks=not last),
         )
@@ -190,10 +197,9 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
             seconds = layer_seconds(backend)
         finally:
             backend.close()
-        per_byte = seconds[1] / model.layer_bytes[middle]
-        head = 0.0 if isinstance(model, Hollow) or last else _head_seconds(
-            config, model, threads, per_byte, folder)
-    return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds, head)
+        head = 0.0 if hollow or last else _head_seconds(
+            config, model, threads, seconds[1] / reads, folder)
+    return Figures(copy_bandwidth(threads), reads, seconds, head)
 
 
 def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float, folder: str
@@ -205,33 +211,36 @@ def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float
     from pipeinfer.models.shard import extract_shard, shard_bytes
 
     n = model.n_layers
-    size = shard_bytes(model, n - 1, n)
+    layers = smallest_stage(model, n - 1)
+    size, own = shard_bytes(model, *layers), sum(model.layer_bytes[slice(*layers)])
     room = _HEAD_SHARE * psutil.virtual_memory().available
-    if not model.layer_bytes[n - 1] * (1 + _SMALL_HEAD) < size < room:
+    if layers[0] == 0 or not own * (1 + _SMALL_HEAD) < size < room:
         return 0.0
     backend = LlamaCppBackend.load(
-        extract_shard(model, n - 1, n, cache_dir=folder), layers=(n - 1, n), n_layers_total=n,
+        extract_shard(model, *layers, cache_dir=folder), layers=layers, n_layers_total=n,
         first=False, last=True, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
         options=llama_options(config, callbacks=False))
     try:
         both = layer_seconds(backend, rows=(1,))[1]
     finally:
         backend.close()
-    return max(0.0, both - per_byte * int(model.layer_bytes[n - 1]))
+    return max(0.0, both - per_byte * float(sum(model.layer_reads[slice(*layers)])))
 
 
 def layer_seconds(backend: Backend, window: float | None = None, rows: Sequence[int] = ROWS
                   ) -> dict[int, float]:
     """Rows -> seconds of a decode: the better of two windows' means, for one row; one for others.
 
-    The cache must be empty, and is empty afterwards.
+    Rows differ, so that those of a mixture draw different experts. The cache must be empty, and is
+    empty afterwards.
     """
     window = _WINDOW if window is None else window
     info = backend.info
-    hidden = None if info.first else np.ones((max(ROWS), info.n_embd), np.float32)
+    hidden = None if info.first else np.random.default_rng(0).standard_normal(
+        (max(ROWS), info.n_embd), np.float32)
     found = {}
     for count in rows:
-        batch = make_rows([(1, i, (0,), True) for i in range(count)])
+        batch = make_rows([(1 + i, i, (0,), True) for i in range(count)])
         states = None if hidden is None else hidden[:count]
 
         def mean(batch: Any = batch, states: Any = states) -> float:

@@ -44,7 +44,7 @@ class Load:
     """What is to be placed: per layer its cost and its bytes (weights and cache).
 
     first_*: what the stage with layer 0 has besides; last_*: likewise the last layer's. scratch:
-    bytes of any stage.
+    bytes of any stage. barred: ranges `[start, stop)` that cannot be a stage; bar: why.
     """
 
     costs: tuple[float, ...]
@@ -54,6 +54,8 @@ class Load:
     last_cost: float = 0.0
     last_bytes: float = 0.0
     scratch: float = 0.0
+    barred: frozenset[tuple[int, int]] = frozenset()
+    bar: str = ""
 
     def stage_cost(self, start: int, stop: int) -> float:
         """Cost of a stage with layers start to stop - 1."""
@@ -157,6 +159,8 @@ def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
     if bounded:
         size = _ranges(load.sizes, load.first_bytes, load.last_bytes) + load.scratch
         allowed &= size <= member.memory
+    for start, stop in load.barred:
+        allowed[start, stop] = False
     matrix = np.where(allowed, member.overhead + member.per_cost * cost, np.inf)
     if member.optional or member.layers == 0:
         matrix[count == 0] = 0.0
@@ -187,6 +191,8 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     n = len(load.costs)
     times = [stage_times(load, member, bounded=False) for member in members]
     bound = least_maximum(times)
+    if not np.isfinite(bound):  # there is room enough
+        return PlanError(f"these ranks cannot have a stage each: {load.bar}; or start fewer ranks")
     times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
     split = measure(load, members, _best_under(times))
     room = sum(member.memory for member in members if member.layers != 0)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from pipeinfer.planning.partition import (
     check_fits,
     choose,
     measure,
+    partition,
     size_text,
 )
 from pipeinfer.planning.replan import Holding
@@ -40,14 +43,32 @@ WORTH = 1.1  #: how much faster the slowest stage must become for a plan to diff
 _SCRATCH = 32 << 20
 
 
-def _cache_bytes(model: Any, n_layers: int, n_cells: int, item_bytes: int = 2) -> int:
-    """A shard's cache; two bytes per element on llama.cpp (quantised caches need less)."""
-    heads = int(model.arch_get("attention.head_count", 1) or 1)
-    kv_heads = int(model.arch_get("attention.head_count_kv", heads) or heads)
-    size = model.n_embd // heads
-    widths = sum(int(model.arch_get(f"attention.{kind}_length", size) or size)
-                 for kind in ("key", "value"))
-    return n_layers * n_cells * kv_heads * widths * item_bytes
+def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2) -> list[float]:
+    """Each layer's cache; two bytes per element on llama.cpp (quantised caches need less)."""
+    heads = _per_layer(model, "attention.head_count", 1)
+    kv_heads = _per_layer(model, "attention.head_count_kv", 0)
+    near = _per_layer(model, "attention.sliding_window_pattern", 0)
+    latent = model.arch_get("attention.key_length_mla") is not None  # values are part of the keys
+    found = []
+    for i in range(model.n_layers):
+        size, width = model.n_embd // heads[i], 0
+        for kind in ("key",) if latent else ("key", "value"):
+            own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
+            width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
+        found.append(float(n_cells * (kv_heads[i] or heads[i]) * width * item_bytes))
+    return found
+
+
+def _per_layer(model: Any, key: str, default: int) -> list[int]:
+    """A number of each layer: metadata has one for all, or a list."""
+    value = model.arch_get(key)
+    values = value if isinstance(value, list) else [value or default] * model.n_layers
+    return [int(one) for one in values]
+
+
+def _widest(model: Any) -> int:
+    """FFN columns of a layer, for what a decode needs besides."""
+    return max(_per_layer(model, "feed_forward_length", 4 * model.n_embd))
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -134,28 +155,30 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
     item_bytes: of a weight in torch's memory, where a rank runs torch (0: none does). Costs count
     the file's bytes all the same: speeds of different backends are measured per such byte.
     """
+    from pipeinfer.models.architectures import barred
     from pipeinfer.models.hf_folder import torch_parts
     from pipeinfer.models.shard import shard_bytes
 
     if item_bytes or model.path.is_dir():
         layers, embedding, head = torch_parts(model, item_bytes)
-        cache = _cache_bytes(model, 1, n_cells, item_bytes or 4)
+        cache = _cache_bytes(model, n_cells, item_bytes or 4)
         _, _, head_cost = torch_parts(model, 0)
-        ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
         return Load(
-            tuple(map(float, model.layer_bytes)), tuple(float(size + cache) for size in layers),
+            tuple(map(float, model.layer_bytes)),
+            tuple(map(operator.add, layers, cache)),
             first_bytes=float(embedding), last_cost=float(head_cost), last_bytes=float(head),
-            scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + ff)))
+            scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + _widest(model))))
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
     plain = list(model.layer_bytes)
-    cache = _cache_bytes(model, 1, n_cells)
-    ff = int(model.arch_get("feed_forward_length", 4 * model.n_embd) or 4 * model.n_embd)
     head = layers[-1] - plain[-1] if n > 1 else 0
+    bars, why = barred(model)
     return Load(
-        tuple(map(float, plain)), tuple(float(size + cache) for size in plain),
+        tuple(map(float, model.layer_reads)),
+        tuple(map(operator.add, plain, _cache_bytes(model, n_cells))),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
-        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + ff)))
+        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
+        barred=bars, bar=why)
 
 
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:
@@ -226,6 +249,24 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
     return counts
 
 
+def equal_ranges(load: Load, n_stages: int) -> list[tuple[int, int]]:
+    """`[start, stop)` of so many stages, as equal as the model allows. Raises PlanError."""
+    split = _equal(load, [Member(f"stage {i}", 1.0) for i in range(1, n_stages + 1)])
+    return [(start, stop) for _, start, stop in split.ranges()]
+
+
+def _equal(load: Load, members: Sequence[Member]) -> Split:
+    """Equal shares, in so far as counts are not set and the model can be cut so."""
+    counts = equal_counts(len(load.costs), members)
+    ends = [0, *itertools.accumulate(counts)]
+    if not load.barred.isdisjoint(itertools.pairwise(ends)):
+        n = len(load.costs)
+        even = Load((1.0,) * n, (0.0,) * n, barred=load.barred, bar=load.bar)
+        counts = list(partition(even, [
+            Member(one.name, 1.0, layers=one.layers) for one in members]).counts)
+    return measure(load, members, counts)
+
+
 def make_plan(
     config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
     hosts: Sequence[RankInfo], predict: Callable[[Split], float], *, timed: bool,
@@ -243,11 +284,10 @@ def _plan_of(
     config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
     hosts: Sequence[RankInfo], predict: Callable[[Split], float], timed: bool,
 ) -> Plan:
-    n = len(load.costs)
-    equal = measure(load, members, equal_counts(n, members))
-    plain = measure(load, members, equal_counts(n, [
+    equal = _equal(load, members)
+    plain = _equal(load, [
         member if member.layers == 0 else dataclasses.replace(member, layers=None)
-        for member in members]))
+        for member in members])
     if config.split == "equal" or all(m.layers is not None for m in members):
         split = equal
         check_fits(split, members)

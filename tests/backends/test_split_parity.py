@@ -14,7 +14,10 @@ from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.errors import PlanError
+from pipeinfer.experiments.random_architectures import RECIPES
+from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.experiments.rig.cut_check import cuts_of, differing, load
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
 from tests.support.sample import full
@@ -32,78 +35,41 @@ CASES = {
     "qwen2-Q8_0-tied": RandomSpec(architecture="qwen2", qtype="Q8_0", tied=True),
     "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
     "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
+    **{name: tiny(name) for name in RECIPES},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in (
+        "deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe")},
 }
+_LONG = ("deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def test_every_listed_architecture_has_a_case():
-    assert {spec.architecture for spec in CASES.values()} == set(SPLITTABLE)
-
-
-def load(path, layers, total, **options):
-    return LlamaCppBackend.load(
-        path, layers=layers, n_layers_total=total, first=layers[0] == 0, last=layers[1] == total,
-        n_ctx=512, n_seq_max=4, n_batch=64, n_threads=1,
-        options=LlamaOptions(validate=True, **options),
-    )
-
-
-def script(n_vocab):
-    """A prompt chunk, single rows, a branching run, and rows in both branches."""
-    rng = np.random.default_rng(3)
-
-    def token():
-        return int(rng.integers(0, n_vocab))
-
-    prompt = make_rows([(token(), p, (0,), p == 24) for p in range(25)])
-    singles = [make_rows([(token(), 25 + i, (0,), True)]) for i in range(2)]
-    tree = make_rows(
-        [(token(), 27, (0, 1), True), (token(), 28, (0,), True), (token(), 29, (0,), True),
-         (token(), 28, (1,), True), (token(), 29, (1,), False)]
-    )
-    after = make_rows([(token(), 30, (1,), True), (token(), 30, (0,), True)])
-    return [prompt, *singles, "branch", tree, after]
-
-
-def run(backends, steps):
-    results = []
-    for step in steps:
-        if step == "branch":
-            for backend in backends:
-                backend.seq_cp(0, 1, 0, 27)
-            continue
-        hidden = None
-        for backend in backends:
-            hidden = backend.decode(step, hidden)
-        results.append(hidden)
-    return results
+    names = {spec.architecture for spec in CASES.values()}
+    assert {RECIPES[name].architecture if name in RECIPES else name
+            for name in names} == set(SPLITTABLE)
 
 
 def check_splits(model, cache_dir, cuts, **options):
-    n = model.n_layers
-    steps = script(model.n_vocab)
-    whole = load(model.path, (0, n), n, **options)
-    expected = run([whole], steps)
-    assert expected[0].std() > 0.5
-    whole.close()
-    for cut in cuts:
-        shards = [
-            load(extract_shard(model, a, b, cache_dir=cache_dir), (a, b), n, **options)
-            for a, b in cut
-        ]
-        for got, want in zip(run(shards, steps), expected, strict=True):
-            assert np.array_equal(got, want), (cut, float(np.abs(got - want).max()))
-        for shard in shards:
-            shard.close()
+    assert differing(model, cuts, cache_dir, **options) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [full(name) if name in _LONG else name for name in CASES])
 def test_splits_are_bit_equal(case, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "model.gguf", CASES[case]))
-    n = model.n_layers
-    cuts = [[(0, k), (k, n)] for k in range(1, n)] + [stage_layers(n, 3), stage_layers(n, n)]
+    cuts = cuts_of(model)
+    assert cuts
     check_splits(model, tmp_path / "cache", cuts)
+
+
+@pytest.mark.parametrize(("name", "bad", "why"), [
+    ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
+    ("cohere2", (3, 4), "one with a window first"), ("llama4", (0, 3), "one without")])
+def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):
+    """llama.cpp would compute something else, or end the process."""
+    model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny(name)))
+    with pytest.raises(PlanError, match=why):
+        extract_shard(model, *bad, cache_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
+    MAX_SEQS,
     LlamaOptions,
     cache_bytes,
     check_sizes,
     head_size,
+    latent,
     load_model,
     make_context,
     metadata,
@@ -38,6 +41,12 @@ from pipeinfer.models.llama import clear_log, ensure_llama, last_log
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
 
+#: where hidden rows are put into the graphs of architectures that do not take them as llama.cpp's
+#: embedding rows: glm4's end the process, gemma2's scale them as they scale tokens
+_ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
+_STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
+          "copied")
+_WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows takes
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
@@ -61,14 +70,25 @@ class LlamaCppBackend:
         self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
+        self.any_threads = self.exact_limit > 1  #: whether their number leaves bits as they are
+        #: ids that hold dead cells: one for what `cell_order` says. Layers with a sliding window
+        #: have a cache of their own, in which llama.cpp takes cells for free that only one id holds
+        #: and does not see any more; those of two ids stay
+        windows = llama_c.llama_model_n_swa(model) > 0
+        self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
+        self._keeps_state = keeps_state(model)
+        self._guard = info.n_seq_max + 2 if windows else None
+        self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
-            if options.keep_order and not options.gaps else None
+            if (options.keep_order or windows) and not (options.gaps or self._keeps_state) \
+            else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
             separate_views=False,
             embedding_rows=True,
             stops_inside=probe is not None and options.layer_callbacks,
         )
+        self._enters = info.architecture in _ENTRIES
         n = info.n_batch
         # The columns of llama_batch, allocated once; numpy fills them, llama.cpp reads them.
         self._tokens = np.zeros(n, np.int32)
@@ -127,16 +147,25 @@ class LlamaCppBackend:
                     f"{os.fspath(path)}: has {n_layers} layers, "
                     f"but layers {layers[0]} to {layers[1]} were expected"
                 )
-            options = options.resolved(head_size(model), head_size(model, "key"))
+            options = options.resolved(
+                head_size(model), head_size(model, "key"), one_type=latent(model))
             sliced = bool(metadata(model, "pipeinfer.piece"))
-            probe = LayerProbe(n_layers - 1, layers[0]) \
-                if not last or options.layer_callbacks or sliced else None
-            sizes = (n_ctx, n_seq_max + 1, n_batch, n_threads)
+            if keeps_state(model):  # a decode that was stopped could not be taken back
+                options = replace(options, layer_callbacks=False)
+            architecture = metadata(model, "general.architecture")
+            entry = _ENTRIES.get(architecture, "")
+            probe = LayerProbe(n_layers - 1, layers[0], entry) \
+                if not last or options.layer_callbacks or sliced or entry else None
+            windows = llama_c.llama_model_n_swa(model) > 0
+            more = _WITH_WINDOWS if windows else 0
+            if n_seq_max + more > MAX_SEQS:
+                raise BackendError(f"{os.fspath(path)}: a model with sliding windows takes at most "
+                                   f"{MAX_SEQS - more} sequences")
+            sizes = (n_ctx, n_seq_max + 1 + more, n_batch, n_threads)
             context = make_context(os.fspath(path), model, probe, sizes, options)
         except BaseException:
             llama_c.llama_model_free(model)
             raise
-        architecture = metadata(model, "general.architecture")
         vocab = llama_c.llama_model_get_vocab(model)
         # A shard from the middle has a vocabulary of one, and a note of the model's.
         noted = metadata(model, "pipeinfer.vocab_size")
@@ -155,8 +184,15 @@ class LlamaCppBackend:
             weight_bytes=llama_c.llama_model_size(model),
             cache_bytes=cache_bytes(model, llama_c.llama_n_ctx(context), options),
         )
-        return cls(model, context, probe, info, options,
-                   llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+        backend = cls(model, context, probe, info, options,
+                      llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+        if keeps_state(model):
+            backend.exact_limit = 1  # rows of a trial could not be taken back
+        elif int(metadata(model, f"{architecture}.expert_count") or 0):
+            # Experts are chosen by a product of floats, for which one row takes another kernel than
+            # several; a short trial would hardly see it, as what differs is quantised away mostly
+            backend.exact_limit = 1
+        return backend
 
     def sum_with(self, sums: PartSum | None) -> None:
         """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
@@ -183,24 +219,28 @@ class LlamaCppBackend:
         if self.options.validate:
             check_rows(rows, info.n_seq_max)
         keep = self._fill(rows, hidden)
+        given = keep if self._enters else None
         long = bool(self._positions[0] >= _LONG)
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
         probe = self._probe
         if probe is not None:
-            probe.arm(should_stop if self.options.layer_callbacks else None, out)
+            probe.arm(should_stop if self.options.layer_callbacks else None, out, given)
         taken = False
         clear_log()
-        status = llama_c.llama_decode(self._ctx, self._batch)
+        status = self._evaluate()
         if status == 1 and self._order is not None and self._order.n_buried:
             self._compact()
-            status = llama_c.llama_decode(self._ctx, self._batch)
+            status = self._evaluate()
         if status == 0 and self._order is not None:
             self._order.place(rows)
         del keep
         if probe is not None:
             error, taken = probe.error, probe.hidden_done
+            if given is not None and status == 0 and not (probe.entered or error):
+                error = BackendError("the shard's graph has no input to put rows into; it cannot "
+                                     "be split")
             stopped = probe.stopped or (probe.ended and not taken)
             probe.arm(None, None)  # holds neither the caller's array nor its callback
             if error is not None or stopped:
@@ -224,11 +264,16 @@ class LlamaCppBackend:
         if p0 >= p1 or self._closed():
             return
         if order is None:
-            llama_c.llama_memory_seq_rm(self._memory, seq_id, p0, _upper(p1))
+            every = range(self.info.n_seq_max) if self._keeps_state and seq_id == ALL_SEQS \
+                else (seq_id,)  # llama.cpp takes no "all" there
+            if not all([llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                        for one in every]):
+                raise BackendError(_STATE)
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
-                llama_c.llama_memory_seq_cp(self._memory, one, self._grave, low, high)
+                for grave in self._graves:
+                    llama_c.llama_memory_seq_cp(self._memory, one, grave, low, high)
             llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
         if order.is_empty():
             self._empty_grave()
@@ -237,6 +282,8 @@ class LlamaCppBackend:
         """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
         if p0 >= p1 or src == dst or self._closed():
             return
+        if self._keeps_state:
+            raise BackendError(_STATE)
         if self.options.validate:
             low = llama_c.llama_memory_seq_pos_min(self._memory, dst)
             high = llama_c.llama_memory_seq_pos_max(self._memory, dst)
@@ -286,7 +333,7 @@ class LlamaCppBackend:
     def use_threads(self, count: int) -> None:
         """Decode single rows with so many threads from now on, others, and rows that see a long
         text, with as many as `load` was given: attention has work for all. Bits stay the same
-        where `exact_limit` is above 1."""
+        with `any_threads`."""
         self._few_threads = count
         self._set_threads(all_of_them=False)
 
@@ -331,9 +378,26 @@ class LlamaCppBackend:
         if self.options.gaps:
             self._positions[: 4 * n] = np.tile(rows.positions, 4)
         keep = np.ascontiguousarray(hidden, np.float32)
+        if self._enters:
+            self._tokens[:n] = 0
+            batch.token, batch.embd = self._token_pointer, None
+            return keep
         batch.token = None
         batch.embd = _pointer(batch, "embd", keep.ctypes.data)
         return keep
+
+    def _evaluate(self) -> int:
+        """llama.cpp's status. It looks for free cells behind those that it took last, but after a
+        restored state from the first one on: with sliding windows living cells must have two ids
+        then, see `_graves`."""
+        if not self._rewound or self._order is None or self._guard is None:
+            return int(llama_c.llama_decode(self._ctx, self._batch))
+        for one in self._order.used_ids():
+            llama_c.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
+        status = int(llama_c.llama_decode(self._ctx, self._batch))
+        llama_c.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
+        self._rewound = status != 0
+        return status
 
     def _logits(self, count: int) -> FloatArray:
         out = np.empty((count, self._n_logits), np.float32)
@@ -351,11 +415,6 @@ class LlamaCppBackend:
         for seq_id, first in rows.first_positions().items():
             self.seq_rm(seq_id, first, END)
 
-    @property
-    def _grave(self) -> int:
-        """The sequence id beyond the caller's that holds dead cells; see `cellorder`."""
-        return self.info.n_seq_max
-
     def _compact(self) -> None:
         """Free the grave and move the living cells together, in order.
 
@@ -364,7 +423,7 @@ class LlamaCppBackend:
         of the used cache, once per time that dead cells fill it.
         """
         assert self._order is not None
-        llama_c.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        self._free_graves()
         size = llama_c.llama_state_get_size(self._ctx)
         state = np.empty(size, np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -372,11 +431,16 @@ class LlamaCppBackend:
         if not written or llama_c.llama_state_set_data(self._ctx, data, written) != written:
             raise BackendError(f"llama.cpp could not compact its cache: {last_log()}")
         self._order.compact()
+        self._rewound = True
 
     def _empty_grave(self) -> None:
         assert self._order is not None
-        llama_c.llama_memory_seq_rm(self._memory, self._grave, 0, -1)
+        self._free_graves()
         self._order.empty_grave()
+
+    def _free_graves(self) -> None:
+        for grave in self._graves:
+            llama_c.llama_memory_seq_rm(self._memory, grave, 0, -1)
 
     def _failure(self, status: int, rows: Rows) -> BackendError:
         # 1 and -1 leave the cache as it was; removing then could hit older cells. The others
@@ -389,6 +453,11 @@ class LlamaCppBackend:
             return BackendError(f"llama.cpp refused {len(rows)} rows: {last_log()}")
         self._drop(rows)
         return BackendError(f"llama_decode failed with status {status}: {last_log()}")
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether its layers keep a state of the text so far."""
+    return bool(llama_c.llama_model_is_recurrent(model) or llama_c.llama_model_is_hybrid(model))
 
 
 def _upper(p1: int) -> int:

@@ -25,7 +25,14 @@ struct filter {
     void *(*data_of)(const void *tensor);                 /* ggml_get_data */
     size_t (*bytes_of)(const void *tensor);               /* ggml_nbytes */
     struct sums *sums;                                    /* NULL: Python sums up */
+    const char *entry;                                    /* name of what rows are put into */
+    int enters;                                           /* whether this decode's are */
 };
+
+size_t pipeinfer_filter_bytes(void)
+{
+    return sizeof(struct filter);
+}
 
 static bool ends(const char *text, const char *with)
 {
@@ -69,6 +76,8 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
         filter->wants = ENDED;
         return false;
     }
+    if (filter->enters && strcmp(filter->name_of(tensor), filter->entry) == 0)
+        return ask || filter->reached(tensor, ask, NULL);
     if (filter->wants == NOTHING)
         return false;
     if (!ask)

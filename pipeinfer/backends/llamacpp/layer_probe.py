@@ -1,5 +1,5 @@
-"""llama.cpp's evaluation callback: takes a shard's hidden rows out, stops a decode inside, and has
-the parts of a wide stage's sums added up.
+"""llama.cpp's evaluation callback: takes a shard's hidden rows out, stops a decode inside, has the
+parts of a wide stage's sums added up, and puts hidden rows in where a graph takes tokens only.
 
 llama.cpp calls it for every node of a graph, thousands of times per token on a deep model. Where
 `layer_filter.c` was compiled, it answers those that are not a layer's output; else Python does, at
@@ -49,30 +49,33 @@ class Filter(ctypes.Structure):
                 ("last", ctypes.c_char_p), ("wants", ctypes.c_int),
                 ("stride", ctypes.c_int), ("sliced", ctypes.c_int), ("first", ctypes.c_int),
                 ("source", ctypes.c_size_t), ("data_of", ctypes.c_void_p),
-                ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p))
+                ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p),
+                ("entry", ctypes.c_char_p), ("enters", ctypes.c_int))
 
 
 class LayerProbe:
     """One context's callback; `arm` it before a decode and read the outcome afterwards.
 
-    first_layer: which of the model's the file's first one is. callback, data: for llama.cpp.
-    hidden_done: the rows were copied. stopped: `should_stop` said True, or the sums did. error:
-    what it raised.
+    first_layer: which of the model's the file's first one is. entry: name of the tensor that the
+    first layer reads, for rows that are put in there. callback, data: for llama.cpp.
+    hidden_done: the rows were copied. entered: those given were put in. stopped: `should_stop` said
+    True, or the sums did. error: what it raised.
     llama.cpp calls it twice per tensor: `ask` - do you want it (the graph is cut there) - and,
     when wanted, once the tensor is computed; answering False then ends the graph.
     """
 
-    def __init__(self, last_layer: int, first_layer: int = 0) -> None:
+    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "") -> None:
         self.last_name = b"l_out-%d" % last_layer
         self.should_stop: Callable[[], bool] | None = None
         self.hidden: FloatArray | None = None
-        self.hidden_done = self.stopped = False
+        self.hidden_done = self.stopped = self.entered = False
         self.error: BaseException | None = None
         kind = llama_c.ggml_backend_sched_eval_callback
         self._own = kind(self._call)
         self._filter = Filter(_address(llama_c.ggml_get_name), _address(self._own),
                               self.last_name, _NOTHING, max(1, (last_layer + 1) // _CUTS))
-        self._filter.first = first_layer
+        self._filter.first, self._filter.entry = first_layer, entry.encode()
+        self._given: FloatArray | None = None
         self._sums: PartSum | None = None
         function = compiled_filter()
         if function is None:
@@ -96,10 +99,13 @@ class LayerProbe:
         """Whether the decode was left before its end."""
         return bool(self._filter.wants == _ENDED)
 
-    def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None) -> None:
-        """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run."""
-        self.should_stop, self.hidden = should_stop, hidden
-        self.hidden_done = self.stopped = False
+    def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None,
+            given: FloatArray | None = None) -> None:
+        """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run.
+        given: float32[n, n_embd] to put in at the entry."""
+        self.should_stop, self.hidden, self._given = should_stop, hidden, given
+        self._filter.enters = given is not None
+        self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \
             _NOTHING if hidden is None else _LAST
@@ -113,6 +119,8 @@ class LayerProbe:
                 return ask
             if self._sums is not None and (place := self._place_of(tensor)) >= 0:
                 return ask or self._sum(self._sums, tensor, place)
+            if self._given is not None and llama_c.ggml_get_name(tensor) == self._filter.entry:
+                return ask or self._put_in(tensor, self._given)
             if self._filter.wants == _NOTHING:
                 return False
             name = llama_c.ggml_get_name(tensor)
@@ -137,6 +145,15 @@ class LayerProbe:
         except BaseException as error:  # an exception cannot cross C: re-raised after the decode
             self.error = error
             return self._end()
+        return True
+
+    def _put_in(self, tensor: int, given: FloatArray) -> bool:
+        """Overwrite what the graph made of the tokens that stand in for these rows."""
+        if llama_c.ggml_nbytes(tensor) != given.nbytes:
+            raise BackendError(f"the graph's input has {llama_c.ggml_nbytes(tensor)} bytes, "
+                               f"{given.nbytes} expected")
+        llama_c.ggml_backend_tensor_set(tensor, given.ctypes.data, 0, given.nbytes)
+        self.entered = True
         return True
 
     def _place_of(self, tensor: int) -> int:
@@ -206,6 +223,9 @@ def compiled() -> Any | None:
         library = ctypes.CDLL(spec.origin)
         library.pipeinfer_sums_bytes.restype = ctypes.c_size_t
         _ = library.pipeinfer_sums_widen  # the newest of its functions
+        library.pipeinfer_filter_bytes.restype = ctypes.c_size_t
+        if library.pipeinfer_filter_bytes() != ctypes.sizeof(Filter):
+            return None
     except (OSError, AttributeError):
         return None
     return library

@@ -38,6 +38,7 @@ from pipeinfer.experiments.emulation.virtual import (
     Wire,
     simulate,
 )
+from pipeinfer.models.slice_parts import why_not_sliced
 from pipeinfer.planning import teams
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
@@ -104,6 +105,14 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
         tuple(nodes), drafter, target, profiles.model(pair.draft),
         Wire(link.latency + experiment.delay, link.bandwidth),
         pair.acceptance if experiment.acceptance is None else experiment.acceptance)
+
+
+def warning(profiles: Profiles, experiment: WideExperiment) -> str:
+    """What the runtime would say of a grid for the experiment's target; empty where it has one."""
+    target = profiles.model(profiles.pair(experiment.pair).target)
+    why = why_not_sliced(target.shape.architecture) if target.shape is not None else ""
+    return why and (f"{target.title} is emulated only: pipeinfer refuses grids for its file "
+                    f"({why})")
 
 
 def part_of(node: NodeProfile, part: float) -> NodeProfile:

@@ -17,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipeinfer.training.pair.loop import Plan, Progress, optimise
 from pipeinfer.training.pair.model import Llama
 
 _HARD = 0.3  #: weight of the likeliest token alone
+_BESIDE = 4096  #: tokens of the vocabulary, drawn anew for each step, that no position wants
+_ALL_FROM = 0.85  #: spent fraction from which the whole vocabulary is weighed up
 HELD_OUT = 20  #: every so many-th text is not learned from
 
 
@@ -105,13 +108,19 @@ def pack(lessons: Lessons, spans: Sequence[tuple[int, int]]) -> Batch:
                  torch.from_numpy(lessons.shares[rows].astype(np.float32)))
 
 
-def loss_of(model: Llama, batch: Batch, *, bfloat16: bool) -> Tensor:
-    """Nats per learned position."""
+def loss_of(model: Llama, batch: Batch, *, bfloat16: bool, beside: Tensor | None = None) -> Tensor:
+    """Nats per learned position. beside: int64[n], other tokens than the likeliest ones of this
+    batch that are weighed up; None: all. Most of a small model's time goes into its output."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         length = batch.x.shape[1]
-        states = model.hidden(batch.x, model.cos[:length], model.sin[:length])
-        logits = model.logits(states[batch.learned])
-    scores = logits.float().log_softmax(-1).gather(1, batch.likely)
+        states = model.hidden(batch.x, model.cos[:length], model.sin[:length])[batch.learned]
+        if beside is None:
+            logits, wanted = model.logits(states), batch.likely
+        else:
+            tokens = torch.cat((batch.likely.flatten(), beside)).unique()
+            wanted = torch.searchsorted(tokens, batch.likely)
+            logits = F.linear(model.output_norm(states), model.token_embd.weight[tokens])
+    scores = logits.float().log_softmax(-1).gather(1, wanted)
     soft = -(scores * batch.shares).sum(1) / batch.shares.sum(1)
     return ((1 - _HARD) * soft - _HARD * scores[:, 0]).mean()
 
@@ -157,7 +166,6 @@ def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,
     firsts = [0]  # the first step of each epoch
 
     def objective(step: int, spent: float) -> tuple[Tensor, int]:
-        del spent
         while True:
             epoch = len(firsts) - 1
             if epoch not in groups:
@@ -168,7 +176,10 @@ def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,
             if at < len(groups[epoch]):
                 break
             firsts.append(firsts[epoch] + len(groups[epoch]))
-        batch = pack(lessons, groups[epoch][at])
-        return loss_of(draft, batch, bfloat16=plan.bfloat16), batch.x.numel()
+        batch, beside = pack(lessons, groups[epoch][at]), None
+        if spent < _ALL_FROM:
+            chance = np.random.default_rng([plan.seed, step, 1])
+            beside = torch.from_numpy(chance.integers(draft.config.n_vocab, size=_BESIDE))
+        return loss_of(draft, batch, bfloat16=plan.bfloat16, beside=beside), batch.x.numel()
 
     return optimise(draft, plan, checkpoint, objective, report=report)

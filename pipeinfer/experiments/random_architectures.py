@@ -1,0 +1,382 @@
+"""What random models of further architectures are made of: their metadata and tensors' shapes.
+
+Each entry has the keys and tensors that llama.cpp's converter writes for that architecture, in
+tiny: windows of few tokens, so that a short text goes beyond them, and every pattern by layer at
+least once. `random_model` draws the weights and writes the file. Knows no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Key: TypeAlias = "int | float | bool | str | list[int] | list[bool]"
+Shape: TypeAlias = tuple[int, ...]
+
+EXPERTS, USED, EXPERT_FF = 4, 2, 64  #: of every mixture: experts, drawn per row, their columns
+WINDOW = 8  #: positions that a layer with a sliding window sees
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns."""
+
+    n_layer: int
+    width: int
+    heads: int
+    kv_heads: int
+    head: int
+    ff: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How models of one architecture look. keys: metadata without the architecture's name; layer:
+    name -> shape (rows, columns) of one layer's tensors, without "blk.i."; common: likewise those
+    outside layers, beside the usual ones. tied: the file has no output matrix. further: layers
+    that the file has beyond those that compute. layers: as many as show every pattern."""
+
+    architecture: str
+    keys: Callable[[Sizes], dict[str, Key]]
+    layer: Callable[[Sizes, int], dict[str, Shape]]
+    common: Callable[[Sizes], dict[str, Shape]] = lambda _: {}
+    tied: bool = False
+    further: int = 0
+    layers: int = 4
+
+
+# --- parts of layers --------------------------------------------------------------------------
+
+
+def _attention(s: Sizes, *, bias: bool = False, head: int = 0, kv_heads: int = 0
+               ) -> dict[str, Shape]:
+    head, kv_heads = head or s.head, kv_heads or s.kv_heads
+    rows = {"attn_q": s.heads * head, "attn_k": kv_heads * head, "attn_v": kv_heads * head}
+    found: dict[str, Shape] = {f"{name}.weight": (n, s.width) for name, n in rows.items()}
+    if bias:
+        found |= {f"{name}.bias": (n,) for name, n in rows.items()}
+    return found | {"attn_output.weight": (s.width, s.heads * head)}
+
+
+def _norms(s: Sizes, *names: str) -> dict[str, Shape]:
+    return {f"{name}.weight": (s.width,) for name in names}
+
+
+def _head_norms(s: Sizes, head: int = 0) -> dict[str, Shape]:
+    return {"attn_q_norm.weight": (head or s.head,), "attn_k_norm.weight": (head or s.head,)}
+
+
+def _dense(s: Sizes, suffix: str = "", columns: int = 0) -> dict[str, Shape]:
+    ff = columns or s.ff
+    return {f"ffn_gate{suffix}.weight": (ff, s.width), f"ffn_up{suffix}.weight": (ff, s.width),
+            f"ffn_down{suffix}.weight": (s.width, ff)}
+
+
+def _experts(s: Sizes, columns: int = EXPERT_FF) -> dict[str, Shape]:
+    return {"ffn_gate_inp.weight": (EXPERTS, s.width),
+            "ffn_gate_exps.weight": (EXPERTS, columns, s.width),
+            "ffn_up_exps.weight": (EXPERTS, columns, s.width),
+            "ffn_down_exps.weight": (EXPERTS, s.width, columns)}
+
+
+def _fused(s: Sizes) -> dict[str, Shape]:
+    """Queries, keys and values in one matrix."""
+    return {"attn_qkv.weight": ((s.heads + 2 * s.kv_heads) * s.head, s.width),
+            "attn_output.weight": (s.width, s.heads * s.head)}
+
+
+# --- keys -------------------------------------------------------------------------------------
+
+_RMS: dict[str, Key] = {"attention.layer_norm_rms_epsilon": 1e-5}
+_LAYER_NORM: dict[str, Key] = {"attention.layer_norm_epsilon": 1e-5}
+_MIXTURE: dict[str, Key] = {"expert_count": EXPERTS, "expert_used_count": USED}
+_SPARSE: dict[str, Key] = _MIXTURE | {"expert_feed_forward_length": EXPERT_FF}
+
+
+def _heads(s: Sizes) -> dict[str, Key]:
+    return {"attention.key_length": s.head, "attention.value_length": s.head}
+
+
+def _plain(*parts: dict[str, Key]) -> Callable[[Sizes], dict[str, Key]]:
+    """Keys that do not depend on sizes, beside the sizes of heads."""
+
+    def keys(s: Sizes) -> dict[str, Key]:
+        found = _heads(s)
+        for part in parts:
+            found |= part
+        return found
+
+    return keys
+
+
+def _llama_layer(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _dense(s)
+
+
+# --- architectures ----------------------------------------------------------------------------
+
+
+def _qwen2moe(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _attention(s, bias=True) | _experts(s)
+            | _dense(s, "_shexp", 96) | {"ffn_gate_inp_shexp.weight": (s.width,)})
+
+
+def _qwen3moe(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _head_norms(s) | _experts(s)
+
+
+def _gpt_oss(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True) | _experts(s)
+            | {"attn_output.bias": (s.width,), "attn_sinks.weight": (s.heads,),
+               "ffn_gate_inp.bias": (EXPERTS,), "ffn_gate_exps.bias": (EXPERTS, EXPERT_FF),
+               "ffn_up_exps.bias": (EXPERTS, EXPERT_FF), "ffn_down_exps.bias": (EXPERTS, s.width)})
+
+
+def _gemma2(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+            | _attention(s) | _dense(s))
+
+
+def _gemma3(s: Sizes, i: int) -> dict[str, Shape]:
+    return _gemma2(s, i) | _head_norms(s)
+
+
+def _gemma4_pattern(s: Sizes) -> list[bool]:
+    return [i % 3 != 2 for i in range(s.n_layer)]
+
+
+def _gemma4_keys(s: Sizes) -> dict[str, Key]:
+    pattern = _gemma4_pattern(s)
+    near, far = 2 * s.head, 4 * s.head
+    return _RMS | _SPARSE | {
+        "attention.head_count_kv": [s.kv_heads if one else 1 for one in pattern],
+        "attention.key_length": far, "attention.value_length": far,
+        "attention.key_length_swa": near, "attention.value_length_swa": near,
+        "attention.sliding_window": WINDOW, "attention.sliding_window_pattern": pattern,
+        "attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0,
+        "rope.dimension_count": far, "rope.dimension_count_swa": near,
+        "rope.freq_base_swa": 1000.0, "final_logit_softcapping": 30.0}
+
+
+def _gemma4(s: Sizes, i: int) -> dict[str, Shape]:
+    near = _gemma4_pattern(s)[i]
+    head, kv_heads = (2 * s.head, s.kv_heads) if near else (4 * s.head, 1)
+    found = (_norms(s, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm",
+                    "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+             | _attention(s, head=head, kv_heads=kv_heads) | _head_norms(s, head) | _dense(s)
+             | {"layer_output_scale.weight": (1,), "ffn_gate_inp.weight": (EXPERTS, s.width),
+                "ffn_gate_inp.scale": (s.width,), "ffn_down_exps.scale": (EXPERTS,),
+                "ffn_gate_up_exps.weight": (EXPERTS, 2 * EXPERT_FF, s.width),
+                "ffn_down_exps.weight": (EXPERTS, s.width, EXPERT_FF)})
+    if not near:  # keys serve as values
+        del found["attn_v.weight"]
+    return found
+
+
+def _glm4_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | _heads(s) | {"rope.dimension_count": s.head // 2}
+
+
+def _glm4(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+            | _attention(s, bias=True)
+            | {"ffn_up.weight": (2 * s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
+
+
+_DENSE_FIRST = 2  #: leading layers of a mixture without experts
+
+
+def _glm4moe_keys(s: Sizes) -> dict[str, Key]:
+    return _glm4_keys(s) | _SPARSE | {
+        "expert_shared_count": 1, "leading_dense_block_count": _DENSE_FIRST,
+        "expert_gating_func": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+        "nextn_predict_layers": 1}
+
+
+def _glm4moe(s: Sizes, i: int) -> dict[str, Shape]:
+    found = (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True)
+             | _head_norms(s))
+    if i < _DENSE_FIRST:
+        return found | _dense(s)
+    found |= _experts(s) | _dense(s, "_shexp", EXPERT_FF) | {"exp_probs_b.bias": (EXPERTS,)}
+    if i == s.n_layer:
+        found |= _norms(s, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {
+            "nextn.eh_proj.weight": (s.width, 2 * s.width)}
+    return found
+
+
+_LATENT, _ROTATED, _LORA = 64, 64, 96  #: deepseek2: of its cache, of its heads, of its queries
+
+
+def _deepseek2_keys(s: Sizes) -> dict[str, Key]:
+    return _deepseek2_lite_keys(s) | {"attention.q_lora_rank": _LORA, "expert_gating_func": 2}
+
+
+def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | _SPARSE | {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": _LATENT,
+        "attention.key_length": _LATENT + _ROTATED, "attention.value_length": _LATENT,
+        "attention.key_length_mla": s.head + _ROTATED, "attention.value_length_mla": s.head,
+        "rope.dimension_count": _ROTATED, "leading_dense_block_count": _DENSE_FIRST,
+        "expert_shared_count": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.07}
+
+
+def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
+    found: dict[str, Shape] = _norms(s, "attn_norm", "ffn_norm") | {
+        "attn_q.weight": (s.heads * (s.head + _ROTATED), s.width),
+        "attn_kv_a_mqa.weight": (_LATENT + _ROTATED, s.width), "attn_kv_a_norm.weight": (_LATENT,),
+        "attn_k_b.weight": (s.heads, _LATENT, s.head),
+        "attn_v_b.weight": (s.heads, s.head, _LATENT),
+        "attn_output.weight": (s.width, s.heads * s.head)}
+    if i < _DENSE_FIRST:
+        return found | _dense(s)
+    return found | _experts(s) | _dense(s, "_shexp", 2 * EXPERT_FF)
+
+
+def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _deepseek2_lite(s, i)
+    del found["attn_q.weight"]
+    return found | {
+        "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
+        "attn_q_b.weight": (s.heads * (s.head + _ROTATED), _LORA)} | (
+            {} if i < _DENSE_FIRST else {"exp_probs_b.bias": (EXPERTS,)})
+
+
+def _phi3(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _fused(s) | {
+        "ffn_up.weight": (2 * s.ff, s.width), "ffn_down.weight": (s.width, s.ff)}
+
+
+def _falcon(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "attn_norm_2") | _fused(s) | {
+        "attn_norm.bias": (s.width,), "attn_norm_2.bias": (s.width,),
+        "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)}
+
+
+def _falcon7b(s: Sizes, i: int) -> dict[str, Shape]:
+    return {name: shape for name, shape in _falcon(s, i).items() if "norm_2" not in name}
+
+
+def _granitemoe(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _experts(s, s.ff)
+            | _dense(s, "_shexp", 96))
+
+
+def _olmo2(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "post_attention_norm", "post_ffw_norm") | _attention(s) | _dense(s)
+            | {"attn_q_norm.weight": (s.heads * s.head,),
+               "attn_k_norm.weight": (s.kv_heads * s.head,)})
+
+
+def _cohere2(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm") | _attention(s) | _dense(s)
+
+
+def _llama4(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm") | _attention(s)
+    return found | (_experts(s) | _dense(s, "_shexp", EXPERT_FF) if i % 2 else _dense(s))
+
+
+_WINDOWED: dict[str, Key] = {"attention.sliding_window": WINDOW}
+_SCALES: dict[str, Key] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0,
+                           "attention.scale": 0.1}
+_YARN: dict[str, Key] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                         "rope.scaling.original_context_length": 16,
+                         "rope.scaling.yarn_log_multiplier": 1.0}
+
+#: by architecture, or architecture and variant
+RECIPES = {
+    "qwen2moe": Recipe("qwen2moe", _plain(_RMS, _SPARSE, {
+        "expert_shared_feed_forward_length": 96}), _qwen2moe),
+    "qwen3moe": Recipe("qwen3moe", _plain(_RMS, _SPARSE), _qwen3moe),
+    "gpt-oss": Recipe("gpt-oss", _plain(_RMS, _SPARSE, _WINDOWED, _YARN), _gpt_oss),
+    "gemma2": Recipe("gemma2", _plain(_RMS, _WINDOWED, {
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}), _gemma2, tied=True),
+    "gemma3": Recipe("gemma3", _plain(_RMS, _WINDOWED, {"rope.freq_base_swa": 1000.0}), _gemma3,
+                     tied=True, layers=7),
+    "gemma3-no-window": Recipe("gemma3", _plain(_RMS), _gemma3, tied=True),
+    "gemma4": Recipe("gemma4", _gemma4_keys, _gemma4,
+                     lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+    "glm4": Recipe("glm4", _glm4_keys, _glm4),
+    "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
+    "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),
+    "deepseek2-lite": Recipe("deepseek2", _deepseek2_lite_keys, _deepseek2_lite,
+                             layers=27),
+    "phi3": Recipe("phi3", _plain(_RMS, {
+        "attention.sliding_window": 16, "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": 1.19}), _phi3,
+        lambda s: {f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")}),
+    "falcon": Recipe("falcon", _plain(_LAYER_NORM), _falcon,
+                     lambda s: {"output_norm.bias": (s.width,)}),
+    "falcon-7b": Recipe("falcon", _plain(_LAYER_NORM), _falcon7b,
+                        lambda s: {"output_norm.bias": (s.width,)}),
+    "mistral3": Recipe("mistral3", _plain(_RMS, _YARN, {"attention.temperature_scale": 0.1}),
+                       _llama_layer),
+    "granite": Recipe("granite", _plain(_RMS, _SCALES), _llama_layer),
+    "granitemoe": Recipe("granitemoe", _plain(_RMS, _SCALES, _MIXTURE, {
+        "expert_shared_feed_forward_length": 96}), _granitemoe),
+    "smollm3": Recipe("smollm3", _plain(_RMS), _llama_layer, tied=True, layers=5),
+    "olmo2": Recipe("olmo2", _plain(_RMS), _olmo2),
+    "olmo2-window": Recipe("olmo2", _plain(_RMS, _WINDOWED, _YARN), _olmo2, layers=5),
+    "cohere2": Recipe("cohere2", _plain(_LAYER_NORM, _WINDOWED, {"logit_scale": 0.25}), _cohere2,
+                      tied=True, layers=5),
+    "llama4": Recipe("llama4", _plain(_RMS, _SPARSE, {"interleave_moe_layer_step": 2}), _llama4,
+                     layers=8),
+    "minicpm": Recipe("minicpm", _plain(_RMS, {
+        "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0}), _llama_layer),
+    "minicpm-old": Recipe("minicpm", _plain(_RMS), _llama_layer),
+}
+
+
+# --- models with a state ----------------------------------------------------------------------
+
+_STATE, _CONV, _TIME = 16, 4, 8  #: of a state; of its convolution; of its steps, or its heads
+
+
+def _mamba(s: Sizes, _: int) -> dict[str, Shape]:
+    inner = 2 * s.width
+    return _norms(s, "attn_norm") | {
+        "ssm_in.weight": (2 * inner, s.width), "ssm_conv1d.weight": (inner, _CONV),
+        "ssm_conv1d.bias": (inner,), "ssm_x.weight": (_TIME + 2 * _STATE, inner),
+        "ssm_dt.weight": (inner, _TIME), "ssm_dt.bias": (inner,), "ssm_a": (inner, _STATE),
+        "ssm_d": (inner,), "ssm_out.weight": (s.width, inner)}
+
+
+def _state_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | {"ssm.conv_kernel": _CONV, "ssm.inner_size": 2 * s.width,
+                   "ssm.state_size": _STATE, "ssm.time_step_rank": _TIME}
+
+
+def _hybrid_keys(s: Sizes) -> dict[str, Key]:
+    """Every other layer has attention."""
+    return _state_keys(s) | {
+        "ssm.group_count": 1, "attention.head_count_kv": [
+            s.kv_heads if i % 2 else 0 for i in range(s.n_layer)]}
+
+
+def _hybrid(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm") | _dense(s)
+    if i % 2:
+        return found | _attention(s)
+    inner, channels = 2 * s.width, 2 * s.width + 2 * _STATE
+    return found | {
+        "ssm_in.weight": (inner + channels + _TIME, s.width), "ssm_dt.bias": (_TIME,),
+        "ssm_conv1d.weight": (channels, _CONV), "ssm_conv1d.bias": (channels,),
+        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (1, inner),
+        "ssm_out.weight": (s.width, inner)}
+
+
+#: models whose layers keep a state; see `RECIPES`
+STATEFUL = {"mamba": Recipe("mamba", _state_keys, _mamba),
+            "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid)}
+
+
+def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor but embedding, output matrix and last norm."""
+    yield from recipe.common(sizes).items()
+    for i in range(sizes.n_layer + recipe.further):
+        for name, shape in recipe.layer(sizes, i).items():
+            yield f"blk.{i}.{name}", shape

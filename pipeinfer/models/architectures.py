@@ -1,0 +1,285 @@
+"""What a range of layers must say of itself, by architecture, so that llama.cpp computes as it does
+in the whole model.
+
+llama.cpp takes layers to be numbered from 0 and works some things out from a layer's number, or
+from how many there are. Where metadata can say the same outright, it is written: patterns of
+sliding windows and of rotations become one value per layer, leading dense layers are counted from
+the stage's first, a factor on embeddings is taken out of all stages but the first. What cannot be
+said is refused. An entry here rests on tests/backends/test_split_parity.py, which cuts such models
+at every layer, bit-equal.
+
+Knows metadata; writes no file, and no planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
+from pipeinfer.models.gguf import ModelFile, Value
+from pipeinfer.models.gguf_parts import bools_entry, float_entry, numbers_entry, uint_entry
+
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_DENSE, _NEXTN = "leading_dense_block_count", "nextn_predict_layers"
+_EMBEDDING_SCALE, _RESIDUAL_SCALE = "embedding_scale", "residual_scale"
+_WAY_OUT = "run it whole in one process (-np 1)"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How an architecture is cut. traps: beginnings of metadata keys that would make a layer depend
+    on its place and are dealt with here, or do not matter. period: every so-manyth layer has no
+    sliding window, where the file does not say which; 0: layers have none. plain: without a size
+    of windows there are none; else llama.cpp has one of its own. arrays: metadata with
+    one value per layer. step: a stage begins at a multiple of that many layers. head: the file
+    always has an output matrix of its own. always: a matrix or norm that every layer has."""
+
+    traps: tuple[str, ...] = ()
+    period: int = 0
+    plain: bool = False
+    arrays: tuple[str, ...] = ()
+    step: int = 1
+    head: bool = False
+    always: str = "attn_norm"
+
+
+_WINDOWS = (_WINDOW,)  # also the beginning of the pattern's name
+_SCALES = (_EMBEDDING_SCALE, _RESIDUAL_SCALE, "logit_scale", "attention.scale")
+#: every architecture that can be cut; Mistral and Mixtral are "llama"
+ARCHITECTURES = {
+    "cohere2": Cut((*_WINDOWS, "logit_scale"), period=4, arrays=(_PATTERN,)),
+    "deepseek2": Cut((_DENSE, _NEXTN, "attention.temperature_scale")),
+    "falcon": Cut(),
+    "gemma2": Cut(_WINDOWS, period=2, arrays=(_PATTERN,)),
+    "gemma3": Cut(_WINDOWS, period=6, plain=True, arrays=(_PATTERN,)),
+    "gemma4": Cut(_WINDOWS, period=1, arrays=(
+        _PATTERN, "attention.head_count_kv", "feed_forward_length")),
+    "glm4": Cut((_NEXTN,)),
+    "glm4moe": Cut((_DENSE, _NEXTN)),
+    "gpt-oss": Cut(_WINDOWS, period=2, arrays=(_PATTERN,), head=True),
+    "granite": Cut(_SCALES),
+    "granitemoe": Cut(_SCALES),
+    "llama": Cut(),
+    "llama4": Cut((*_WINDOWS, "interleave_moe_layer_step"), period=4, arrays=(_PATTERN,), step=4),
+    "minicpm": Cut(_SCALES),
+    "mistral3": Cut(("attention.temperature_scale",)),
+    "olmo2": Cut(_WINDOWS, period=4, plain=True, arrays=(_PATTERN,), head=True,
+                 always="attn_output"),
+    "phi3": Cut(_WINDOWS),  # llama.cpp computes these without windows
+    "qwen2": Cut(),
+    "qwen2moe": Cut(head=True),
+    "qwen3": Cut(),
+    "qwen3moe": Cut(),
+    "smollm3": Cut(step=4),  # every fourth layer does not rotate
+}
+#: layers of whole models by which llama.cpp tells that queries are scaled in another way
+_SCALED_OTHERWISE = {"gemma2": 46, "gemma3": 62}
+#: architectures whose graphs have inputs that only layers of one kind read: llama.cpp ends the
+#: process where a graph reads them nowhere. With their period
+_BOTH_KINDS = {"cohere2": 4, "llama4": 4}
+_LITE = (26, 27)  #: layers of a deepseek2 by which llama.cpp tells that queries are not compressed
+
+
+def keeps_state(model: ModelFile) -> bool:
+    """Whether layers keep a state of the text so far, of which nothing can be taken back: those of
+    recurrent models and of hybrids."""
+    if not isinstance(model, ModelFile):
+        return False
+    arch = model.architecture
+    return arch.startswith(("rwkv", "arwkv")) or any(
+        key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
+        for key in model.meta_keys())
+
+
+def step_of(model: ModelFile) -> int:
+    """Stages of the model begin at multiples of so many layers."""
+    cut = ARCHITECTURES.get(model.architecture)
+    if cut is None or cut.step == 1:
+        return 1
+    return int(np.lcm(cut.step, max(1, _number(model, "interleave_moe_layer_step"))))
+
+
+def refusal(model: ModelFile) -> str:
+    """Why this model of an architecture that can be cut cannot be; empty if it can."""
+    arch, n = model.architecture, model.n_layers
+    if n == _SCALED_OTHERWISE.get(arch):
+        return (f"llama.cpp tells by its {n} layers how to scale queries, and a part of it has "
+                "fewer")
+    if arch == "gemma4" and (_number(model, "attention.shared_kv_layers")
+                             or _number(model, "embedding_length_per_layer_input")):
+        return "its last layers read the cache of others, or every layer reads the token itself"
+    if arch == "gemma4" and len({_number(model, f"attention.key_length{kind}") % 64 == 0
+                                 for kind in ("", "_swa")}) > 1:
+        return "llama.cpp tells by the size of heads of its first layer how to keep keys"
+    if arch == "llama4" and model.arch_get(_WINDOW) == 0:
+        return "without chunked attention llama.cpp treats the last layer it has as another kind"
+    if arch == "gemma4" and not model.is_array(f"{arch}.{_PATTERN}"):
+        return f"it does not say which layers have a sliding window ({arch}.{_PATTERN})"
+    return ""
+
+
+def check_range(model: ModelFile, start: int, stop: int) -> None:
+    """Raise PlanError or UnsupportedArchitecture for a range of layers that cannot be a stage."""
+    step = step_of(model)
+    if start % step:
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}: every {step}th layer of a "
+            f"{model.architecture} is of another kind, so stages begin at multiples of {step}; "
+            "give such counts to --layers, or none")
+    if model.architecture in _BOTH_KINDS:
+        kinds = windows_of(model, _BOTH_KINDS[model.architecture])[start:stop]
+        # so no part of a stage that is loaded later, beside what a rank holds, has one kind only
+        if not kinds[0] or (model.architecture == "llama4" and all(kinds)):
+            raise PlanError(
+                f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
+                "be a stage: llama.cpp needs one with a window first, and in a llama4 one without; "
+                "give other counts to --layers, or none")
+    if model.architecture == "deepseek2" and not _lite(model) and (
+            stop - start in _LITE or (stop - start, model.n_vocab) == (48, 128256)):
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: a stage of {stop - start} layers of a deepseek2 would be taken "
+            "for a model of another kind; give other counts to --layers")
+
+
+def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
+    """The ranges of layers that cannot be a stage, and why the first of them cannot."""
+    found: dict[tuple[int, int], str] = {}
+    if isinstance(model, ModelFile) and model.architecture in ARCHITECTURES:
+        for start in range(model.n_layers):
+            for stop in range(start + 1, model.n_layers + 1):
+                if (start, stop) == (0, model.n_layers):
+                    continue
+                try:
+                    check_range(model, start, stop)
+                except (PlanError, UnsupportedArchitecture) as error:
+                    found[start, stop] = str(error)
+    return frozenset(found), next(iter(found.values()), "")
+
+
+def smallest_stage(model: ModelFile, last: int) -> tuple[int, int]:
+    """The fewest layers that can be a stage and end with layer `last`, or hold it where no such
+    stage ends there; what measures a model by a part of it takes these."""
+    n, (bars, _) = model.n_layers, barred(model)
+    for stop in range(last + 1, n + 1):
+        for start in range(last, -1, -1):
+            if (start, stop) not in bars:
+                return start, stop
+    return 0, n
+
+
+def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | None = None
+            ) -> dict[str, bytes]:
+    """What the header of these layers says instead of the model's: by key, empty for nothing.
+
+    The number of layers among it: where none of them has a sliding window, though llama.cpp wants
+    one, or there are too few for it, a layer more is announced as one for guesses, for which no
+    weights are needed and no cache is made. takes_tokens: whether it looks tokens up itself; as a
+    rule the first layers do.
+    """
+    arch, cut = model.architecture, ARCHITECTURES.get(model.architecture, Cut())
+    own, windows = _Header(arch), None
+    if cut.period and (_number(model, _WINDOW) or not cut.plain):
+        windows = windows_of(model, cut.period)[start:stop]
+    ghost = (windows is not None and not any(windows)) or (
+        arch == "gemma4" and stop - start == 1)
+    own.uint("block_count", stop - start + ghost)
+    if ghost:
+        own.uint(_NEXTN, 1)
+    else:
+        own.drop(_NEXTN)
+    if windows is not None:
+        own.bools(_PATTERN, [*windows, True] if ghost else windows)
+    for key in cut.arrays:
+        if key != _PATTERN and model.is_array(f"{model.architecture}.{key}"):
+            values = _values(model, key)[start:stop]
+            own.numbers(key, [*values, values[-1]] if ghost else values)
+    if (dense := _number(model, _DENSE)) and _DENSE in cut.traps:
+        own.uint(_DENSE, max(0, dense - start))
+    if _EMBEDDING_SCALE in cut.traps and not (start == 0 if takes_tokens is None else takes_tokens):
+        own.float(_EMBEDDING_SCALE, 0.0)
+    if arch == "minicpm" and model.arch_get(_RESIDUAL_SCALE) is None:
+        own.float(_RESIDUAL_SCALE, float(
+            np.float32(1.4) / np.sqrt(np.float32(model.n_layers), dtype=np.float32)))
+    if arch == "deepseek2":
+        _deepseek2(model, own)
+    return own.entries
+
+
+def embedding_factor(model: ModelFile) -> float:
+    """What llama.cpp multiplies a token's row of the embedding by before the first layer, as a
+    float32."""
+    if model.architecture in ("gemma2", "gemma3", "gemma4"):
+        return float(np.sqrt(np.float32(model.n_embd)))
+    if _EMBEDDING_SCALE in ARCHITECTURES.get(model.architecture, Cut()).traps:
+        value = model.arch_get(_EMBEDDING_SCALE, 12.0 if model.architecture == "minicpm" else 0)
+        return float(value) if isinstance(value, int | float) and value else 1.0
+    return 1.0
+
+
+def windows_of(model: ModelFile, period: int) -> list[bool]:
+    """Of each layer, whether it has a sliding window."""
+    key = f"{model.architecture}.{_PATTERN}"
+    if model.is_array(key):
+        return [bool(value) for value in _values(model, _PATTERN)][:model.n_layers]
+    period = _number(model, _PATTERN, period)
+    return [period == 0 or i % period < period - 1 for i in range(model.n_layers)]
+
+
+def unused(model: ModelFile, start: int, stop: int) -> tuple[str, ...]:
+    """Tensors outside layers that these layers do not read; llama.cpp refuses such."""
+    if model.architecture == "gemma4" and all(windows_of(model, 0)[start:stop]):
+        return ("rope_freqs.weight",)
+    return ()
+
+
+class _Header:
+    """Entries of a new header under the architecture's prefix. A dropped one is empty."""
+
+    def __init__(self, arch: str) -> None:
+        self._prefix = arch + "."
+        self.entries: dict[str, bytes] = {}
+
+    def uint(self, key: str, value: int) -> None:
+        self.entries[self._prefix + key] = uint_entry(self._prefix + key, value)
+
+    def float(self, key: str, value: float) -> None:
+        self.entries[self._prefix + key] = float_entry(self._prefix + key, value)
+
+    def numbers(self, key: str, values: Sequence[int]) -> None:
+        self.entries[self._prefix + key] = numbers_entry(self._prefix + key, values)
+
+    def bools(self, key: str, values: Sequence[bool]) -> None:
+        self.entries[self._prefix + key] = bools_entry(self._prefix + key, values)
+
+    def drop(self, key: str) -> None:
+        self.entries[self._prefix + key] = b""
+
+
+def _deepseek2(model: ModelFile, own: _Header) -> None:
+    """What llama.cpp takes from the number of layers or of tokens where the file is silent."""
+    if _lite(model):
+        own.uint("attention.q_lora_rank", 0)
+    if not _number(model, "expert_gating_func"):
+        sigmoid = model.n_layers in (47, 48) and model.n_vocab == 154880
+        own.uint("expert_gating_func", 2 if sigmoid else 1)
+
+
+def _lite(model: ModelFile) -> bool:
+    return "blk.0.attn_q.weight" in model.tensors
+
+
+def _values(model: ModelFile, key: str) -> list[int]:
+    values = model.arch_get(key)
+    if not isinstance(values, list) or len(values) < model.n_layers or not all(
+            isinstance(value, int) for value in values):
+        raise ModelError(f"{model.path}: {model.architecture}.{key} has not a number for each of "
+                         f"{model.n_layers} layers; the file is damaged, fetch it again")
+    return [int(value) for value in values if isinstance(value, int)]
+
+
+def _number(model: ModelFile, key: str, default: int = 0) -> int:
+    value: Value | None = model.arch_get(key)
+    return int(value) if isinstance(value, int) and value >= 0 else default

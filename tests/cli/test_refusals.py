@@ -1,0 +1,88 @@
+"""`plan`, `doctor`, `shard` and `bench` say beforehand what the runtime would refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.cli.files import shard
+from pipeinfer.cli.plan import plan_command
+from pipeinfer.experiments.bench import bench_command
+from pipeinfer.experiments.forecast import file_view
+from pipeinfer.experiments.random_model import tiny, write_random_model
+from pipeinfer.experiments.rig import launch
+
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    return str(write_random_model(tmp_path_factory.mktemp("m") / "mamba.gguf", tiny("mamba")))
+
+
+def test_a_dry_plan_refuses_a_model_that_cannot_be_split(state):
+    done = CliRunner().invoke(plan_command, [state, "--dry-run", "--cluster", "c"])
+    assert "keep a state" in str(done.exception)
+    assert "-np 1" in str(done.exception)
+
+
+def test_a_dry_plan_keeps_to_layers_that_can_begin_a_stage(tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny("smollm3", n_layer=48, n_embd=64))
+    done = CliRunner().invoke(plan_command, [
+        str(path), "--dry-run", "--hostfile", str(launch.ROOT / "hostfiles" / "beowulf-hetero"),
+        "--json"])
+    assert done.exception is None, done.exception
+    ends = [stage["layers"] for stage in json.loads(done.stdout)["stages"]]
+    assert len(ends) > 5
+    assert all(start % 4 == 0 for start, _ in ends)
+
+
+def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, state):
+    monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path / "cache"))
+    path = write_random_model(tmp_path / "m.gguf", tiny("smollm3"))
+    done = CliRunner().invoke(shard, [str(path), "--stages", "2"])
+    assert "layers 4-4" in done.stdout
+    done = CliRunner().invoke(shard, [str(path), "--stages", "3"])
+    assert "multiples of 4" in str(done.exception)
+    done = CliRunner().invoke(shard, [state, "--stages", "2"])
+    assert "keep a state" in str(done.exception)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_doctor_fails_for_a_model_that_cannot_be_split_and_warns_of_one_process(state):
+    done = launch.run(2, [*PIPEINFER, "doctor", "--head-stage", "-m", state, "--json"])
+    found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
+    assert (done.returncode, found["model"]["level"]) == (1, "fail")
+    assert "keep a state" in found["model"]["detail"]
+    done = launch.run(1, [*PIPEINFER, "doctor", "-m", state, "--json"])
+    found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
+    assert found["model"]["level"] == "warn"
+    assert "without guesses" in found["model"]["detail"]
+
+
+@pytest.mark.parametrize(("command", "more"), [(plan_command, ["--grids", "--hosts", "3"]),
+                                               (bench_command, ["--grid", "2", "--nodes", "3",
+                                                                "--tokens", "8"])])
+def test_grids_of_a_model_that_is_not_sliced_are_said_to_be_emulated_only(command, more):
+    arguments = ["--cluster", "c", "--pair", "falcon-7b", *more]
+    done = CliRunner().invoke(command, arguments)
+    assert "emulated only" in done.stderr
+    assert "add up to its width" in done.stderr
+    done = CliRunner().invoke(command, [*arguments[:2], "--pair", "dolphin-tinyllama", *more])
+    assert "emulated only" not in done.stderr
+
+
+def test_what_a_row_of_a_mixture_draws_is_what_it_costs(tmp_path):
+    """Two of four experts: further rows draw the others."""
+    path = write_random_model(tmp_path / "m.gguf", tiny("qwen3moe"))
+    view = file_view(path, 256)
+    experts = 4 * 3 * 4 * 64 * 256 * 4  # bytes: layers, matrices, experts, columns, width, floats
+    everything = sum(view.load.costs) + experts / 2
+    assert view.moved(1) == 1.0
+    assert view.moved(2) == pytest.approx((everything - experts / 4) / sum(view.load.costs))
+    assert view.moved(64) == pytest.approx(everything / sum(view.load.costs))
+    assert view.weight_bytes > everything
