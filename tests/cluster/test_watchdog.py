@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeinfer.cluster import launch as job
 from pipeinfer.cluster import watchdog
+from pipeinfer.config import JobConfig
 from pipeinfer.runtime.pulse import Pulse
 
 pytestmark = pytest.mark.slow
@@ -239,3 +241,14 @@ def test_a_pulse_hangs_only_after_a_beat_and_past_its_deadline():
     pulse.beat("computes")
     pulse.deadline = LONG
     assert pulse.hangs == ""
+
+
+@pytest.mark.parametrize(("values", "seconds"), [
+    ({}, watchdog.START_SECONDS), ({"hf_repo": "user/repo"}, 24 * 3600.0),
+    ({"hf_repo": "user/repo", "offline": True}, watchdog.START_SECONDS)])
+def test_ranks_wait_for_a_model_that_rank_0_fetches(monkeypatch, values, seconds):
+    heard = []
+    monkeypatch.setattr(job, "fetch", lambda config: heard.append("fetch"))
+    monkeypatch.setattr(job, "watch_over", lambda config, pulse, start: heard.append(start))
+    job.join(JobConfig.of(keep_binding=True, **values))
+    assert heard == [*["fetch"] * (seconds > watchdog.START_SECONDS), seconds]

@@ -238,18 +238,46 @@ def test_a_hub_that_is_down(hub, home):
     assert "answered 503" in failure(pipeinfer(hub, home, "pull", REPO))
 
 
-def test_no_space(hub, home, files):
-    """On a real file system of one megabyte, in a namespace of its own."""
+@pytest.fixture
+def small_disk(home):
+    """Runs a script where `home` is a real file system of so many kilobytes."""
+    space = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     home.mkdir()
-    command = f"mount -t tmpfs -o size=1m none {home} && exec {sys.executable} -m pipeinfer pull "
-    space = ["unshare", "--mount", "--map-root-user"]
-    if subprocess.run([*space, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("this system allows no mount namespaces")
-    assert len(files[Q4]) > 1 << 20
-    done = launch.run(1, [*space, "sh", "-c", command + REPO], timeout=60, **variables(hub, home))
-    if "must be superuser" in done.stderr or "permission denied" in done.stderr:
+    mount = f"mount -t tmpfs -o size=%dk none {home}"
+    if subprocess.run([*space, mount % 64], check=False, capture_output=True).returncode:
         pytest.skip("this system allows no mounts in namespaces")
-    said = failure(done)
+    return lambda hub, size, script: launch.start(
+        [*space, f"{mount % size} && {script}"], timeout=60, **variables(hub, home))
+
+
+def ended(process):
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([], process.returncode, out, err)
+
+
+PULL = f"{sys.executable} -m pipeinfer pull {REPO}"
+
+
+def test_a_disk_that_fills_up_on_the_way(hub, home, files, small_disk, tmp_path):
+    hub.stall_after = len(files[Q4]) // 2
+    begin, full = tmp_path / "begin", tmp_path / "full"
+    process = small_disk(hub, len(files[Q4]) // 1024 + 200, f"""
+        {PULL} & while [ ! -e {begin} ]; do sleep 0.05; done
+        cat /dev/zero >{home}/other 2>/dev/null; touch {full}; wait $!""")
+    assert hub.stalled.wait(40)
+    begin.touch()
+    until = time.monotonic() + 20
+    while not full.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    hub.go_on.set()
+    said = failure(ended(process))
+    assert f"the disk of {home}/hub is full: free some space, and the same command goes on" in said
+
+
+def test_no_space(hub, files, small_disk):
+    assert len(files[Q4]) > 1 << 20
+    said = failure(ended(small_disk(hub, 1024, f"exec {PULL}")))
     assert "lacks room: " in said
     assert "the disk has only 1.0 MB; free some space, or set HF_HOME" in said
     assert hub.sent() == 0
