@@ -63,8 +63,8 @@ class ModelConfig:
     model: str = _opt("", "-m", "--model", kind="str",
                       help="Target model: a GGUF file, a Hugging Face folder for torch, "
                            "user/repo[:quant] on the Hugging Face hub, or a name that `pipeinfer "
-                           "models` lists; auto: smollm2 where it is installed, else embedded, "
-                           "which is also what is taken when nothing is given.")
+                           "models` lists; auto: smollm2 where it is installed, else embedded; "
+                           "empty: embedded.")
     hf_repo: str = _opt("", "-hf", "-hfr", "--hf-repo", kind="str",
                         help="Target model on the Hugging Face hub, user/repo[:quant]; without a "
                              "quantisation Q4_K_M, else Q8_0, else the first file. Fetched once, "
