@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from pipeinfer.cli.main import main
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.experiments.emulation.profiles import load_profiles
+from pipeinfer.experiments.forecast import view
 from pipeinfer.models import bundled, locate
 from pipeinfer.models.locate import model_paths, targeted
 
@@ -118,3 +120,13 @@ def test_ranks_wait_long_only_where_rank_0_may_fetch(values, expected):
 def test_two_names_for_one_model_are_refused(values, said):
     with pytest.raises(UsageError, match=said):
         JobConfig.of(**values)
+
+
+def test_plans_and_shards_go_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path))
+    done = CliRunner().invoke(main, ["shard", "embedded", "--stages", "2"])
+    assert done.exit_code == 0, done.output
+    assert len(list(tmp_path.glob("*.gguf"))) == 2
+    assert view("embedded", load_profiles(), 0).n_layers == 12
+    with pytest.raises(UsageError, match="nothing-like-that"):
+        view("nothing-like-that", load_profiles(), 0)
