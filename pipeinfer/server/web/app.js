@@ -12,7 +12,7 @@ import { Watcher } from "./watcher.js";
 
 const $ = (id) => document.getElementById(id);
 const STARTERS = ["Write a function that reverses a string",
-  "Explain what a pipeline stage does", "Write a class for a stack"];
+  "Explain why the sky is blue", "Write a short poem about the sea"];
 
 // --- conversations --------------------------------------------------------------------------
 
