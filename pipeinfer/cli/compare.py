@@ -22,7 +22,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import progress_hook
+from pipeinfer.cli.terminal import fetch_models, progress_hook
 from pipeinfer.cluster.generate import (
     Generated,
     draw_seed,
@@ -285,8 +285,9 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
     if own.decomposer or own.proposer or own.policy:
         raise UsageError("compare chooses strategies with --method: leave out --decomposer, "
                          "--proposer and --policy")
-    if not base.model.model:
+    if not (base.model.model or base.model.hf_repo):
         base = base.replace(model="task")
+    fetch_models(base)
     torch = base.model.backend == "torch" or Path(base.model.model).is_dir()
     if not methods:
         methods = (PLAIN, *(name for name, spec in registry.decomposers().items()

@@ -27,6 +27,7 @@ from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
 from pipeinfer.cluster.handshake import hello
+from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import BackendError, PipeinferError, PlanError
 from pipeinfer.models import locate
@@ -86,6 +87,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
 
         mine["links"] = [asdict(link) for link in mpi_startup.measure_links(place.comm)]
         texts = mpi_startup.gather_json(place.comm, json.dumps(mine))
+        part(place)
         if texts is None:
             return None
         everyone = [json.loads(text) for text in texts]

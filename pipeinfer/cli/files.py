@@ -15,10 +15,11 @@ import click
 def shard(model: str, stages: int) -> None:
     """Cut MODEL into shards ahead of time, into the cache directory."""
     from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.models.locate import find
     from pipeinfer.models.shard import check_splittable, extract_shard
     from pipeinfer.planning.planner import equal_ranges, load_of
 
-    source = ModelFile(Path(model))
+    source = ModelFile(find(model).path)
     if stages > 1:
         check_splittable(source)
     for node, (start, stop) in enumerate(equal_ranges(load_of(source, 0, 1), stages), 1):

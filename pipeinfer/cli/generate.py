@@ -17,6 +17,7 @@ from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import (
     INTERRUPTED,
     Stopped,
+    fetch_models,
     leave,
     progress_hook,
     talk_past_the_launcher,
@@ -47,6 +48,7 @@ def generate(resolved: Resolved) -> None:
     job, request, sampling = config.job, config.request, config.sampling
     decomposer, trace = job.speculation.decomposer, job.cluster.trace
     out = gen.Generated()
+    fetch_models(job)
     interrupts = watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads

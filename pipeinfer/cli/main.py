@@ -35,6 +35,8 @@ class _Main(click.Group):
         "doctor": ("pipeinfer.cli.doctor", "doctor_command"),
         "env": ("pipeinfer.cli.env", "env_command"),
         "generate": ("pipeinfer.cli.generate", "generate"),
+        "models": ("pipeinfer.cli.models", "models_command"),
+        "pull": ("pipeinfer.cli.models", "pull_command"),
         "inflate": ("pipeinfer.experiments.inflate", "inflate_command"),
         "plan": ("pipeinfer.cli.plan", "plan_command"),
         "rebalance": ("pipeinfer.cli.client", "rebalance_command"),

@@ -119,6 +119,7 @@ def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]) -
 def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     """A report from what the ranks of this job measure; None on ranks but 0."""
     from pipeinfer.cluster import handshake, launch, placement
+    from pipeinfer.cluster.shutdown import part
     from pipeinfer.nodes import settle
 
     if host.launched_size() == 1:
@@ -139,11 +140,13 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
         placement.await_place(config, place)
         own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
         mpi_startup.gather_json(place.comm, json.dumps(own))
+        part(place)
         return None
     hosts = handshake.compare(config, place)
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
     own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
+    part(place)
     measured_links = [one for text in texts for one in json.loads(text)]
     links = [Link(one["latency"], one["bandwidth"]) for one in measured_links]
     found = job.survey

@@ -18,13 +18,13 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, progress_hook
+from pipeinfer.cli.terminal import Stopped, fetch_models, progress_hook
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
-from pipeinfer.config import JobConfig, Resolved, SamplingConfig, ServeConfig
+from pipeinfer.config import AUTO, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.models.locate import model_paths, open_model
+from pipeinfer.models.locate import advice, open_model, targeted
 from pipeinfer.server import http_process
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
@@ -36,7 +36,7 @@ _CHILD_SECONDS = 10.0
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-@config_options(*JOB, "sampling", "serve", parallel=PARALLEL)
+@config_options(*JOB, "sampling", "serve", parallel=PARALLEL, model=AUTO)
 def serve_command(resolved: Resolved) -> None:
     """Serve the model over HTTP, as the OpenAI API does.
 
@@ -48,6 +48,9 @@ def serve_command(resolved: Resolved) -> None:
     if host.launched_rank() > 0:
         join(config.job).serve()
         return
+    fetch_models(config.job)
+    if note := advice(config.job):
+        click.echo(f"pipeinfer: note: {note}", err=True)
     serve(config.job, config.serve, child_settings(config.job, config.serve, config.sampling),
           progress_hook(config.request))
 
@@ -127,11 +130,10 @@ class _Signals:
 
 def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:
     """What the HTTP process has to know. Raises UsageError, ModelError."""
-    target, _ = model_paths(job)
-    name = target.resolve().name if target.is_dir() else target.stem
-    open_model(target)  # what is wrong with the file is said before anything starts
+    target = targeted(job)
+    open_model(target.path)  # what is wrong with the file is said before anything starts
     return Settings(
-        model=str(target), name=config.alias or (name if job.model.model else "embedded"),
+        model=str(target.path), name=config.alias or target.name,
         any_name=config.any_model_name, api_keys=api_keys(config),
         parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,

@@ -15,8 +15,9 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.config import RequestConfig
+from pipeinfer.config import JobConfig, RequestConfig
 from pipeinfer.errors import PipeinferError, WorkerFailed
+from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
 
@@ -55,6 +56,30 @@ def watch_signals() -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, on_signal)
     return seen
+
+
+def fetch_models(job: JobConfig) -> None:
+    """Rank 0: have the job's models here before the ranks meet; a signal stops that at once.
+
+    Raises what `locate.find` does.
+    """
+    if host.launched_rank() > 0 or not may_fetch(job):
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise Stopped
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        fetch(job)
+    except Stopped:
+        click.echo("\npipeinfer: stopped; the same command goes on from here", err=True)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def talk_past_the_launcher() -> None:

@@ -24,7 +24,8 @@ from pipeinfer.nodes import load as load_nodes
 from pipeinfer.transport.base import Dismissed
 
 _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa",
-                              "keep_binding", "trace", "nodes", "backend", "device"})
+                              "keep_binding", "trace", "nodes", "backend", "device",
+                              "offline"})
 
 _REFUSED_SECONDS = 90.0  #: in which rank 0 hears of a rank that takes no part; start-up waits 60
 _ALONE_SECONDS = 2.0  #: in which rank 0 ends the job where it cannot be told

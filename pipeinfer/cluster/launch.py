@@ -46,14 +46,14 @@ from pipeinfer.cluster.sizing import (
     widths_for,
 )
 from pipeinfer.cluster.stage_process import StageProcess
-from pipeinfer.cluster.watchdog import Watchdog
+from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.locate import context_size, model_paths, open_model
+from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
@@ -61,8 +61,10 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
 from pipeinfer.transport.inproc import local_ports
+from pipeinfer.transport.lent import LentLoop
 
 _LAST_WORDS_SECONDS = 6.0
+_FETCH_SECONDS = 24 * 3600.0  #: in which rank 0 may fetch a model, before it meets the others
 _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
 
 
@@ -131,8 +133,12 @@ def join(config: JobConfig) -> JoinedRank:
     """Become a rank of the job that a launcher started, or a job of one rank. Raises MismatchError
     where the launcher and the MPI library do not belong together, UsageError for a bad --fault."""
     parse_faults(config.cluster.fault)
+    fetching = may_fetch(config)
+    if fetching and host.launched_rank() == 0:  # the others wait in MPI_Init
+        fetch(config)
     pulse = Pulse(_HANGS * config.cluster.timeout)
-    guard = watch_over(config.cluster, pulse)
+    guard = watch_over(config.cluster, pulse,
+                       _FETCH_SECONDS if fetching else START_SECONDS)
     place = find_place(config.cluster)
     if guard is not None:
         guard.arm()
@@ -179,7 +185,8 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
     """The head's port, and the thread of a stage that shares this process."""
     if place.comm is None:
         head_port, stage_port = local_ports(2)
-        return head_port, _stage_thread(config, place, stage_port)
+        head_port.borrows = stage_port.lent()
+        return head_port, _stage_thread(config, place, stage_port, head_port.borrows)
     from pipeinfer.transport import mpi, mpi_job
 
     mpi_job.meet([rank.bell for rank in hosts])
@@ -192,9 +199,10 @@ def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | N
     return port, _stage_thread(config, place, port.local_port(1))
 
 
-def _stage_thread(config: JobConfig, place: Place, port: Port) -> threading.Thread:
+def _stage_thread(config: JobConfig, place: Place, port: Port, lent: LentLoop | None = None
+                  ) -> threading.Thread:
     thread = threading.Thread(
-        target=StageProcess(config, place, port).run, name="stage", daemon=True
+        target=StageProcess(config, place, port, lent=lent).run, name="stage", daemon=True
     )
     thread.start()
     return thread
@@ -253,12 +261,13 @@ def _cut_off(place: Place) -> None:
 # --- what rank 0 knows first -----------------------------------------------------------------
 
 
-def watch_over(config: ClusterConfig, pulse: Pulse) -> Watchdog | None:
-    """A process that kills this rank when it hangs; only where the others go on without it."""
+def watch_over(config: ClusterConfig, pulse: Pulse, start: float) -> Watchdog | None:
+    """A process that kills this rank when it hangs, or does not meet the others in `start` seconds;
+    only where the others go on without it."""
     rank, size = host.launched_rank(), host.launched_size()
     if size == 1 or not config.heartbeat:
         return None
-    return Watchdog(f"rank {rank}", config.heartbeat, pulse)
+    return Watchdog(f"rank {rank}", config.heartbeat, pulse, start)
 
 
 def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None:

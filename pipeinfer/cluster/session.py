@@ -47,6 +47,7 @@ from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
@@ -224,7 +225,8 @@ class Session:
     @property
     def model_name(self) -> str:
         """The target's file."""
-        return self.ground.job.target.resolve().name
+        path = self.ground.job.target
+        return path.resolve().name if path.is_dir() else label(path)
 
     @property
     def stages(self) -> dict[int, dict[str, Any]]:
@@ -334,7 +336,7 @@ def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[Ran
         )
     session = Session(
         config, ground, assembly, hosts, head, brain.limits, worker,
-        drafts[-1].name if drafts else "", notes, time.monotonic() - started, first,
+        label(drafts[-1]) if drafts else "", notes, time.monotonic() - started, first,
         sharing, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()

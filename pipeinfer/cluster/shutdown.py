@@ -8,6 +8,7 @@ module knows no model, no plan and no request.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -80,6 +81,27 @@ def skip_finalize() -> None:
 
         mpi_exit.sign_off()
     os._exit(_exit_status[0])
+
+
+def part(place: Place) -> None:
+    """All ranks of a command for which rank 0 has heard all it wants: those above 0 end here, rank
+    0 goes on alone.
+
+    In a job that survives the death of a rank, MPI_Finalize first agrees on who is alive, and
+    sometimes crashes in that (Open MPI 5.0.11, `ompi_comm_nextcid`).
+    """
+    if not survivable(place):
+        return
+    from pipeinfer.transport import mpi_exit, mpi_startup
+
+    if place.rank > 0:
+        mpi_startup.await_dismissal(place.comm)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi_exit.leave()
+    if mpi_startup.dismiss(place.comm):
+        note_order()
+    atexit.register(skip_finalize)
 
 
 def _leave_status(code: int) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.config import JobConfig, SpeculationConfig
+from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.locate import find
 from pipeinfer.scheduler.controller import (
     NEVER,
     Controller,
@@ -315,7 +316,8 @@ def _check_replicas(config: JobConfig) -> None:
     wrong = {
         "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
         "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
-        "-md": config.model.draft_model,
+        "-md": config.model.draft_model not in ("", NO_DRAFT),
+        "-hfd": config.model.hf_repo_draft,
         "-mds": config.model.draft_small,
         "an adapter": registry.adapter(config.speculation),
         "--decomposer": config.speculation.decomposer,
@@ -354,5 +356,6 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
         or config.speculation.layout == "replicate"
     ):
         return []
-    small = [Path(config.model.draft_small)] if config.model.draft_small else []
-    return [*small, draft]
+    if not config.model.draft_small:
+        return [draft]
+    return [find(config.model.draft_small, offline=config.model.offline).path, draft]

@@ -52,6 +52,7 @@ from pipeinfer.cluster.faults import (
     parse_faults,
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
+from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.wide_stage import paced_team, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
@@ -82,6 +83,7 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
+from pipeinfer.transport.lent import LentLoop, Stuck
 
 Report = Callable[[str, int, int], None]
 
@@ -102,12 +104,13 @@ class Part:
 class StageProcess:
     """Serves epoch after epoch on one port; see the module docstring."""
 
-    def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None
-                 ) -> None:
+    def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None,
+                 lent: LentLoop | None = None) -> None:
         self._config, self._place = config, place
         self._faults: tuple[Fault, ...] = parse_faults(config.cluster.fault)
         self._port = faulty_port(port, self._faults, place.rank)
         self._pulse = pulse or Pulse()
+        self._lent = lent if self._port is port else None  # a slow port gets its messages later
         self._recovering = faulty_recovery(self._faults, place.rank)
         self._parts: list[Part] = []
         self._team: Team | None = None
@@ -141,6 +144,9 @@ class StageProcess:
                     return False
             except Dismissed:
                 raise
+            except Stuck as error:  # in the head's thread, so the head cannot see to it
+                sys.stderr.write(f"pipeinfer: error: {error}\n")
+                end_job(ClusterError.exit_code)
             except Exception as error:  # everything is reported, nothing may vanish in a thread
                 self._tell(error)
                 return False
@@ -158,7 +164,7 @@ class StageProcess:
         stage = self._prepare(setup)
         self._stage = stage
         self._pulse.settle()
-        stage.serve()
+        stage.serve(self._lent)
 
     def _regrouped(self) -> bool:
         """Wait for what the head makes of another member's failure; False when nothing comes of

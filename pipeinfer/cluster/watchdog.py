@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 
 _BEATS = 8  #: in the time after which silence counts as a hang
 _PATIENT, _PATIENCE = 5.0, b"p"  #: times the time allowed, and the byte that asks for it
-_START_SECONDS = 60.0  #: for MPI_Init on every rank
+START_SECONDS = 60.0  #: for MPI_Init on every rank
 _LATE = 2.0  #: times the longest sleep after which the watchdog itself was not running
 
 
 class Watchdog:
     """Starts the process. Start it before MPI: a process that talks MPI should not fork. Nothing is
-    watched before `arm`, for MPI_Init holds up every thread until all ranks are there."""
+    watched before `arm`, for MPI_Init holds up every thread until all ranks are there; start: the
+    seconds that this may take."""
 
-    def __init__(self, name: str, seconds: float, pulse: Pulse) -> None:
+    def __init__(self, name: str, seconds: float, pulse: Pulse, start: float = START_SECONDS
+                 ) -> None:
         self._name, self._pulse, self._pause = name, pulse, seconds / _BEATS
         reads, self._pipe = os.pipe()
         os.set_inheritable(reads, True)
         os.set_blocking(self._pipe, False)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__,
-             str(reads), str(os.getpid()), str(seconds), name],
+             str(reads), str(os.getpid()), str(seconds), name, str(start)],
             pass_fds=(reads,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             start_new_session=True)
         os.close(reads)
@@ -77,11 +79,11 @@ class Watchdog:
             os.write(self._pipe, _PATIENCE if self._pulse.patient else b".")
 
 
-def watch(pipe: int, pid: int, seconds: float, name: str) -> None:
+def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_SECONDS) -> None:
     """The watchdog's loop: until the rank ends, or is ended."""
-    if not select.select([pipe], (), (), _START_SECONDS)[0]:
+    if not select.select([pipe], (), (), start)[0]:
         _kill(pid, f"{name} on {socket.gethostname()} has been waiting in MPI_Init for more than "
-                   f"{_START_SECONDS:.0f} s (did another rank die?)")
+                   f"{start:.0f} s (did another rank die?)")
         return
     if not (data := os.read(pipe, 1)) or data == b"q":
         return
@@ -114,4 +116,4 @@ def _kill(pid: int, why: str) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+    watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

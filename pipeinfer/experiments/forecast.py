@@ -18,7 +18,7 @@ from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, Profiles
 from pipeinfer.experiments.emulation.synthetic import SyntheticPair
 from pipeinfer.experiments.emulation.virtual import Scenario, VirtualStage, Wire, simulate
-from pipeinfer.models import locate
+from pipeinfer.models import bundled, local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
@@ -176,8 +176,9 @@ def view(model: str, profiles: Profiles, ctx: int) -> View:
         return _profile_view(profiles.models[model], ctx or 4096)
     if not model:
         return file_view(locate.model_paths(JobConfig())[0], ctx)
-    if Path(model).exists() or model.endswith(".gguf"):
-        return file_view(Path(model), ctx)
+    if model in bundled.names() or "/" in model or Path(model).exists() or (
+            model.endswith(".gguf") or local_stores.find(model) is not None):
+        return file_view(locate.find(model).path, ctx)
     profiles.model(model)
     raise AssertionError(model)
 

@@ -304,7 +304,8 @@ class ModelFile:
         head = self._parts[0]
         count = head.value("split.count", 0)
         if isinstance(count, int) and count > 1:
-            self._parts += [_Part(p, i) for i, p in enumerate(_other_parts(first, head, count), 1)]
+            self._parts += [_later_part(p, i) for i, p in
+                            enumerate(_other_parts(first, head, count), 1)]
         self.paths: tuple[Path, ...] = tuple(part.path for part in self._parts)
         self.tensors: dict[str, TensorInfo] = {}
         for part in self._parts:
@@ -464,8 +465,17 @@ class ModelFile:
         return value
 
 
+def _later_part(path: Path, number: int) -> _Part:
+    """A part after the first, which says itself that it is that one."""
+    part = _Part(path, number)
+    if (says := part.value("split.no")) != number:
+        raise ModelError(f"{path}: its split.no is {repr(says)[:80]}, not {number}, so it is not "
+                         "the part that its name says; fetch it again")
+    return part
+
+
 def _other_parts(first: Path, head: _Part, count: int) -> list[Path]:
-    """Paths of the parts after the first, by llama.cpp's naming rule."""
+    """Paths of the parts after the first, by llama.cpp's naming rule, all of which are there."""
     match = _SPLIT_NAME.match(first.name)
     if match is None or int(match["count"]) != count:
         raise ModelError(
@@ -477,5 +487,10 @@ def _other_parts(first: Path, head: _Part, count: int) -> list[Path]:
             f"{first}: is a later part of a split model; give the first one, "
             f"{match['stem']}-00001-of-{count:05d}.gguf"
         )
-    return [first.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf")
-            for i in range(2, count + 1)]
+    paths = [first.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf")
+             for i in range(2, count + 1)]
+    if missing := [path.name for path in paths if not path.exists()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(f"{first}: is one of {count} parts, but {', '.join(missing[:3])}{more} "
+                         f"{'is' if len(missing) == 1 else 'are'} not beside it; fetch the rest")
+    return paths

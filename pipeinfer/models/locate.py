@@ -2,32 +2,135 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.models import bundled, local_stores
+from pipeinfer.models.bundled import EMBEDDED, PAIR, SMOLLM2, TASK_MODEL
+from pipeinfer.models.hub_files import Wanted
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
 
-EMBEDDED = Path(__file__).parent / "embedded"  #: the models that the package ships
-TASK_MODEL = "task"  #: names the embedded model that knows the methods of `decomposers`
+__all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch", "find",
+           "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "targeted"]
+
+DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: what `auto` means, where somebody decides on it
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model file, or a Hugging Face folder. name: for clients; draft: comes along with it."""
+
+    path: Path
+    name: str
+    draft: Path | None = None
 
 
 def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
-    """Target and draft files; the embedded pair when no target is named."""
-    tasks = config.model.model == TASK_MODEL or (
-        bool(config.speculation.decomposer) and not config.model.model
-    )
-    target = EMBEDDED / ("task.gguf" if tasks else "target.gguf")
-    if config.model.model and not tasks:
-        target = Path(config.model.model)
-    if config.model.draft_model:
-        draft: Path | None = Path(config.model.draft_model)
-    else:
-        draft = None if config.model.model or tasks else EMBEDDED / "draft.gguf"
-    return target, draft
+    """Target and draft files; what the hub has and this host lacks is fetched. Raises what `find`
+    does."""
+    target, model = targeted(config), config.model
+    if model.draft_model == NO_DRAFT:
+        return target.path, None
+    if model.hf_repo_draft:
+        return target.path, on_hub(model.hf_repo_draft, offline=model.offline).path
+    if model.draft_model:
+        return target.path, find(model.draft_model, offline=model.offline).path
+    return target.path, target.draft
+
+
+def targeted(config: JobConfig) -> Named:
+    """The target: the one that is named, or the default. Raises what `find` does.
+
+    The default is the embedded pair, or the task model with a decomposer; `auto` prefers SmolLM2
+    where that is installed and no draft of another model is asked for.
+    """
+    model, name = config.model, config.model.model
+    if model.hf_repo:
+        return on_hub(model.hf_repo, model.hf_file, offline=model.offline)
+    if name in ("", AUTO):
+        alone = model.draft_model in ("", NO_DRAFT) and not model.hf_repo_draft
+        name = automatic() if name == AUTO and alone else PAIR
+        if config.speculation.decomposer:
+            name = TASK_MODEL
+    return find(name, offline=model.offline)
+
+
+def automatic() -> str:
+    """The name that `auto` stands for. Raises UsageError for a bad PIPEINFER_DEFAULT_MODEL."""
+    wanted = os.environ.get(DEFAULT_MODEL, "")
+    if wanted == AUTO:
+        raise UsageError(f"{DEFAULT_MODEL}={AUTO} names no model")
+    return wanted or (PAIR if bundled.smollm2() is None else SMOLLM2)
+
+
+def advice(config: JobConfig) -> str:
+    """For who has not chosen a model and gets one that cannot chat; empty for everybody else."""
+    if config.model.model != AUTO or config.model.hf_repo or os.environ.get(DEFAULT_MODEL):
+        return ""
+    if targeted(config).name != PAIR:
+        return ""
+    return (f"no -m: the embedded model writes Python, often wrongly. For a small chat model: "
+            f"{bundled.GET_SMOLLM2} (93 MB)")
+
+
+def may_fetch(config: JobConfig) -> bool:
+    """Whether rank 0 may have to ask the hub for a model, which can take hours."""
+    model = config.model
+    names = (model.model, model.draft_model, model.draft_small)
+    return not model.offline and bool(model.hf_repo or model.hf_repo_draft or any(
+        Wanted.parse(name) is not None and not Path(name).exists() for name in names))
+
+
+def fetch(config: JobConfig) -> None:
+    """Have every model of a job here. Raises what `find` does."""
+    model_paths(config)
+    if config.model.draft_small:
+        find(config.model.draft_small, offline=config.model.offline)
+
+
+def find(name: str, *, offline: bool = False) -> Named:
+    """The model that is called `name`, or lies at that path.
+
+    offline: nothing is fetched. Raises ModelError where there is none; whether a path leads to a
+    model is seen when it is opened.
+    """
+    if name in bundled.names():
+        return Named(bundled.file_of(name), name, bundled.draft_of(name))
+    path = Path(name)
+    if path.exists() or path.is_absolute() or name.startswith(".") or name.endswith(".gguf"):
+        return Named(path, path.resolve().name if path.is_dir() else path.stem)
+    stored = local_stores.find(name)
+    if stored is not None:
+        return Named(stored.path, stored.name)
+    if Wanted.parse(name) is not None:
+        try:
+            return on_hub(name, offline=offline)
+        except ModelError as error:
+            raise ModelError(f"{name} is no file or folder here; on the hub: {error}") from error
+    raise ModelError(f"{name}: no such file, and no model of that name is here: `pipeinfer models` "
+                     "lists those that are; check the name after -m or -md")
+
+
+def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
+    """A model on the Hugging Face hub by its name, user/repo[:quant], or by its file there.
+
+    Raises UsageError for what is no such name, ModelError for what cannot be had.
+    """
+    from pipeinfer.models import hub
+
+    wanted = Wanted.parse(name)
+    if wanted is None:
+        raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
+                         "user/repo:quant")
+    found = hub.find(dataclasses.replace(wanted, file=file), offline=offline)
+    return Named(found.path, found.name)
 
 
 def open_model(path: Path) -> Any:

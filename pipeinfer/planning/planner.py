@@ -272,6 +272,18 @@ def make_plan(
     hosts: Sequence[RankInfo], predict: Callable[[Split], float], *, timed: bool,
 ) -> Plan:
     """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
+    try:
+        return _plan_of(config, load, members, candidates, hosts, predict, timed)
+    except PlanError as error:
+        if 0 in candidates or config.head_stage:
+            raise
+        raise PlanError(f"{error}; --head-stage lets rank 0 hold layers, too") from None
+
+
+def _plan_of(
+    config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
+    hosts: Sequence[RankInfo], predict: Callable[[Split], float], timed: bool,
+) -> Plan:
     equal = _equal(load, members)
     plain = _equal(load, [
         member if member.layers == 0 else dataclasses.replace(member, layers=None)

@@ -53,9 +53,11 @@ from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
+from pipeinfer.transport.lent import LentLoop, Stuck
 
 _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
 _ANY_POSITION = 1 << 31
+_BRIEF_SECONDS = 25e-3  #: longest run that the head's own thread may do
 _NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
@@ -150,12 +152,38 @@ class Stage:
         self._run_at_hand = -1
         self._speculates = False
         self._pulse = pulse or Pulse()
+        self._lent: LentLoop | None = None
+        self._running = True
 
-    def serve(self) -> None:
-        """Handle messages until Shutdown. Raises TransportTimeout, ProtocolError, BackendError."""
-        running = True
-        while running:
-            running = self._handle(self._receive())
+    def serve(self, lent: LentLoop | None = None) -> None:
+        """Handle messages until Shutdown. lent: by which the head's thread, in the same process,
+        does what is brief. Raises TransportTimeout, ProtocolError, BackendError; Stuck if lent.
+        """
+        if lent is not None:
+            self._lent = lent
+            self._serve_lent(lent)
+            return
+        while self._running:
+            self._running = self._handle(self._receive())
+
+    def _serve_lent(self, lent: LentLoop) -> None:
+        try:
+            while self._running:
+                if not lent.own(self._turn, self._timeout):
+                    self._port.wait(1.0, live=bool(self._lanes))
+        except TimeoutError:
+            raise Stuck(f"run {self._run_at_hand} on rank 0 has not ended for {self._timeout:g} s: "
+                        "it hangs, or needs a longer --timeout") from None
+        finally:
+            lent.lend(None)
+
+    def _turn(self) -> bool:
+        if not self._running or (message := self._take()) is None:
+            return False
+        self._running = self._handle(message)
+        if not self._running and self._lent is not None:
+            self._lent.lend(None)
+        return True
 
     @property
     def current_run(self) -> int:
@@ -168,11 +196,8 @@ class Stage:
         """The next transaction; looks for cancellations while it waits."""
         start = time.monotonic()
         while True:
-            self._pulse.beat("waits")
-            self._take_cancels()
-            envelope = self._port.take(Tag.TRANSACTION)
-            if envelope is not None:
-                return envelope.message
+            if (message := self._take()) is not None:
+                return message
             live = bool(self._lanes)
             if live and time.monotonic() - start > self._timeout:
                 raise TransportTimeout(
@@ -180,6 +205,12 @@ class Stage:
                     run_id=self._last_run + 1, seconds=self._timeout,
                 )
             self._port.wait(1.0, live=live)
+
+    def _take(self) -> Message | None:
+        self._pulse.beat("waits")
+        self._take_cancels()
+        envelope = self._port.take(Tag.TRANSACTION)
+        return None if envelope is None else envelope.message
 
     def _take_cancels(self) -> None:
         while (envelope := self._port.take(Tag.CANCEL)) is not None:
@@ -258,6 +289,10 @@ class Stage:
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, computed, waited)
+        if self._lent is not None:
+            brief = fate is Fate.COMPUTED and not self._speculates and bool(
+                run.rows.outputs.all()) and computed - start < _BRIEF_SECONDS
+            self._lent.lend(self._turn if brief else None)
 
     @property
     def _waited(self) -> float:

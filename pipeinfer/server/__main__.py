@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import open_tokenizer
@@ -50,7 +51,8 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
     link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    return asyncio.run(_serve(link, listener, _first_frame(link)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(link, listener, _first_frame(link)))
 
 
 def _first_frame(link: socket.socket) -> Settings:

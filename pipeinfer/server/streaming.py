@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -149,7 +150,10 @@ def event(data: Mapping[str, Any]) -> bytes:
     """`data` as one server-sent event, with its empty line; named where it has a type."""
     kind = data.get("type")
     name = f"event: {kind}\n".encode() if kind else b""
-    return name + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    text = msgspec.json.encode(data)
+    if not text.isascii():  # clients that split at every Unicode line break must find none
+        text = json.dumps(data, separators=(",", ":")).encode()
+    return name + b"data: " + text + b"\n\n"
 
 
 class EventStream(Response):

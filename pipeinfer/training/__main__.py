@@ -11,6 +11,7 @@ import click
 
 from pipeinfer.training.bita.bita_command import bita
 from pipeinfer.training.commands import need_torch, one_budget, say
+from pipeinfer.training.draft.draft_command import draft
 from pipeinfer.training.pasta.pasta_commands import annotate, pasta_bonbon, pasta_sft
 
 
@@ -130,7 +131,7 @@ def embedded(
     run(settings, report=say)
 
 
-for _command in (annotate, pasta_sft, pasta_bonbon, bita):
+for _command in (annotate, pasta_sft, pasta_bonbon, bita, draft):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -159,12 +159,14 @@ class Mailbox:
     """What has arrived at one node, by tag; safe to fill from any thread.
 
     Nodes of one process hand each other messages as they are, which nobody may change then; others'
-    come as frames. epoch: of its reader. What is of a later epoch is kept until `enter`.
+    come as frames. epoch: of its reader. What is of a later epoch is kept until `enter`. rings:
+    whether what arrives ends a wait; not while the sender sees to it itself (`lent`).
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.arrived = Wakeup()
         self.epoch = epoch
+        self.rings = True
         self._lock = threading.Lock()
         self._frames: dict[Tag, deque[tuple[int, Mail]]] = {t: deque() for t in Tag}
         self._later: list[tuple[int, int, Tag, Mail]] = []
@@ -173,7 +175,8 @@ class Mailbox:
         """Add a frame or message and end a wait; one of an earlier epoch is dropped."""
         with self._lock:  # the reader may enter another epoch meanwhile
             self._put(source, tag, frame, epoch)
-        self.arrived.set()
+        if self.rings:
+            self.arrived.set()
 
     def enter(self, epoch: int) -> None:
         """Drop what has arrived, but for what belongs to `epoch` or later."""

@@ -14,13 +14,17 @@ from pipeinfer.core import codec
 from pipeinfer.core.control import Order
 from pipeinfer.core.messages import Message, Tag
 from pipeinfer.transport.base import Envelope, Layout, Mailbox, Regrouped, Traffic
+from pipeinfer.transport.lent import LentLoop
 
 
 class LocalPort:
     """A port whose peers live in this process; others are reached through `forward`, which is
     given the epoch that the frame belongs to. `call` asks its thread to enter another epoch. wake:
     called after a message to a node of this process, which may sleep otherwise than by its mailbox.
+    borrows: the loop of another node, for this one's thread to work in when it would sleep.
     """
+
+    borrows: LentLoop | None = None
 
     def __init__(
         self, node: int, mailboxes: dict[int, Mailbox],
@@ -90,6 +94,8 @@ class LocalPort:
             left = deadline - time.monotonic()
             if left <= 0 or self._called != self._epoch:
                 break
+            if tag is None and self.borrows is not None and self.borrows.work():
+                return
             self._own.arrived.wait(left)
             self._own.arrived.clear()
             if tag is None:
@@ -99,6 +105,10 @@ class LocalPort:
     def wake(self) -> None:
         """See `Port.wake`."""
         self._own.arrived.set()
+
+    def lent(self) -> LentLoop:
+        """A way for another node of this process to work in this one's loop."""
+        return LentLoop(self._own)
 
     def close(self, timeout: float) -> None:
         """Nothing is ever queued here."""

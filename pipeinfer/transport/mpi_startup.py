@@ -138,6 +138,23 @@ class Link:
     bandwidth: float
 
 
+def dismiss(comm: MPI.Comm) -> bool:
+    """Rank 0 tells every other one to leave; True where all of them could be told."""
+    told = True
+    for rank in range(1, comm.Get_size()):
+        try:
+            send_json(comm, rank, _LEAVE.decode())
+        except (TransportTimeout, RankLost):
+            told = False
+    return told
+
+
+def await_dismissal(comm: MPI.Comm, timeout: float = 20.0) -> None:
+    """Ranks above 0 wait for `dismiss`, at most `timeout` s."""
+    with contextlib.suppress(Dismissed, TransportTimeout, RankLost):
+        receive_json(comm, 0, timeout)
+
+
 def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
     """Collective: every rank bounces messages with its successor; a rank returns its own link.
 

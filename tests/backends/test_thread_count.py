@@ -51,6 +51,28 @@ def test_the_fewest_that_are_as_fast_are_used(seconds, chosen, monkeypatch):
     assert backend.threads == chosen
 
 
+class Disturbed(Timed):
+    """Another program has one of two cores during the first `rounds` looks at them."""
+
+    def __init__(self, rounds):
+        super().__init__({2: 0.004, 1: 0.006})
+        self.rounds, self.lost = rounds, 0
+
+    def decode(self, rows, hidden=None):
+        busy = len(self.tried) <= 2 * self.rounds
+        self.lost += busy
+        self.now += 0.008 if busy and self.threads == 2 else self.seconds[self.threads]
+
+
+@pytest.mark.parametrize(("rounds", "chosen"), [(0, 2), (3, 2), (9, 2), (1000, 1)])
+def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
+    backend = Disturbed(rounds)
+    monkeypatch.setattr(thread_count, "time", backend)
+    monkeypatch.setattr(thread_count, "_interruptions", lambda: backend.lost)
+    assert settle_threads(backend, 2) == chosen
+    assert len(backend.tried) <= 30  # it is not waited for without end
+
+
 def test_hopeless_numbers_are_not_tried(monkeypatch):
     backend = Timed({8: 0.004, 4: 0.012, 2: 1e9, 1: 1e9})
     monkeypatch.setattr(thread_count, "time", backend)

@@ -145,6 +145,13 @@ def test_nothing_is_watched_before_it_is_armed(rank):
     assert early.dog_is_gone()
 
 
+def test_a_rank_that_does_not_meet_the_others_in_time_is_killed(rank):
+    code, errors = rank("hasty = Watchdog('rank 8', 9.0, pulse, 0.3)\nworks(60)").end()
+    assert code == -signal.SIGKILL
+    assert "rank 8 on" in errors
+    assert "has been waiting in MPI_Init for more than 0 s" in errors
+
+
 def test_a_watchdog_closed_before_it_is_armed_ends(rank):
     unarmed = rank("dog.close()\nos._exit(0)")
     assert unarmed.end() == (0, "")

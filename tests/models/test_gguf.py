@@ -6,7 +6,6 @@ import struct
 import tracemalloc
 
 import gguf
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from pipeinfer.errors import ModelError
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from tests.support.gguf_files import split
 from tests.support.sample import examples
 
 
@@ -179,31 +179,6 @@ def test_missing_files_and_directories(tmp_path):
         ModelFile(tmp_path)
 
 
-def split(whole, directory, count=3):
-    """The model in `count` parts, as llama.cpp's gguf-split names and marks them."""
-    reader = gguf.GGUFReader(whole)
-    paths = []
-    for no in range(count):
-        path = directory / f"model-{no + 1:05d}-of-{count:05d}.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        if no == 0:
-            for field in reader.fields.values():
-                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-                    sub = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                    writer.add_key_value(field.name, field.contents(), field.types[0], sub)
-        writer.add_uint16("split.no", no)
-        writer.add_uint16("split.count", count)
-        writer.add_int32("split.tensors.count", len(reader.tensors))
-        for tensor in reader.tensors[no::count]:
-            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        paths.append(path)
-    return paths
-
-
 def test_split_models_are_one_model(whole, tmp_path):
     paths = split(whole, tmp_path)
     model, reference = ModelFile(paths[0]), ModelFile(whole)
@@ -223,9 +198,18 @@ def test_split_models_name_what_is_wrong(whole, tmp_path):
     lonely.write_bytes(paths[0].read_bytes())
     with pytest.raises(ModelError, match="one of 3 parts"):
         ModelFile(lonely)
+    kept = paths[2].read_bytes()
     paths[2].unlink()
-    with pytest.raises(ModelError, match="00003-of-00003"):
+    with pytest.raises(ModelError, match=r"one of 3 parts, but model-00003-of-00003\.gguf is not"):
         ModelFile(paths[0])
     paths[2].write_bytes(paths[1].read_bytes())
+    with pytest.raises(ModelError, match=r"00003-of-00003.gguf: its split.no is 1, not 2"):
+        ModelFile(paths[0])
+    paths[1].unlink()
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00003.gguf, model-00003-of-00003.gguf are not"):
+        ModelFile(paths[0])
+    paths[1].write_bytes(kept.replace(b"split.no\x02\0\0\0\x02", b"split.no\x02\0\0\0\x01"))
+    paths[2].write_bytes(kept)
     with pytest.raises(ModelError, match="twice"):
         ModelFile(paths[0])

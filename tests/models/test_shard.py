@@ -18,7 +18,7 @@ from pipeinfer.models import shard as shard_module
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import check_splittable, extract_shard, shard_bytes, stage_layers
 from pipeinfer.models.shard_cache import cache_directory
-from tests.models.test_gguf import split
+from tests.support.gguf_files import split
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,27 @@ def test_doctor_over_ranks():
             "llama.cpp on rank 2"} <= whats
 
 
+LEAVING = """
+import atexit, sys
+atexit.register(lambda: print("on the way to MPI_Finalize", file=sys.stderr))
+from pipeinfer.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [
+    (["doctor", "-m", "/nowhere.gguf"], 1), (["plan"], 0), full(["doctor"], 0),
+    full(["plan", "--split", "equal"], 4),
+])
+def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
+    """It crashes there now and then, in a job that survives the death of a rank."""
+    done = launch.run(1, [str(launch.ROOT / "launch" / "run"), "3", *command], timeout=120)
+    assert done.returncode == code, done.stderr
+    done = launch.run(3, [sys.executable, "-c", LEAVING, *command], timeout=120)
+    assert "MPI_Finalize" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("args", "code", "says"), [
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
     full(["-m", __file__], 3, "GGUF"),

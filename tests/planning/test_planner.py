@@ -53,6 +53,16 @@ def make(members, n=12, config=None, where=None, head=0.0, predict=iterative):
     )
 
 
+@pytest.mark.parametrize("split", ["planned", "equal"])
+def test_too_little_memory_without_the_head_names_the_option_that_adds_it(split):
+    small = [Member("rank 1 on one", 1.0, memory=4.0)]
+    with pytest.raises(PlanError, match=r"lacks .*; --head-stage lets rank 0 hold layers, too$"):
+        make(small, config=ClusterConfig(split=split))
+    with pytest.raises(PlanError) as caught:
+        make([*small, *small], config=ClusterConfig(split=split, head_stage=True))
+    assert "--head-stage" not in str(caught.value)
+
+
 def test_equal_ranks_get_equal_shares():
     plan = make([Member(str(i), 1.0) for i in range(5)])
     assert plan.split.counts == (3, 3, 2, 2, 2)

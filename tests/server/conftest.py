@@ -1,10 +1,10 @@
-"""A browser for the tests of the page."""
+"""A browser for the tests of the page, and a tab of the module's `server`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.server.pages import CHROMIUM
+from tests.server.pages import CHROMIUM, Page
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +15,10 @@ def browser():
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    opened = Page(browser, server.url).ready()
+    yield opened
+    opened.close()

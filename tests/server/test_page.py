@@ -30,13 +30,6 @@ def server():
         yield served
 
 
-@pytest.fixture
-def page(browser, server):
-    opened = Page(browser, server.url).ready()
-    yield opened
-    opened.close()
-
-
 def test_a_message_is_answered_as_a_stream(page):
     tab = page.tab
     page.set(seed="3", max_tokens="60", temperature="0.8", top_k="40", system="You write Python.")

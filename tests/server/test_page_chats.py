@@ -23,13 +23,6 @@ def server():
         yield served
 
 
-@pytest.fixture
-def page(browser, server):
-    opened = Page(browser, server.url).ready()
-    yield opened
-    opened.close()
-
-
 # --- Markdown ---------------------------------------------------------------------------------
 
 TEXT = """A stack keeps **on top** what `push` put there:

@@ -31,6 +31,24 @@ def pid_of(rank, session):
     raise AssertionError(f"no process of rank {rank}")
 
 
+def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
+    with serve(3, "--speculation", "off", "-ctv", "q8_0", "--grid", "1x2") as served:
+        served.wait_until_ready()
+        chat, status = Page(browser, served.url).ready(), Page(browser, served.url, "/status")
+        chat.ask()
+        busy = """(() => {
+            const rows = [...document.querySelectorAll('#stages tr')];
+            const loads = rows.map((row) => row.querySelector('meter').value);
+            return rows.length === 2 && loads[0] > 0 && Math.abs(loads[0] - loads[1]) < 0.01
+                && rows.every((row) => / ms$/.test(row.cells[7].textContent));
+        })()"""
+        status.until(busy)
+        assert status.tab.inner_text("#stages tr:last-child td") == "1.2"
+        chat.answer()
+        chat.close()
+        status.close()
+
+
 def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
     with serve(3, "--speculation", "off", "-ctv", "q8_0") as served:  # a long answer
         served.wait_until_ready()

@@ -57,3 +57,28 @@ def _add(writer: Any, name: str, new: Any) -> None:
         writer.add_tensor(name, new[0], raw_dtype=new[1])
     else:
         writer.add_tensor(name, new)
+
+
+def split(whole: Path, directory: Path, count: int = 3, stem: str = "model") -> list[Path]:
+    """The model in `count` parts, as llama.cpp's gguf-split names and marks them."""
+    reader = gguf.GGUFReader(whole)
+    paths = []
+    for no in range(count):
+        path = directory / f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
+        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+        if no == 0:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    sub = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+        writer.add_uint16("split.no", no)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[no::count]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        paths.append(path)
+    return paths

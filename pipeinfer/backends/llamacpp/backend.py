@@ -27,6 +27,7 @@ from pipeinfer.backends.llamacpp.context import (
     cache_bytes,
     check_sizes,
     head_size,
+    latent,
     load_model,
     make_context,
     metadata,
@@ -146,7 +147,8 @@ class LlamaCppBackend:
                     f"{os.fspath(path)}: has {n_layers} layers, "
                     f"but layers {layers[0]} to {layers[1]} were expected"
                 )
-            options = options.resolved(head_size(model), head_size(model, "key"))
+            options = options.resolved(
+                head_size(model), head_size(model, "key"), one_type=latent(model))
             sliced = bool(metadata(model, "pipeinfer.piece"))
             if keeps_state(model):  # a decode that was stopped could not be taken back
                 options = replace(options, layer_callbacks=False)

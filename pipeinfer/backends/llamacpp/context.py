@@ -66,9 +66,11 @@ class LlamaOptions:
         """Whether the processor computes: no layers are offloaded, or this build cannot."""
         return self.n_gpu_layers == 0 or not llama_c.llama_supports_gpu_offload()
 
-    def resolved(self, head_size: int, key_size: int = 0) -> LlamaOptions:
+    def resolved(self, head_size: int, key_size: int = 0, *, one_type: bool = False
+                 ) -> LlamaOptions:
         """These options with every "auto" of the cache decided, for values of `head_size` elements
-        per head, and keys of `key_size` (0: as many).
+        per head, and keys of `key_size` (0: as many). one_type: llama.cpp wants values of the keys'
+        type (`latent`).
 
         On a CPU the choice is flash attention over q8_0 keys, and over values of float16 where the
         library was compiled for AVX-512, which reads them fastest, else of q8_0 (float16 keys and
@@ -84,9 +86,13 @@ class LlamaOptions:
         if flash == "auto" and on_cpu:
             flash = "on"
         treats_rows_alone = on_cpu and flash == "on"
+        if one_type and kind_k == "auto":
+            kind_k = kind_v
         if kind_k == "auto":
             fits = (key_size or head_size) % 32 == 0
             kind_k = "q8_0" if treats_rows_alone and fits else "f16"
+        if one_type and kind_v == "auto":
+            kind_v = kind_k
         if kind_v == "auto":
             exact = "q8_0" if head_size % 32 == 0 else "bf16"
             if kind_k not in ("f16", "f32") and reads_halves_fast():
@@ -190,6 +196,12 @@ def head_size(model: Any, part: Literal["key", "value"] = "value") -> int:
     architecture = metadata(model, "general.architecture")
     default = llama_c.llama_model_n_embd(model) // max(1, llama_c.llama_model_n_head(model))
     return int(metadata(model, f"{architecture}.attention.{part}_length") or default)
+
+
+def latent(model: Any) -> bool:
+    """Whether the cache holds one latent vector per token, of which keys and values are views."""
+    architecture = metadata(model, "general.architecture")
+    return bool(metadata(model, f"{architecture}.attention.value_length_mla"))
 
 
 def metadata(model: Any, key: str) -> str:

@@ -56,7 +56,7 @@ def environment(**more: str) -> dict[str, str]:
     """
     env = {k: v for k, v in os.environ.items()
            if k.startswith(_SETTINGS) or not k.startswith(_OUTER)}
-    env = mpi_settings() | env
+    env = mpi_settings() | {"PIPEINFER_DEFAULT_MODEL": "embedded"} | env
     root = Path(__file__).resolve().parents[3]
     if (root / "launch" / "mpi.env").exists():  # a checkout
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))

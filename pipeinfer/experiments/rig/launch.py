@@ -31,6 +31,7 @@ def environment(**extra: str) -> dict[str, str]:
     """A clean environment with the settings for MPI and nothing of an outer MPI job."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
     env |= mpi_settings()
+    env["PIPEINFER_DEFAULT_MODEL"] = "embedded"  # whatever else is installed
     env["PYTHONPATH"] = str(ROOT)
     env["PYTHONFAULTHANDLER"] = "1"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

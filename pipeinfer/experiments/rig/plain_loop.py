@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.backends.llamacpp.context import latent
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
@@ -33,7 +34,7 @@ class PlainLoop:
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         if type_v is None:
-            type_v = _F16 if reads_halves_fast() else _Q8_0
+            type_v = type_k if latent(self.model) or not reads_halves_fast() else _F16
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         self.context: Any = llama_c.llama_init_from_model(self.model, params)

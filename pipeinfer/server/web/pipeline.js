@@ -132,7 +132,7 @@ export class Pipeline {
   }
 
   meanLoad() {
-    const count = this.facts?.stages.length ?? 0;
+    const count = Math.max(0, ...(this.facts?.stages ?? []).map((one) => one.stage));
     let sum = 0;
     for (let k = 0; k < count; k += 1) sum += this.runs.load(k, LOAD_SECONDS);
     return count ? sum / count : 0;

