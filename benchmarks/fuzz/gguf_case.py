@@ -24,6 +24,7 @@ from pipeinfer.errors import RequestError, UnsupportedArchitecture
 
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MANY = 10  #: layers that would make a case too slow
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2vl", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
                   "falcon", "mamba", "bert", "t5", "deepseek2", "olmo2", "starcoder2", "rwkv6",
                   "mistral3", "qwen2moe", "qwen3moe", "granite", "clip", "command-r", "jamba")
@@ -173,7 +174,8 @@ def parse(raw: bytes) -> File:
 @functools.cache
 def seeds() -> tuple[File, ...]:
     """Good files of several architectures, types and tokenizers."""
-    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+    from pipeinfer.experiments.random_architectures import RECIPES
+    from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
 
     small: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_head_kv": 1, "n_ff": 64,
                              "n_vocab": 272, "n_ctx": 256}
@@ -182,6 +184,8 @@ def seeds() -> tuple[File, ...]:
         RandomSpec(**small, qtype="Q8_0", architecture="qwen2"),
         RandomSpec(**small, qtype="F16", architecture="qwen3"),
         RandomSpec(**small, n_expert=4),
+        *(tiny(name, n_embd=64, n_head=2, n_head_kv=1, n_ff=64) for name in RECIPES
+          if RECIPES[name].layers < _MANY),
     ]
     with tempfile.TemporaryDirectory() as folder:
         files = [parse(write_random_model(Path(folder) / "m.gguf", spec).read_bytes())

@@ -80,7 +80,8 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
     """A matrix that nobody reads, in a type of few bits that its rows can have."""
-    for kind in (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16):
+    kinds = GGMLQuantizationType
+    for kind in (kinds.IQ1_S, kinds.Q4_0, kinds.F16) if shape[1] > 1 else (kinds.F32,):
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block == 0:
             break

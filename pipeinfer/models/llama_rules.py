@@ -18,9 +18,14 @@ from pipeinfer.models.gguf import STRING, ModelFile
 
 #: architectures whose graphs these rules cover wholly; of others only what all share is checked
 #: (qwen2vl: see `gaps`; seed_oss: slices of qwen2, see `slice_parts`)
-COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "seed_oss")
+COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "seed_oss", "cohere2", "deepseek2", "falcon",
+           "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite", "granitemoe",
+           "llama4", "minicpm", "mistral3", "olmo2", "phi3", "qwen2moe", "qwen3moe", "smollm3")
+#: of these, whose heads may be rotated in part, and whose heads add up to the model's width
+_PARTLY = ("cohere2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "phi3")
+_WIDE = ("cohere2", "falcon", "olmo2", "phi3", "qwen2moe")
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
-VOCABULARIES = ("gpt2", "llama")
+VOCABULARIES = ("gemma4", "gpt2", "llama")
 _MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own
 _MOST_HEADS, _MOST_WIDTH = 1 << 16, 1 << 24
 _ALIGNMENT = 32
@@ -113,7 +118,7 @@ def check_vocabulary(model: ModelFile) -> None:
     if model.array_type(merges) not in (None, STRING) or (
             merges in model.meta_keys() and not model.is_array(merges)):
         raise _bad(model, merges, "not a list of texts")
-    if kind == "llama":
+    if kind in ("gemma4", "llama"):
         _check_bytes(model, known)
 
 
@@ -149,16 +154,52 @@ def _check_heads(model: ModelFile) -> None:
     for count, groups in zip(heads, shared, strict=True):
         if groups > count or count % groups:
             raise _bad(model, f"{model.architecture}.attention.head_count_kv", groups)
-    default = model.n_embd // heads[0]
-    key, value = (_integers(model, f"attention.{part}_length", 1, 1 << 16) or [default]
-                  for part in ("key", "value"))
-    rotated = _integers(model, "rope.dimension_count", 1, 1 << 16) or key
-    if not key[0] == value[0] == rotated[0] or key[0] % 2:
-        raise ModelError(
-            f"{model.path}: heads of {key[0]} and {value[0]} elements of which {rotated[0]} are "
-            f"rotated; in a {model.architecture} model these must be equal and even")
+    if model.architecture == "deepseek2":
+        _check_latent(model)
+    else:
+        _check_rotation(model, heads[0], "")
+        if model.architecture == "gemma4":
+            _check_rotation(model, heads[0], "_swa")
     for name in ("feed_forward_length", "context_length"):
         _integers(model, name, 1, 2**31 - 1)
+
+
+def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
+    """Sizes of heads; kind: "_swa" for those of layers with a sliding window."""
+    default = model.n_embd // heads
+    key, value = ((_integers(model, f"attention.{part}_length{kind}", 1, 1 << 16) or [default])[0]
+                  for part in ("key", "value"))
+    rotated = (_integers(model, f"rope.dimension_count{kind}", 1, 1 << 16) or [key])[0]
+    arch = model.architecture
+    fits = rotated <= key if arch in _PARTLY else rotated == key
+    if key != value or not fits or rotated % 2:
+        rule = "the first two must be equal, the last even and no more" if arch in _PARTLY \
+            else "these must be equal and even"
+        raise ModelError(
+            f"{model.path}: heads of {key} and {value} elements of which {rotated} are "
+            f"rotated; in a {arch} model {rule}")
+    if arch in _WIDE and heads * key != model.n_embd:
+        raise _bad(model, f"{arch}.attention.head_count", heads)
+
+
+def _check_latent(model: ModelFile) -> None:
+    """Sizes of a deepseek2's heads and of its compressed cache."""
+    rotated, latent, key, value = (
+        (_integers(model, name, 1, 1 << 16) or [0])[0] for name in (
+            "rope.dimension_count", "attention.kv_lora_rank", "attention.key_length",
+            "attention.value_length"))
+    parts = [_integers(model, f"attention.{part}_length_mla", 1, 1 << 16)
+             for part in ("key", "value")]
+    if parts[0] and _integers(model, "attention.head_count_kv", 1, _MOST_HEADS)[:1] != [1]:
+        raise _bad(model, "deepseek2.attention.head_count_kv",
+                   model.arch_get("attention.head_count_kv"))
+    whole = parts[0][0] if parts[0] else key
+    compressed = (key, value) == (latent + rotated, latent)
+    if bool(parts[0]) != bool(parts[1]) or (parts[0] and not compressed) or not (
+            0 < rotated < whole) or rotated % 2:
+        raise ModelError(
+            f"{model.path}: heads of {whole} elements of which {rotated} are rotated, over a cache "
+            f"of {key} and {value} for {latent}; these do not fit each other in a deepseek2 model")
 
 
 def _check_experts(model: ModelFile) -> None:
@@ -174,7 +215,7 @@ def _integers(model: ModelFile, key: str, low: int, high: int) -> list[int]:
     if value is None:
         return []
     values = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and len(value) != model.n_layers:
+    if isinstance(value, list) and len(value) != model.n_layers_all:
         raise _bad(model, f"{model.architecture}.{key}", f"{len(value)} values")
     checked = [v for v in values if isinstance(v, int) and not isinstance(v, bool)
                and low <= v <= high]

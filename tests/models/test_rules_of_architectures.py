@@ -1,0 +1,63 @@
+"""Sizes on which llama.cpp ends the process are refused, and good files of no architecture are."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+
+from pipeinfer.errors import ModelError
+from pipeinfer.experiments.random_architectures import RECIPES
+from pipeinfer.experiments.random_model import tiny, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.llama_rules import COVERED, check_file, check_vocabulary
+from tests.support.gguf_files import altered
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_good_files_are_taken(name, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny(name))
+    assert RECIPES[name].architecture in COVERED
+    check_file(path)
+
+
+@pytest.mark.parametrize(("name", "key", "value", "said"), [
+    ("qwen3moe", "rope.dimension_count", 2, "must be equal and even"),
+    ("gpt-oss", "rope.dimension_count", 32, "must be equal and even"),
+    ("granite", "rope.dimension_count", 15, "must be equal and even"),
+    ("gemma3", "rope.dimension_count", 0, "cannot use"),
+    ("gemma2", "rope.dimension_count", 4094, "the last even and no more"),
+    ("glm4", "rope.dimension_count", 17, "the last even"),
+    ("gemma4", "rope.dimension_count_swa", 17, "the last even"),
+    ("phi3", "attention.head_count", 2, "head_count"),
+    ("deepseek2", "attention.head_count_kv", 2, "head_count_kv"),
+    ("deepseek2", "attention.kv_lora_rank", 32, "do not fit each other"),
+    ("deepseek2", "rope.dimension_count", 128, "do not fit each other"),
+])
+def test_sizes_that_do_not_fit_are_refused(name, key, value, said, tmp_path):
+    good = write_random_model(tmp_path / "m.gguf", tiny(name))
+    bad = altered(good, tmp_path / "bad.gguf",
+                  numbers={f"{RECIPES[name].architecture}.{key}": value})
+    with pytest.raises(ModelError, match=said):
+        check_file(bad)
+
+
+def test_the_vocabulary_of_a_gemma_4_needs_its_bytes(tmp_path):
+    """It has merges, and bytes written out like those of SentencePiece."""
+
+    def write(path, tokens):
+        writer = gguf.GGUFWriter(path, "gemma4")
+        writer.add_block_count(1)
+        writer.add_embedding_length(8)
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_merges(["a b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return ModelFile(path)
+
+    every = ["<pad>", "<eos>", "<bos>", "ab", *(f"<0x{i:02X}>" for i in range(256))]
+    check_vocabulary(write(tmp_path / "good.gguf", every))
+    with pytest.raises(ModelError, match="no token for 1 of the 256"):
+        check_vocabulary(write(tmp_path / "bad.gguf", every[:-1]))
