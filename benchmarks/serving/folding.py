@@ -5,7 +5,7 @@
 A server over several ranks of one host answers 8 clients, one stream and a prompt of 1,500 tokens;
 then `POST /rebalance`, as often as it finds something; then the same load again. A second server
 rebalances by itself (`--rebalance auto`) while processes that only compute take its cores for half
-a minute and leave again. Greedy answers of one prompt are compared throughout. One JSON object.
+a minute and leave again. Prints one JSON object.
 """
 
 from __future__ import annotations
