@@ -1,8 +1,9 @@
 """A model as llama.cpp runs it when positions have gaps: the same weights under M-RoPE.
 
 llama.cpp refuses gaps between a sequence's positions for ordinary architectures and allows them for
-those with M-RoPE, which with one section is plain NeoX RoPE. So layers of `llama` and `qwen2`
-models are written as `qwen2vl` layers: rows of the query and key matrices that llama keeps
+those with M-RoPE, which with one section, or the same positions in all, is plain NeoX RoPE. So
+layers of `llama` and `qwen2` models are written as `qwen2vl` layers, those of `qwen3` as `qwen3vl`:
+rows of the query and key matrices that llama keeps
 interleaved go back to half-split order (whole rows, so quantised ones stay as they are), biases of
 zero are added.
 The result is the same up to the error of the kernels. Knows nothing about ranks or threads.
@@ -15,15 +16,16 @@ import functools
 import hashlib
 import struct
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
 
-ARCHITECTURE = "qwen2vl"
+#: what an architecture's layers are written as; qwen3vl has norms of heads
+_WRITTEN_AS = {"llama": "qwen2vl", "qwen2": "qwen2vl", "qwen3": "qwen3vl"}
 _ARRAY, _INT32, _STRING, _F32 = 9, 5, 8, 0
-_SECTIONS = f"{ARCHITECTURE}.rope.dimension_sections"
 _ZEROS = -1  #: `TensorInfo.part` of a bias that the file does not have
 
 
@@ -33,6 +35,10 @@ class GapModel(ModelFile):
 
     def __init__(self, model: ModelFile) -> None:
         self._source, self._from = model, model.architecture
+        self._to = _WRITTEN_AS.get(model.architecture, "")
+        self._sections = f"{self._to}.rope.dimension_sections"
+        if not self._to:  # says what else it cannot be
+            self._refuse(f"layers of architecture {self._from!r} are not known to work with gaps")
         super().__init__(model.path)
         self.check()
         self._heads = {"attn_q": self._count("attention.head_count"),
@@ -42,20 +48,26 @@ class GapModel(ModelFile):
     def check(self) -> None:
         """See the class."""
         model = self._source
-        head = self._count("embedding_length") // self._count("attention.head_count")
-        problem = ""
-        if self._from not in ("llama", "qwen2"):
-            problem = f"layers of architecture {self._from!r} are not known to work with gaps"
-        elif "rope_freqs.weight" in model.tensors:
+        head, problem = self._head(), ""
+        if "rope_freqs.weight" in model.tensors:
             problem = "it scales rotations by frequency"
         elif model.arch_get("rope.dimension_count", head) != head:
             problem = "it rotates only a part of each head"
         elif self._from == "llama" and "blk.0.attn_q.bias" in model.tensors:
             problem = "it has biases in its attention"
         if problem:
-            raise UnsupportedArchitecture(
-                f"{model.path.name}: llama.cpp cannot leave gaps between positions here: "
-                f"{problem}; use --backend torch")
+            self._refuse(problem)
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise UnsupportedArchitecture(
+            f"{self._source.path.name}: llama.cpp cannot leave gaps between positions here: "
+            f"{problem}; use --backend torch")
+
+    def _head(self) -> int:
+        """Elements of a head's key."""
+        whole = self._count("embedding_length") // self._count("attention.head_count")
+        size = self.arch_get("attention.key_length", whole)
+        return size if self._from == "qwen3" and isinstance(size, int) else whole
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -65,25 +77,28 @@ class GapModel(ModelFile):
     def meta_keys(self) -> tuple[str, ...]:
         """See `ModelFile.meta_keys`."""
         keys = (self._renamed(key) for key in super().meta_keys())
-        return (*keys, _SECTIONS)
+        return (*keys, self._sections)
 
     def get(self, key: str, default: Value | None = None) -> Value | None:
         """See `ModelFile.get`."""
         if key == "general.architecture":
-            return ARCHITECTURE
+            return self._to
         return super().get(self._original(key), default)
 
     def is_array(self, key: str) -> bool:
         """See `ModelFile.is_array`."""
-        return key == _SECTIONS or super().is_array(self._original(key))
+        return key == self._sections or super().is_array(self._original(key))
 
     def raw_entry(self, key: str) -> bytes:
         """See `ModelFile.raw_entry`."""
-        if key == _SECTIONS:
-            head = self.n_embd // self._heads["attn_q"]
-            return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, head // 2, 0, 0, 0)
+        if key == self._sections:
+            half = self._head() // 2
+            sections = (half, 0, 0, 0)
+            if self._to == "qwen3vl":  # dealt out in turn; all three are given the same positions
+                sections = (-(-half // 3),) * 3 + (0,)
+            return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, *sections)
         if key == "general.architecture":
-            return _name(key) + struct.pack("<I", _STRING) + _name(ARCHITECTURE)
+            return _name(key) + struct.pack("<I", _STRING) + _name(self._to)
         old = self._original(key)
         return _name(key) + super().raw_entry(old)[len(_name(old)):]
 
@@ -124,10 +139,10 @@ class GapModel(ModelFile):
 
     def _renamed(self, key: str) -> str:
         prefix = self._from + "."
-        return f"{ARCHITECTURE}.{key[len(prefix):]}" if key.startswith(prefix) else key
+        return f"{self._to}.{key[len(prefix):]}" if key.startswith(prefix) else key
 
     def _original(self, key: str) -> str:
-        prefix = ARCHITECTURE + "."
+        prefix = self._to + "."
         return f"{self._from}.{key[len(prefix):]}" if key.startswith(prefix) else key
 
 

@@ -17,10 +17,11 @@ from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import STRING, ModelFile
 
 #: architectures whose graphs these rules cover wholly; of others only what all share is checked
-#: (qwen2vl: see `gaps`; seed_oss: slices of qwen2, see `slice_parts`)
-COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "seed_oss", "cohere2", "deepseek2", "falcon",
-           "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite", "granitemoe",
-           "llama4", "minicpm", "mistral3", "olmo2", "phi3", "qwen2moe", "qwen3moe", "smollm3")
+#: (qwen2vl, qwen3vl: see `gaps`; seed_oss: slices of qwen2, see `slice_parts`)
+COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "qwen3vl", "seed_oss", "cohere2", "deepseek2",
+           "falcon", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
+           "granitemoe", "llama4", "minicpm", "mistral3", "olmo2", "phi3", "qwen2moe", "qwen3moe",
+           "smollm3")
 #: of these, whose heads may be rotated in part, and whose heads add up to the model's width
 _PARTLY = ("cohere2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "phi3")
 _WIDE = ("cohere2", "falcon", "olmo2", "phi3", "qwen2moe")

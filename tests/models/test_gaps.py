@@ -11,15 +11,16 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, UnsupportedArchitecture
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel, half_split
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.support.gguf_files import altered
 
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "embedded"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "embedded"])
 def model(request, tmp_path_factory):
     if request.param == "embedded":
         return ModelFile(EMBEDDED)
@@ -119,7 +120,26 @@ def test_rows_go_back_to_half_split_order():
     assert half_split(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_models_whose_graph_would_change_are_refused(tmp_path):
-    write_random_model(tmp_path / "m.gguf", RandomSpec(architecture="qwen3"))
+@pytest.mark.parametrize("spec", [
+    RandomSpec(rope_freqs=True), tiny("glm4"), tiny("gemma3"), tiny("qwen3moe")],
+    ids=lambda spec: spec.architecture)
+def test_models_whose_graph_would_change_are_refused(spec, tmp_path):
+    write_random_model(tmp_path / "m.gguf", spec)
     with pytest.raises(UnsupportedArchitecture, match="backend torch"):
         GapModel(ModelFile(tmp_path / "m.gguf"))
+
+
+def test_heads_of_a_qwen3_may_be_wider_than_its_share_of_the_width(tmp_path):
+    """As those of Qwen3-0.6B are: 16 of 128 elements in a width of 1,024."""
+    rng, spec = np.random.default_rng(4), RandomSpec(architecture="qwen3", n_layer=2)
+    shapes = {"attn_q.weight": (128, 64), "attn_k.weight": (64, 64), "attn_v.weight": (64, 64),
+              "attn_output.weight": (64, 128)}
+    new = {f"blk.{i}.{name}": (rng.standard_normal(shape) / 6).astype(np.float32)
+           for i in range(2) for name, shape in shapes.items()}
+    new |= {f"blk.{i}.attn_{part}_norm.weight": np.ones(32, np.float32)
+            for i in range(2) for part in "qk"}
+    path = altered(write_random_model(tmp_path / "m.gguf", spec), tmp_path / "wide.gguf", new, {
+        f"qwen3.{key}": 32 for key in ("attention.key_length", "attention.value_length",
+                                       "rope.dimension_count")})
+    model = ModelFile(path)
+    test_the_rewritten_layers_compute_the_same(model, 1, tmp_path)
