@@ -144,8 +144,8 @@ def test_arrays_are_views_into_the_frame():
 
 def test_other_versions_and_strangers_are_named():
     frame = bytearray(encode(Shutdown()))
-    frame[4] = 9
-    with pytest.raises(ProtocolError, match="version 9"):
+    frame[4] = 10
+    with pytest.raises(ProtocolError, match="version 10"):
         decode(frame)
     with pytest.raises(ProtocolError, match="header"):
         decode(bytes(HEADER_BYTES))
