@@ -249,8 +249,8 @@ class SpeculationConfig:
                                 "docs/decomposers.md. The prompt becomes a chat message; the "
                                 "default model is a small embedded one that was trained for this.")
     decompose_threads: int = _opt(8, "--decompose-threads", low=1, high=64,
-                                  help="Maximum number of threads of a response beside its main "
-                                       "one.")
+                                  help="Maximum number of threads of a response that are at work "
+                                       "beside its main one; further ones wait for room.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
                                    choices=("async", "continuous", "multibuffer", "cancel"),
                                    help="Switch off a component of pipeinfer (repeatable).")

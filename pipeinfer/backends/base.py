@@ -122,9 +122,9 @@ def apply(backend: Backend, op: SeqOp) -> None:
             backend.seq_cp(src, dst, p0, p1)
         case SeqKeep(seq_id):
             backend.seq_keep(seq_id)
-        case SeqJoin(src, dst):
+        case SeqJoin(src, dst, order):
             join = getattr(backend, "seq_join", None)
             if join is None:
                 raise BackendError(f"{type(backend).__name__} cannot join sequences; use the "
                                    "torch backend")
-            join(src, dst)
+            join(src, dst, order)

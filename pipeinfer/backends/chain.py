@@ -71,10 +71,10 @@ class ChainBackend:
         for part in self._parts:
             part.seq_keep(seq_id)
 
-    def seq_join(self, src: int, dst: int) -> None:
+    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """See `core.SeqJoin`. Raises BackendError where a part cannot."""
         for part in self._parts:
-            apply(part, SeqJoin(src, dst))
+            apply(part, SeqJoin(src, dst, order))
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -65,9 +65,9 @@ class PacedBackend:
         """See `Backend.seq_keep`."""
         self._inner.seq_keep(seq_id)
 
-    def seq_join(self, src: int, dst: int) -> None:
+    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
-        apply(self._inner, SeqJoin(src, dst))
+        apply(self._inner, SeqJoin(src, dst, order))
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -134,10 +134,10 @@ class WideBackend:
         for shard in self._all():
             shard.seq_keep(seq_id)
 
-    def seq_join(self, src: int, dst: int) -> None:
+    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """See `core.SeqJoin`. Raises BackendError where a slice cannot."""
         for shard in self._all():
-            apply(shard, SeqJoin(src, dst))
+            apply(shard, SeqJoin(src, dst, order))
 
     def close(self) -> None:
         """End the threads; the slices belong to whoever loaded them."""

@@ -38,6 +38,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PipeinferError, RequestError, UsageError
 from pipeinfer.models.text import chat_template
+from pipeinfer.scheduler.settings import lanes_per_response
 from pipeinfer.strategies import registry
 
 PLAIN = "plain"
@@ -115,8 +116,8 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
                          speculation=base.speculation.speculation if proposers else "off")
     rows = row_sizes(whole.speculation)
     if rows.paths and decomposers and base.speculation.partitions < 0:
-        threads = 1 + base.speculation.decompose_threads
-        whole = whole.replace(partitions=16 + rows.paths * threads)
+        lanes = lanes_per_response(base.speculation.decompose_threads)
+        whole = whole.replace(partitions=16 + rows.paths * lanes)
     return whole
 
 

@@ -28,7 +28,7 @@ from pipeinfer.scheduler.controller import (
     least_confidence,
     turns,
 )
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, lanes_per_response
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
@@ -98,11 +98,11 @@ def partitions_for(config: SpeculationConfig, credit: int) -> int:
 
 def lanes_of(config: SpeculationConfig) -> int:
     """How many causal threads (lanes) may be open at the same time."""
-    return config.parallel * (1 + threads_of(config))
+    return config.parallel * lanes_per_response(threads_of(config))
 
 
 def threads_of(config: SpeculationConfig) -> int:
-    """Threads of a response beside its main one."""
+    """Threads of a response that are at work beside its main one."""
     return config.decompose_threads if config.decomposer else 0
 
 

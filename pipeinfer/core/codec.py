@@ -72,7 +72,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 8
+VERSION = 9
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -249,8 +249,8 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
                 good = 0 <= src < n_seq and 0 <= dst < n_seq and p0 >= 0
             case SeqKeep(seq_id):
                 good = 0 <= seq_id < n_seq
-            case SeqJoin(src, dst):
-                good = 0 <= src < n_seq and 0 <= dst < n_seq
+            case SeqJoin(src, dst, order):
+                good = 0 <= src < n_seq and 0 <= dst < n_seq and order > 0
         if not good:
             raise ProtocolError(f"an operation outside {n_seq} sequences: {op}")
 
@@ -410,8 +410,8 @@ def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
                 row[:] = 1, src, dst, p0, p1
             case SeqKeep(seq_id):
                 row[:] = 2, seq_id, 0, 0, 0
-            case SeqJoin(src, dst):
-                row[:] = 3, src, dst, 0, 0
+            case SeqJoin(src, dst, order):
+                row[:] = 3, src, dst, order, 0
     return table
 
 
@@ -426,7 +426,7 @@ def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
             case 2:
                 ops.append(SeqKeep(a))
             case 3:
-                ops.append(SeqJoin(a, b))
+                ops.append(SeqJoin(a, b, p0))
             case _:
                 raise ProtocolError(f"unknown sequence operation {kind}")
     return tuple(ops)

@@ -116,11 +116,13 @@ class SeqKeep:
 class SeqJoin:
     """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
     every row that looks through one of their ids, whatever the positions, and belong to the start
-    of the sequence: copies and removals have them when their range begins at 0. Only backends with
-    `separate_views` can."""
+    of the sequence: copies and removals have them when their range begins at 0. Of several at one
+    position those with a lower `order` (from 1) are read first; a cell keeps the order of its first
+    join. Only backends with `separate_views` can."""
 
     src: int
     dst: int
+    order: int = 1
 
 
 SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin

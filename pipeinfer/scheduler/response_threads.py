@@ -47,6 +47,8 @@ class Response:
     past: by thread, choices that a response before this one has brought, which are chosen again
     muted: pieces that were handed out before
     settling: threads whose last row was not issued yet
+    kept: the lane of a thread that is over and waits to be joined, with what others like it brought
+    kept_threads: whose cells it has
     step: the latest `Lane.step` of threads that are over
     """
 
@@ -58,6 +60,8 @@ class Response:
     past: dict[int, list[Choice]] = field(default_factory=dict)
     muted: int = 0
     settling: list[int] = field(default_factory=list)
+    kept: Lane | None = None
+    kept_threads: set[int] = field(default_factory=set)
     step: int = 0
 
     def choice(self, thread: int, choice: Choice) -> Choice:
@@ -126,6 +130,7 @@ class Threads:
         for response in self.responses.values():
             for thread in [t for t in response.settling if _is_issued(response.lanes[t])]:
                 response.settling.remove(thread)
+                self._keep(response, thread)
                 self._execute(response, response.decomposer.settled(thread))
             waiting, response.pending = response.pending, []
             response.pending[:0] = [(fork, step) for fork, step in waiting
@@ -151,7 +156,7 @@ class Threads:
                                 for thread, chosen in response.chosen.items()} | {
             thread: past for thread, past in response.past.items()
             if len(past) > len(response.chosen.get(thread, ()))}
-        for lane in list(response.lanes.values()):
+        for lane in [*response.lanes.values(), *([response.kept] if response.kept else [])]:
             self._close(lane, True)
 
     # --- actions ------------------------------------------------------------------------------
@@ -243,13 +248,32 @@ class Threads:
         self._state.pool.cool(lane.lane, pos)
 
     def _join(self, response: Response, lane: Lane, others: tuple[int, ...]) -> None:
+        kept, response.kept = response.kept, None
+        if kept is None or response.kept_threads != set(others):
+            raise ProtocolError(f"threads {others} are joined, but {response.kept_threads} wait")
+        response.kept_threads = set()
         self._state.pool.cool(lane.lane, 0)
-        for thread in others:
-            other = response.lanes.pop(thread)
-            response.step = max(response.step, other.step)
-            self._state.pool.join(other.main_id, lane.main_id)
-            lane.joined += len(other.accepted) - other.base
-            self._close(other, False)
+        response.step = max(response.step, kept.step)
+        self._merge(kept, lane)
+
+    def _keep(self, response: Response, thread: int) -> None:
+        """A thread is over and waits to be joined: its cells wait in one lane with those of others,
+        so that any number of threads can wait without taking room from those at work."""
+        lane = response.lanes.pop(thread)
+        response.kept_threads.add(thread)
+        if response.kept is None:
+            response.kept = lane
+            return
+        response.kept.step = max(response.kept.step, lane.step)
+        # what it shares with its parent stays the parent's: only its own tokens are joined
+        self._state.pool.behead(lane.main_id, lane.position(lane.base))
+        self._merge(lane, response.kept)
+
+    def _merge(self, lane: Lane, into: Lane) -> None:
+        """A lane's cells become another's, in the order of threads, whichever ended first."""
+        self._state.pool.join(lane.main_id, into.main_id, lane.thread)
+        into.joined += len(lane.accepted) - lane.base + lane.joined
+        self._close(lane, False)
 
     def _open(self, response: Response, fork: Fork, step: int) -> bool:
         """A lane for a fork, once its parent's rows are issued and there is room for it."""

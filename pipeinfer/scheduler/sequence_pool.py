@@ -95,9 +95,14 @@ class SequencePool:
             if not length:
                 del self.warm[seq_id]
 
-    def join(self, src: int, dst: int) -> None:
-        """All that `src` holds becomes visible through `dst`, whatever the positions."""
-        self.ops.append(SeqJoin(src, dst))
+    def join(self, src: int, dst: int, order: int) -> None:
+        """All that `src` holds becomes visible through `dst`, whatever the positions. order: see
+        `SeqJoin`."""
+        self.ops.append(SeqJoin(src, dst, order))
+
+    def behead(self, seq_id: int, length: int) -> None:
+        """Drop what a live id holds before position `length`, and what was joined to it."""
+        self.ops.append(SeqRemove(seq_id, 0, length))
 
     def release_lane(self, lane: int) -> None:
         """Free and empty every id of a lane, warm ones included."""

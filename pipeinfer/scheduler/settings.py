@@ -44,7 +44,7 @@ class Limits:
     guess_rows: maximum guesses in flight; 0: no bound
     share: best size of the groups that share a run, by number of lanes (index: lanes - 1); empty:
         as many groups as `credit` suggests
-    threads: maximum threads of a response beside its main one
+    threads: maximum threads of a response that are at work beside its main one
     take_turns: draft and target compute by turns, as under `synchronous`: for one stage on the
         draft's cores, where there is no pipeline to fill
     """
@@ -104,7 +104,7 @@ class Limits:
     @property
     def lanes(self) -> int:
         """How many causal threads (lanes) may be open at the same time."""
-        return self.parallel * (1 + self.threads)
+        return self.parallel * lanes_per_response(self.threads)
 
     def group(self, lanes: int) -> int:
         """How many of so many lanes share a run, so that the runs fill the pipeline."""
@@ -127,3 +127,9 @@ class Limits:
         if Ablation.MULTIBUFFER in self.ablations or self.synchronous or not self.partitions:
             return 0
         return self.alternatives
+
+
+def lanes_per_response(threads: int) -> int:
+    """Lanes that a response takes at most: its main thread, those at work beside it, and one that
+    keeps what ended threads have computed until it is joined."""
+    return 2 + threads if threads else 1

@@ -97,7 +97,6 @@ class DecomposerSetup:
     vocabulary: of the model
     n_prompt: tokens of the prompt
     room: tokens of the context
-    most: maximum threads beside the main one
     overlap: whether every stage accepts positions in any order
     options: values of its own options
     wanted: what the prompt was made with
@@ -107,7 +106,6 @@ class DecomposerSetup:
     vocabulary: Vocabulary
     n_prompt: int
     room: int
-    most: int
     overlap: bool
     options: Mapping[str, Any]
     wanted: Specification

@@ -318,6 +318,30 @@ def test_a_table_with_many_ids():
     assert table.used() == 2
 
 
+@pytest.mark.parametrize("first_over", [1, 2, 3])
+def test_joined_cells_are_read_in_the_order_of_threads_whichever_ended_first(first_over):
+    """Blocks 1 to 3 stand at the same positions behind one prompt; they wait for the join in the
+    id of the one that ended first. Tokens' numbers say which is which."""
+    table = CellTable(32, 8)
+    cells = {0: table.claim(chain([0, 0], 0, (0,)))}
+    for block in (1, 2, 3):
+        table.copy(0, block, 0, END)
+    for block in (2, 3, 1):
+        cells[block] = table.claim(chain([0, 0, 0], 2, (block,)))
+    others = [block for block in (3, 1, 2) if block != first_over]
+    for block in others:
+        table.remove(block, 0, 2)
+        table.join(block, first_over, block)
+        table.remove(block, 0, END)
+    table.join(first_over, 0, first_over)
+    table.remove(first_over, 0, END)
+    reader = chain([0], 1, (0,))
+    own = table.claim(reader)
+    (group,) = table.groups(reader, None)
+    assert [c for c in group.cells if c not in own] == [
+        *cells[0], *(cells[block][at] for at in range(3) for block in (1, 2, 3))]
+
+
 def test_joins_are_sequence_operations_that_other_backends_refuse(llama):
     backend = load(llama[1])
     backend.decode(chain([1, 2], ids=(3,)))

@@ -30,11 +30,11 @@ from tests.support.tiny_torch import reference as tiny_model
 
 N_CTX, MOST = 300, 48
 METHODS = {
-    "pasta": (PASTA, lambda v, n: Pasta(v, start=n, room=N_CTX, most=3)),
-    "pasta-fixed": (PASTA, lambda v, n: Pasta(v, start=n, room=N_CTX, most=3,
+    "pasta": (PASTA, lambda v, n: Pasta(v, start=n, room=N_CTX)),
+    "pasta-fixed": (PASTA, lambda v, n: Pasta(v, start=n, room=N_CTX,
                                               spacing=Spacing(Positions.FIXED, 3))),
     "pdos": (PDOS, lambda v, n: Pdos(v, n_prompt=n)),
-    "apar": (APAR, lambda v, n: Apar(v, n_prompt=n, most=4)),
+    "apar": (APAR, lambda v, n: Apar(v, n_prompt=n)),
 }
 
 

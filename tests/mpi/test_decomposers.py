@@ -63,6 +63,15 @@ def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ra
         assert texts(found, method) == texts(wanted, method.partition("+")[0]), method
 
 
+@pytest.mark.parametrize(("ranks", "threads"), [(2, 1), full(3, 2), full(4, 40)])
+def test_text_does_not_depend_on_how_many_threads_are_at_work(alone, tmp_path, ranks, threads):
+    methods = TORCH[:5]
+    found = compare(tmp_path, ranks, "torch", methods, "--temp", "0",
+                    "--decompose-threads", str(threads))
+    for method in methods:
+        assert texts(found, method) == texts(alone("torch", "greedy"), method), method
+
+
 def test_threads_take_fewer_steps_than_plain_decoding(alone):
     answers = alone("torch", "greedy")
     steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}

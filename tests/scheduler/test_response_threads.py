@@ -34,7 +34,7 @@ SOT = Words([b"", b"1", b"2", b"3", b".", b" ", b"\n", b"a", b"b"], [2, 6, 6, 5,
 
 
 def pasta(words, prompt):
-    return Pasta(words.vocabulary(), start=len(prompt), room=N_CTX, most=4)
+    return Pasta(words.vocabulary(), start=len(prompt), room=N_CTX)
 
 
 def pdos(words, prompt):
@@ -42,7 +42,7 @@ def pdos(words, prompt):
 
 
 def apar(words, prompt):
-    return Apar(words.vocabulary(), n_prompt=len(prompt), most=6)
+    return Apar(words.vocabulary(), n_prompt=len(prompt))
 
 
 def skeleton(words, prompt):
@@ -50,11 +50,11 @@ def skeleton(words, prompt):
         return (*prompt, *words.encode(text), 1 + number % 3)
 
     prompts = Prompts((*prompt, 7), point, lambda number, text: f"{number}. ")
-    return Skeleton(words.vocabulary(), prompts, most=5)
+    return Skeleton(words.vocabulary(), prompts)
 
 
 def ordered(words, prompt):
-    return Pasta(words.vocabulary(), start=len(prompt), room=N_CTX, most=4, overlap=False)
+    return Pasta(words.vocabulary(), start=len(prompt), room=N_CTX, overlap=False)
 
 
 METHODS = {"pasta": (PASTA, pasta), "pasta-ordered": (PASTA, ordered), "pdos": (PDOS, pdos),

@@ -170,13 +170,13 @@ def test_where_the_main_thread_goes_on(spacing, expected):
     (["a <", 'promise topic="t t" ', "tokens=", "1", "0", "/", "> b"], {1: ["x", "</as", "ync>"]},
      b"a x b", 1),  # tags in pieces
     (["a", "</async>", "<async>", "b"], {}, b"a</async><async>b", 0),
-    (["a", promise("t", 1), promise("t", 1), promise("t", 1), "<sync/>", "b"],
-     {1: ["x", "</async>"], 2: ["y", "</async>"]},
-     b'axy<promise topic="t" tokens=1/>b', 2),  # more at a time than there is room for
+    (["a", *[promise("t", 1)] * 40, "<sync/>", "b"],
+     {k: [f"x{k}", "</async>"] for k in range(1, 41)},
+     b"a" + b"".join(b"x%d" % k for k in range(1, 41)) + b"b", 40),  # any number before a sync
 ])
 def test_odd_programs_lose_nothing(main, blocks, text, forks):
     texts = Texts()
-    pasta = Pasta(texts.vocabulary(), start=1, room=1000, most=2)
+    pasta = Pasta(texts.vocabulary(), start=1, room=1000)
     chosen, found, _ = play(pasta, texts, ["u"], {0: main, **blocks})
     assert found == text
     assert len(chosen) == 1 + forks
@@ -276,6 +276,24 @@ def test_a_skeleton_is_expanded_point_by_point():
     assert text == b"1. a: x\n2. b b: yz"
     names = [texts.texts[t].decode() for t in graph.tokens]
     assert sees(graph, texts, names.index("z")) == ["expand 2", "y", "z"]
+
+
+def test_every_point_of_a_long_outline_is_expanded():
+    texts = Texts()
+    prompts = Prompts((), lambda *_: (texts.token("expand"),), lambda number, _: f"{number}:")
+    scripts = {0: [f"{k}. p\n" for k in range(1, 41)], **{k: [f"x{k}"] for k in range(1, 41)}}
+    chosen, text, _ = play(Skeleton(texts.vocabulary(), prompts), texts, ["u"], scripts)
+    assert text.decode().split("\n") == [f"{k}:x{k}" for k in range(1, 41)]
+    assert len(chosen) == 41
+
+
+def test_every_fork_gets_its_detail():
+    texts = Texts(b"[Fork]", b"[Child]")
+    main = [word for k in range(1, 41) for word in (f"n{k}", "[Fork]")]
+    chosen, text, _ = play(Apar(texts.vocabulary(), n_prompt=1), texts, ["u"],
+                           {0: main, **{k: [f"x{k} "] for k in range(1, 41)}})
+    assert text.decode().split() == [f"n{k}x{k}" for k in range(1, 41)]
+    assert len(chosen) == 41
 
 
 def test_without_points_the_question_is_answered_plainly():

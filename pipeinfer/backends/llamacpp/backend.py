@@ -295,9 +295,11 @@ class LlamaCppBackend:
         if self._order is not None:
             self._order.copy(src, dst, p0, p1)
 
-    def seq_join(self, src: int, dst: int) -> None:
+    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """Add `dst` to all cells of `src`. Rows of `dst` must stand behind all of them from then
-        on: llama.cpp refuses others. Raises BackendError without `gaps`."""
+        on: llama.cpp refuses others. Cells stay in order of arrival, whatever `order` says.
+        Raises BackendError without `gaps`."""
+        del order
         if not self.options.gaps:
             raise BackendError("this shard was not loaded for joins; use the torch backend")
         if not self._closed():

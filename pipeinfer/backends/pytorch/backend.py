@@ -163,11 +163,12 @@ class TorchBackend:
         if self._shard is not None:
             self._table.keep(seq_id)
 
-    def seq_join(self, src: int, dst: int) -> None:
+    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """Add `dst` to all cells of `src`. Those that did not have it are from now on seen by
-        every row that looks through one of their ids, also from lower positions."""
+        every row that looks through one of their ids, also from lower positions, and stand
+        among those at the same position by `order`."""
         if self._shard is not None:
-            self._table.join(src, dst)
+            self._table.join(src, dst, order)
 
     def preload(
         self, prefix: Mapping[int, tuple[Any, Any]], seq_ids: Sequence[int]

@@ -57,8 +57,7 @@ class CellTable:
         self.n_cells, self.n_seqs = n_cells, n_seqs
         self._pos = np.full(n_cells, -1, np.int64)
         self._sets = np.zeros((n_cells, -(-n_seqs // 64)), np.uint64)
-        self._joined = np.zeros(n_cells, np.int64)  #: number of the join, 0 none
-        self._joins = 0
+        self._joined = np.zeros(n_cells, np.int64)  #: order of the join, 0 none
         self._pinned = np.zeros(n_cells, np.bool_)
         self._born = np.zeros(n_cells, np.int64)  #: order of arrival, the last tie-break
         self._clock = 0
@@ -130,10 +129,11 @@ class CellTable:
         self._sets[added] |= self._bits((dst,), 0)
         return added
 
-    def join(self, src: int, dst: int) -> None:
-        """Give `dst` all cells of `src`, visible to it at whatever position it is."""
-        self._joins += 1
-        self._joined[self.copy(src, dst, 0, np.iinfo(np.int64).max)] = self._joins
+    def join(self, src: int, dst: int, order: int) -> None:
+        """Give `dst` all cells of `src`, visible to it at whatever position it is. order: see
+        `core.SeqJoin`."""
+        added = self.copy(src, dst, 0, np.iinfo(np.int64).max)
+        self._joined[added[self._joined[added] == 0]] = order
 
     def keep(self, seq_id: int) -> None:
         """Drop every other id and free the cells without this one."""

@@ -17,17 +17,17 @@ FORK, CHILD = "[Fork]", "[Child]"
 
 
 class Apar(Reader):
-    """A `Decomposer`. n_prompt: tokens of the prompt; most: forks in all, further ones are
-    ignored. Raises ModelError when a control token takes several tokens."""
+    """A `Decomposer`. n_prompt: tokens of the prompt. Raises ModelError when a control token
+    takes several tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, *, n_prompt: int, most: int = 32) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
         super().__init__()
         fork, child = vocabulary.single(FORK), vocabulary.single(CHILD)
         if fork is None or child is None:
             raise ModelError(f"--decomposer apar needs a vocabulary with single tokens for {FORK} "
                              f"and {CHILD}; this model's has none")
         self._vocabulary, self._fork, self._child = vocabulary, fork, child
-        self._index, self._most, self._numbers = n_prompt, most, 0
+        self._index, self._numbers = n_prompt, 0
         self._children: dict[int, Stream] = {}
 
     @property
@@ -50,7 +50,7 @@ class Apar(Reader):
         fork = token == self._fork
         self._main.add(MAIN, self._numbers, b"" if fork else self._vocabulary.piece(token))
         self._numbers += 1
-        if not fork or len(self._children) >= self._most:
+        if not fork:
             return []
         child = len(self._children) + 1
         self._children[child] = Stream()

@@ -67,7 +67,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What `others` have in their caches becomes visible to `thread`; they are over."""
+    """What `others`, all that wait to be joined, have in their caches becomes visible to
+    `thread`; they are over."""
 
     thread: int
     others: tuple[int, ...]
@@ -76,7 +77,7 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class Close:
     """The thread is over. evaluate: its last token is evaluated, and `settled` says when that is
-    under way; the thread then waits to be joined or closed for good."""
+    under way; the thread then waits to be joined."""
 
     thread: int
     evaluate: bool = False

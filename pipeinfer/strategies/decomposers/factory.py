@@ -47,7 +47,7 @@ class Decomposition:
         spec = registry.decomposer(wanted.method)
         spec.check(self._vocabulary)
         setup = DecomposerSetup(
-            self._vocabulary, n_prompt, self._n_ctx, self._config.decompose_threads, self._overlap,
+            self._vocabulary, n_prompt, self._n_ctx, self._overlap,
             registry.values_of(spec, self._config), wanted, self._encode)
         return functools.partial(spec.make, setup)
 

@@ -7,8 +7,8 @@
 When the main thread completes a promise, a thread begins with `<async>`, sees what the main thread
 had written up to the promise, and ends with `</async>`; the main thread goes on at once, so many
 positions further as the promise says. `<sync/>` waits for all threads and makes what they computed
-visible (PASTA, section 3). Malformed tags, and promises beyond `most` at a time, are plain text.
-Knows no cells, runs or models.
+visible (PASTA, section 3). There may be any number of promises: whoever runs the threads lets them
+wait for room. Malformed tags are plain text. Knows no cells, runs or models.
 """
 
 from __future__ import annotations
@@ -93,19 +93,19 @@ class _Block:
 
 
 class Pasta(Reader):
-    """A `Decomposer`. most: promises that may be open at a time. room: a promise that would put
-    the main thread beyond this many positions is text. start: position of the first token.
+    """A `Decomposer`. room: a promise that would put the main thread beyond this many positions
+    is text. start: position of the first token.
 
     overlap: whether the main thread may stand before what is joined to it. Else it moves on behind
     the longest block at a sync (not in the paper; llama.cpp takes positions in order only).
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, start: int, room: int, most: int = 16,
+    def __init__(self, vocabulary: Vocabulary, *, start: int, room: int,
                  spacing: Spacing | None = None, overlap: bool = True) -> None:
         super().__init__()
         self._vocabulary = vocabulary
         self._spacing, self._overlap = spacing or Spacing(), overlap
-        self._most, self._room, self._pos = most, room, start
+        self._room, self._pos = room, start
         self._index = start
         self._begin = tuple(vocabulary.encode(ASYNC.decode()))
         self._end = tuple(vocabulary.encode(END_ASYNC.decode()))
@@ -180,9 +180,6 @@ class Pasta(Reader):
 
     def _skip(self, attribute: int) -> int | None:
         """Positions to leave free for the next block; None: the promise cannot be kept."""
-        outstanding = sum(not block.joined for block in self._blocks.values())
-        if outstanding >= self._most:
-            return None
         known = len(self._blocks)
         if self._spacing.lengths and known >= len(self._spacing.lengths):
             return None
@@ -292,7 +289,7 @@ def spacing_of(text: str) -> Spacing:
 SPEC = DecomposerSpec(
     "pasta", "promises with attributes, whose blocks are written at once",
     lambda setup: Pasta(
-        setup.vocabulary, start=setup.n_prompt, room=setup.room, most=setup.most,
+        setup.vocabulary, start=setup.n_prompt, room=setup.room,
         spacing=spacing_of(setup.options["pasta_positions"]), overlap=setup.overlap),
     validate=lambda options: spacing_of(options["pasta_positions"]),
     options={"pasta_positions": OwnOption("pred-10x", Option(

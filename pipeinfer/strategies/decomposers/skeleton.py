@@ -37,11 +37,11 @@ class Prompts:
 
 
 class Skeleton(Reader):
-    """A `Decomposer` whose main prompt asks for the outline. most: points that are expanded."""
+    """A `Decomposer` whose main prompt asks for the outline."""
 
-    def __init__(self, vocabulary: Vocabulary, prompts: Prompts, *, most: int = 16) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompts: Prompts) -> None:
         super().__init__()
-        self._vocabulary, self._prompts, self._most = vocabulary, prompts, most
+        self._vocabulary, self._prompts = vocabulary, prompts
         self._outline: list[bytes] = []
         self._points: dict[int, Stream] = {}
         self._leads: dict[int, bytes] = {}
@@ -78,8 +78,8 @@ class Skeleton(Reader):
             if len(number) < 4:
                 points.setdefault(int(number), text)
         forks = [Fork(k + 1, MAIN, 0, self._prompts.point(outline, number, text))
-                 for k, (number, text) in enumerate(list(points.items())[: self._most])]
-        for fork, (number, text) in zip(forks, points.items(), strict=False):
+                 for k, (number, text) in enumerate(points.items())]
+        for fork, (number, text) in zip(forks, points.items(), strict=True):
             line = "\n" if fork.thread > 1 else ""
             self._leads[fork.thread] = (line + self._prompts.lead(number, text)).encode()
         if not forks:
@@ -137,8 +137,7 @@ def _make(setup: DecomposerSetup) -> Skeleton:
                             {_HOLES[name]: value for name, value in values.items()})
 
     return Skeleton(setup.vocabulary, Prompts(
-        wanted.plain, prompt, lambda index, text: f"{index}. {text}: " if wanted.lead else ""),
-        most=setup.most)
+        wanted.plain, prompt, lambda index, text: f"{index}. {text}: " if wanted.lead else ""))
 
 
 SPEC = DecomposerSpec("skeleton", "an outline, then every point with a prompt of its own", _make,
