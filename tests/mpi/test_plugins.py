@@ -57,7 +57,7 @@ def test_serve(ranks, installed):
     with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",
                "1024", **installed) as server:
         server.wait_until_ready()
-        ask = {"model": "embedded", "messages": [{"role": "user", "content": "Say abc."}],
+        ask = {"model": "task", "messages": [{"role": "user", "content": "Say abc."}],
                "temperature": 0, "max_tokens": 24}
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             create = client.chat.completions.create
