@@ -7,6 +7,7 @@ at temperature 0.8. Every proposer (none, the draft, prompt lookup, both) over 1
 thread each, against rig/plain_loop.py, which shares no code with the pipeline. A mismatch is
 teacher-forced as in `lossless`. With --pace-ms all stages together take at least that long for a
 run, as on hosts of their own; speeds are then those of such hosts. --grid 1xN: a wide stage.
+Guesses are not tuned or stopped here, as other jobs do.
 """
 
 from __future__ import annotations
