@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 
+from pipeinfer.training.pair.export import add_shape, write_weights
 from pipeinfer.training.pair.model import Llama
 
 _TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q4_1": gguf.GGMLQuantizationType.Q4_1,
@@ -26,7 +27,7 @@ def write_draft(path: Path, draft: Llama, target: Path, quantisation: str, descr
 
     Matrices get `quantisation` (a name of QUANTISATIONS), norms stay float32.
     """
-    reader, config = gguf.GGUFReader(target), draft.config
+    reader = gguf.GGUFReader(target)
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
     writer.add_type(gguf.GGUFType.MODEL)
@@ -36,30 +37,11 @@ def write_draft(path: Path, draft: Llama, target: Path, quantisation: str, descr
     if (licence := reader.fields.get("general.license")) is not None:
         writer.add_license(licence.contents())
     writer.add_file_type(_FILE_TYPES[quantisation])
-    writer.add_vocab_size(config.n_vocab)
-    writer.add_context_length(config.n_ctx)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_ff)
-    writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.n_head_kv)
-    writer.add_rope_dimension_count(config.head_size)
-    writer.add_rope_freq_base(config.rope_base)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    add_shape(writer, draft.config)
     for name, field in reader.fields.items():
         if name.startswith("tokenizer."):
             _copy(writer, name, field)
-    for name, parameter in draft.state_dict().items():
-        data = parameter.float().numpy()
-        if data.ndim == 1:
-            writer.add_tensor(name, data)
-        else:
-            kind = _TYPES[quantisation]
-            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_weights(writer, draft, _TYPES[quantisation])
     os.replace(partial, path)
 
 

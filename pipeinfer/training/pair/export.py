@@ -29,7 +29,7 @@ from pipeinfer.training.pair.tokenizer import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from pipeinfer.training.pair.model import Llama
+    from pipeinfer.training.pair.model import Llama, LlamaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,6 @@ def write_gguf(
     """
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
-    config = model.config
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(card.name)
     writer.add_description(card.description)
@@ -68,6 +67,16 @@ def write_gguf(
         if qtype == gguf.GGMLQuantizationType.Q8_0
         else gguf.LlamaFileType.ALL_F32
     )
+    add_shape(writer, model.config)
+    _add_tokenizer(writer, tokenizer, tags)
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value)
+    write_weights(writer, model, qtype)
+    os.replace(partial, path)
+
+
+def add_shape(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
+    """The sizes of a model."""
     writer.add_vocab_size(config.n_vocab)
     writer.add_context_length(config.n_ctx)
     writer.add_embedding_length(config.n_embd)
@@ -78,9 +87,12 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_size)
     writer.add_rope_freq_base(config.rope_base)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    _add_tokenizer(writer, tokenizer, tags)
-    for key, value in (metadata or {}).items():
-        writer.add_string(key, value)
+
+
+def write_weights(
+    writer: gguf.GGUFWriter, model: Llama, qtype: gguf.GGMLQuantizationType
+) -> None:
+    """Write the whole file: header and weights, matrices as ``qtype``, norms as float32."""
     for name, parameter in model.state_dict().items():
         data = parameter.float().numpy()
         if data.ndim == 1:
@@ -91,7 +103,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    os.replace(partial, path)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, tags: int) -> None:
