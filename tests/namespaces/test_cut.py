@@ -114,7 +114,8 @@ def test_those_that_cannot_hold_the_model_say_what_is_missing_and_end(tmp_path):
             "ignore_eos": True}
     with Cluster(3) as cluster:
         process = cluster.start(cluster.launch([
-            "serve", "--port", "8127", "-c", "512", "-t", "1", *PACE, "--nodes", str(settings)]),
+            "serve", "-m", "embedded", "--port", "8127", "-c", "512", "-t", "1", *PACE,
+            "--nodes", str(settings)]),
             timeout=SECONDS)
         started = [process]
 
