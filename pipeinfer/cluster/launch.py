@@ -98,9 +98,9 @@ class JoinedRank:
         started, place = time.monotonic(), self.place
         ranks = compare(self.config, place)
         config = settle(self.config, place, ranks[0].settings)
-        config = for_state(config, open_model(model_paths(config)[0]))
         beats = listen_for(config.cluster, ranks)
         job = prepare(config, place, ranks, None if beats is None else beats.meeting)
+        config = job.config
         port, thread = _head_port(config, place, job.plan, beats, ranks)
         if survivable(place):
             write_status("up")
@@ -279,10 +279,12 @@ def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None
 
 def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             meeting: Meeting | None = None) -> Job:
-    """Read the models' headers and let the ranks agree who holds which layers."""
+    """Read the models' headers and let the ranks agree who holds which layers. The job's config is
+    the one given, as far as the model allows it."""
     from pipeinfer.models.llama import ensure_llama
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
+    config = for_state(config, model)
     backends = backends_of(config, model, hosts)
     policy = choose_policy(config, draft_path)
     check_proposers(config.speculation, model, backends)
@@ -311,4 +313,4 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         head_bytes += sum(open_model(path).layer_bytes)
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)
-    return Job(target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)
+    return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)

@@ -76,6 +76,7 @@ _POISON = 3  #: stages that fail one after the other without a token between the
 class Job:
     """What is known before any stage loads."""
 
+    config: JobConfig
     target: Path
     draft: Path | None
     model: ModelFile

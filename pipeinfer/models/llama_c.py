@@ -108,6 +108,17 @@ class ggml_type_traits(ctypes.Structure):
     )
 
 
+class ggml_type_traits_cpu(ctypes.Structure):
+    """How ggml's kernels multiply vectors of a type: n, where to, 0, x, 0, y, 0, 1."""
+
+    _fields_ = (
+        ("from_float", c_void_p),
+        ("vec_dot", CFUNCTYPE(None, c_int, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p,
+                              c_size_t, c_int)),
+        ("vec_dot_type", c_int), ("nrows", c_int64),
+    )
+
+
 class llama_model_params(ctypes.Structure):
     """How a model is loaded."""
 
@@ -155,10 +166,13 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_get_data": (_P, (_P,)),
     "ggml_get_name": (c_char_p, (_P,)),
     "ggml_get_type_traits": (POINTER(ggml_type_traits), (c_int,)),
+    "ggml_get_type_traits_cpu": (POINTER(ggml_type_traits_cpu), (c_int,)),
     "ggml_init": (_P, (ggml_init_params,)),
     "ggml_mul_mat": (_P, (_P, _P, _P)),
     "ggml_nbytes": (c_size_t, (_P,)),
+    "ggml_nelements": (c_int64, (_P,)),
     "ggml_new_tensor_2d": (_P, (_P, c_int, c_int64, c_int64)),
+    "ggml_nrows": (c_int64, (_P,)),
     "ggml_quantize_chunk": (
         c_size_t, (c_int, POINTER(c_float), _P, c_int64, c_int64, c_int64, POINTER(c_float))),
     "ggml_row_size": (c_size_t, (c_int, c_int64)),
@@ -230,7 +244,8 @@ _KERNELS = {
 }
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
-_OPTIONAL = ("llama_model_quantize", "llama_model_quantize_default_params",
+_OPTIONAL = ("ggml_get_type_traits_cpu", "llama_model_quantize",
+             "llama_model_quantize_default_params",
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
 _lock = threading.Lock()

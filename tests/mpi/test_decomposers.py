@@ -54,7 +54,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(("backend", "ranks", "way"), [
     full("llamacpp", 2, "greedy"), ("llamacpp", 3, "sampled"), full("llamacpp", 4, "greedy"),
-    ("torch", 2, "greedy"), full("torch", 4, "sampled")])
+    full("torch", 2, "greedy"), full("torch", 4, "sampled")])
 def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ranks, way):
     methods = METHODS[backend]
     found = compare(tmp_path, ranks, backend, methods, *WAYS[way])

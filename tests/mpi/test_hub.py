@@ -12,6 +12,7 @@ from pipeinfer.experiments.rig import launch
 from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
 from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"
@@ -96,7 +97,8 @@ def test_a_name_that_leads_nowhere_is_said_once(hub):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, full(signal.SIGINT), full(signal.SIGUSR1)])
 def test_an_interrupt_ends_a_fetch_and_the_ranks_that_wait_for_it(hub, parts, tmp_path, number):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
     command = [*PIPEINFER, "generate", "-hf", REPO, *REQUEST]

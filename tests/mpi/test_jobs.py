@@ -163,7 +163,7 @@ main()
 
 
 @pytest.mark.parametrize(("command", "code"), [
-    (["doctor", "-m", "/nowhere.gguf"], 1), (["plan"], 0), full(["doctor"], 0),
+    (["doctor", "-m", "/nowhere.gguf"], 1), full(["plan"], 0), full(["doctor"], 0),
     full(["plan", "--split", "equal"], 4),
 ])
 def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):

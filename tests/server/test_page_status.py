@@ -17,6 +17,10 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
 
+#: an answer may end after some tokens, and which ones they are depends on the processor
+SLOWLY = ["--speculation", "off", "--pace-ms", "20"]
+LONG = {"max_tokens": "150", "temperature": "1", "seed": "1"}
+
 
 def pid_of(rank, session):
     """The process of a rank of the job whose launcher leads this session."""
@@ -32,9 +36,10 @@ def pid_of(rank, session):
 
 
 def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
-    with serve(3, "--speculation", "off", "-ctv", "q8_0", "--grid", "1x2") as served:
+    with serve(3, *SLOWLY, "--grid", "1x2") as served:
         served.wait_until_ready()
         chat, status = Page(browser, served.url).ready(), Page(browser, served.url, "/status")
+        chat.set(**LONG)
         chat.ask()
         busy = """(() => {
             const rows = [...document.querySelectorAll('#stages tr')];
@@ -50,7 +55,7 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
 
 
 def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
-    with serve(3, "--speculation", "off", "-ctv", "q8_0") as served:  # a long answer
+    with serve(3, *SLOWLY) as served:
         served.wait_until_ready()
         chat = Page(browser, served.url).ready()
         status = Page(browser, served.url, "/status").ready()
@@ -68,7 +73,7 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         assert asked.value.headers["content-type"] == "application/json"
         assert asked.value.post_data_json == {}
         status.until("/layers/.test(document.querySelector('#plan').textContent)")
-        chat.set(max_tokens="900", temperature="1", seed="1")
+        chat.set(**LONG)
         chat.ask()
         chat.until("document.querySelector('.answer .text').textContent.length > 40")
         rank = int(tab.inner_text("#stages tr:last-child td:nth-child(2)"))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
@@ -154,8 +155,13 @@ class LlamaCppBackend:
                 options = replace(options, layer_callbacks=False)
             architecture = metadata(model, "general.architecture")
             entry = _ENTRIES.get(architecture, "")
-            probe = LayerProbe(n_layers - 1, layers[0], entry) \
-                if not last or options.layer_callbacks or sliced or entry else None
+            mixture = int(metadata(model, f"{architecture}.expert_count") or 0) > 0
+            experts_alone = mixture and options.on_cpu \
+                and routers.single_row_dot() is not None and routers.of_floats(path)
+            probe = LayerProbe(n_layers - 1, layers[0], entry) if not last or sliced or entry \
+                or options.layer_callbacks or experts_alone else None
+            if probe is not None and experts_alone:
+                probe.choose_experts_row_by_row()
             windows = llama_c.llama_model_n_swa(model) > 0
             more = _WITH_WINDOWS if windows else 0
             if n_seq_max + more > MAX_SEQS:
@@ -188,10 +194,11 @@ class LlamaCppBackend:
                       llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
         if keeps_state(model):
             backend.exact_limit = 1  # rows of a trial could not be taken back
-        elif int(metadata(model, f"{architecture}.expert_count") or 0):
-            # Experts are chosen by a product of floats, for which one row takes another kernel than
-            # several; a short trial would hardly see it, as what differs is quantised away mostly
-            backend.exact_limit = 1
+        elif mixture:
+            # A short trial hardly sees that a router's product depends on the number of rows: what
+            # differs is quantised away mostly
+            most = routers.MOST_ROWS if experts_alone else 1
+            backend.exact_limit = min(backend.exact_limit, most)
         return backend
 
     def sum_with(self, sums: PartSum | None) -> None:
@@ -226,7 +233,7 @@ class LlamaCppBackend:
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
         probe = self._probe
         if probe is not None:
-            probe.arm(should_stop if self.options.layer_callbacks else None, out, given)
+            probe.arm(should_stop if self.options.layer_callbacks else None, out, given, n)
         taken = False
         clear_log()
         status = self._evaluate()

@@ -6,6 +6,7 @@
    Python's nor llama.cpp's headers. */
 
 #include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,6 +28,10 @@ struct filter {
     struct sums *sums;                                    /* NULL: Python sums up */
     const char *entry;                                    /* name of what rows are put into */
     int enters;                                           /* whether this decode's are */
+    int row_by_row;  /* whether routers' products are to be those of single rows */
+    int64_t (*elements_of)(const void *tensor);           /* ggml_nelements */
+    int64_t (*rows_of)(const void *tensor);               /* ggml_nrows */
+    void (*dot)(int n, float *to, size_t, const float *x, size_t, const float *y, size_t, int);
 };
 
 size_t pipeinfer_filter_bytes(void)
@@ -40,10 +45,45 @@ static bool ends(const char *text, const char *with)
     return length >= own && strcmp(text + length - own, with) == 0;
 }
 
+/* A tensor's first or second source. */
+static const void *source_of(const struct filter *filter, const char *tensor, int which)
+{
+    return ((void *const *)(tensor + filter->source))[which];
+}
+
+/* See is_router in routers.py. */
+static bool is_router(const struct filter *filter, const char *tensor)
+{
+    const void *source = source_of(filter, tensor, 0);
+    const char *name;
+    if (source == NULL)
+        return false;
+    name = filter->name_of(source);
+    return strncmp(name, "blk.", 4) == 0
+        && (ends(name, ".ffn_gate_inp.weight") || ends(name, ".ffn_gate_inp_shexp.weight"));
+}
+
+/* See by_rows in routers.py. */
+static bool by_rows(const struct filter *filter, char *tensor)
+{
+    const void *weights = source_of(filter, tensor, 0), *inputs = source_of(filter, tensor, 1);
+    const float *weight = filter->data_of(weights), *input = filter->data_of(inputs);
+    float *to = filter->data_of(tensor);
+    int64_t count = filter->rows_of(weights), rows = filter->rows_of(inputs), row, i;
+    int64_t n = filter->elements_of(weights) / count;
+
+    if (filter->bytes_of(inputs) != sizeof(float) * filter->elements_of(inputs))
+        return false;  /* Python says what is wrong */
+    for (row = 0; row < rows; row++)
+        for (i = 0; i < count; i++)
+            filter->dot((int)n, to + row * count + i, 0, weight + i * n, 0, input + row * n, 0, 1);
+    return true;
+}
+
 /* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
 static int place_of(const struct filter *filter, const char *tensor)
 {
-    const void *source = *(void *const *)(tensor + filter->source);
+    const void *source = source_of(filter, tensor, 0);
     const char *name;
     if (source == NULL)
         return -1;
@@ -76,6 +116,8 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
         filter->wants = ENDED;
         return false;
     }
+    if (filter->row_by_row && is_router(filter, tensor))
+        return ask || by_rows(filter, tensor) || filter->reached(tensor, ask, NULL);
     if (filter->enters && strcmp(filter->name_of(tensor), filter->entry) == 0)
         return ask || filter->reached(tensor, ask, NULL);
     if (filter->wants == NOTHING)

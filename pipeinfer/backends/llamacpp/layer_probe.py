@@ -1,5 +1,6 @@
 """llama.cpp's evaluation callback: takes a shard's hidden rows out, stops a decode inside, has the
-parts of a wide stage's sums added up, and puts hidden rows in where a graph takes tokens only.
+parts of a wide stage's sums added up, lets rows draw their experts alone, and puts hidden rows in
+where a graph takes tokens only.
 
 llama.cpp calls it for every node of a graph, thousands of times per token on a deep model. Where
 `layer_filter.c` was compiled, it answers those that are not a layer's output; else Python does, at
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeinfer.backends.llamacpp import routers
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c
@@ -50,7 +52,9 @@ class Filter(ctypes.Structure):
                 ("stride", ctypes.c_int), ("sliced", ctypes.c_int), ("first", ctypes.c_int),
                 ("source", ctypes.c_size_t), ("data_of", ctypes.c_void_p),
                 ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p),
-                ("entry", ctypes.c_char_p), ("enters", ctypes.c_int))
+                ("entry", ctypes.c_char_p), ("enters", ctypes.c_int),
+                ("row_by_row", ctypes.c_int), ("elements_of", ctypes.c_void_p),
+                ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p))
 
 
 class LayerProbe:
@@ -77,6 +81,7 @@ class LayerProbe:
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
         self._sums: PartSum | None = None
+        self._routers = False
         function = compiled_filter()
         if function is None:
             self.callback, self.data = self._own, None
@@ -89,10 +94,23 @@ class LayerProbe:
         self._sums, own = sums, self._filter
         own.sliced = sums is not None
         if sums is not None:
-            own.source = source_offset()
-            own.data_of = _address(llama_c.ggml_get_data)
-            own.bytes_of = _address(llama_c.ggml_nbytes)
+            self._look_inside()
             own.sums = None if compiled_filter() is None else sums.address
+
+    def choose_experts_row_by_row(self) -> None:
+        """Have the routers' products of few rows be those of single rows from now on: see
+        `routers`. Raises BackendError where tensors' sources cannot be found."""
+        self._look_inside()
+        own = self._filter
+        own.elements_of = _address(llama_c.ggml_nelements)
+        own.rows_of = _address(llama_c.ggml_nrows)
+        own.dot = _address(routers.single_row_dot())
+        self._routers = True
+
+    def _look_inside(self) -> None:
+        own = self._filter
+        own.source = source_offset()
+        own.data_of, own.bytes_of = _address(llama_c.ggml_get_data), _address(llama_c.ggml_nbytes)
 
     @property
     def ended(self) -> bool:
@@ -100,11 +118,12 @@ class LayerProbe:
         return bool(self._filter.wants == _ENDED)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None,
-            given: FloatArray | None = None) -> None:
-        """Prepare for one decode. hidden: float32[n, n_embd] to fill; None: norm and head run.
-        given: float32[n, n_embd] to put in at the entry."""
+            given: FloatArray | None = None, rows: int = 0) -> None:
+        """Prepare for one decode of `rows` rows. hidden: float32[n, n_embd] to fill; None: norm and
+        head run. given: float32[n, n_embd] to put in at the entry."""
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
         self._filter.enters = given is not None
+        self._filter.row_by_row = self._routers and 1 < rows <= routers.MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \
@@ -119,6 +138,10 @@ class LayerProbe:
                 return ask
             if self._sums is not None and (place := self._place_of(tensor)) >= 0:
                 return ask or self._sum(self._sums, tensor, place)
+            if self._filter.row_by_row and routers.is_router(tensor, self._filter.source):
+                if not ask:
+                    routers.by_rows(tensor, self._filter.source)
+                return True
             if self._given is not None and llama_c.ggml_get_name(tensor) == self._filter.entry:
                 return ask or self._put_in(tensor, self._given)
             if self._filter.wants == _NOTHING:

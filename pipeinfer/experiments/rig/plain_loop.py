@@ -1,6 +1,8 @@
 """Plain decoding by llama.cpp of the whole file, sharing no code with the backend but `llama_c`.
 
-Prompt in chunks of `chunk`, then one token at a time: the text every policy has to reproduce.
+Prompt in chunks of `chunk`, then one token at a time: the text every policy has to reproduce. Of a
+mixture of experts a chunk of few rows is decoded row by row, as rows draw their experts alone
+there.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.backends.llamacpp.context import latent
+from pipeinfer.backends.llamacpp.context import latent, metadata
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
 from pipeinfer.models.llama import ensure_llama, may_repack, reads_halves_fast
 
 _F16, _Q8_0 = 1, 8  #: ggml's numbers of types
+_FEW = 16  #: rows
 
 
 class PlainLoop:
@@ -40,6 +43,8 @@ class PlainLoop:
         self.context: Any = llama_c.llama_init_from_model(self.model, params)
         self._vocab: Any = llama_c.llama_model_get_vocab(self.model)
         self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)
+        architecture = metadata(self.model, "general.architecture")
+        self._alone = _FEW if int(metadata(self.model, f"{architecture}.expert_count") or 0) else 1
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
@@ -56,6 +61,10 @@ class PlainLoop:
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
         """Logits after the last of `tokens`, which start at `position`."""
+        if 1 < len(tokens) <= self._alone:
+            for i, token in enumerate(tokens[:-1]):
+                self.decode([token], position + i)
+            return self.decode(tokens[-1:], position + len(tokens) - 1)
         batch = llama_c.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):

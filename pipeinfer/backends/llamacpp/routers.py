@@ -1,0 +1,71 @@
+"""Which experts a row draws must not depend on the rows beside it.
+
+A mixture's router is a product of float32 matrices. For one row llama.cpp takes another kernel than
+for several, and adds up in another order. So where few rows are decoded together, each row's
+product is computed once more, by the function that single rows take.
+
+Knows tensors by their names; `layer_filter.c` does the same in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+from pipeinfer.errors import BackendError
+from pipeinfer.models import llama_c
+from pipeinfer.models.gguf import ModelFile
+
+#: decodes of so many rows and fewer have their routers' products row by row; longer ones are parts
+#: of prompts, which are cut alike wherever they are decoded
+MOST_ROWS = 16
+_FLOAT32 = 0  #: ggml's number of the type
+_NAMES = (b".ffn_gate_inp.weight", b".ffn_gate_inp_shexp.weight")
+
+
+@cache
+def single_row_dot() -> Any | None:
+    """ggml's product of two float32 vectors as single rows take it: (n, to, 0, x, 0, y, 0, 1).
+
+    None where the library's kernels are plug-ins, which do not tell.
+    """
+    llama_c.loaded()
+    traits = getattr(llama_c, "ggml_get_type_traits_cpu", None)
+    return None if traits is None else traits(_FLOAT32).contents.vec_dot
+
+
+def is_router(tensor: int, source: int) -> bool:
+    """Whether a tensor is a router's product. source: see `layer_probe.source_offset`."""
+    first = ctypes.c_void_p.from_address(tensor + source).value
+    if not first:
+        return False
+    name = llama_c.ggml_get_name(first)
+    return bool(name.startswith(b"blk.") and name.endswith(_NAMES))
+
+
+def by_rows(tensor: int, source: int) -> None:
+    """Overwrite a router's product with those of single rows. Raises BackendError for rows that do
+    not lie one behind the other."""
+    weights, inputs = (ctypes.c_void_p.from_address(tensor + source + 8 * which).value or 0
+                       for which in (0, 1))
+    if llama_c.ggml_nbytes(inputs) != 4 * llama_c.ggml_nelements(inputs):
+        raise BackendError("this llama.cpp hands rows to routers in an unknown way: install the "
+                           "version that constraints.txt names")
+    dot = single_row_dot()
+    assert dot is not None
+    count = llama_c.ggml_nrows(weights)
+    length = llama_c.ggml_nelements(weights) // count
+    to, weight, row = map(llama_c.ggml_get_data, (tensor, weights, inputs))
+    for k in range(llama_c.ggml_nrows(inputs)):
+        for i in range(count):
+            dot(length, to + 4 * (k * count + i), 0, weight + 4 * i * length, 0,
+                row + 4 * k * length, 0, 1)
+
+
+def of_floats(path: str | os.PathLike[str]) -> bool:
+    """Whether all routers of the file at `path` are float32. Raises ModelError."""
+    tensors = ModelFile(path).tensors
+    return all(tensor.type == _FLOAT32 for name, tensor in tensors.items()
+               if name.encode().endswith(_NAMES))
