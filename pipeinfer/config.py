@@ -277,8 +277,9 @@ class SpeculationConfig:
                              help="Raise the cutoff by this much for each run issued since the "
                                   "last acceptance.")
     p_decay: float = _opt(0.0, "--p-decay", kind="float", low=0, high=1,
-                          help="Lower the cutoff by this much for each empty draft since the last "
-                               "acceptance.")
+                          help="Lower the cutoff of --draft-p-min and --p-recovery by this much "
+                               "for each empty draft since the last acceptance; without them it "
+                               "has no effect.")
     tip: str = _opt("auto", "--tip", kind="str",
                     choices=("auto", "alone", "joined"),
                     help="After a miss, issue the accepted token alone at once, or joined with the "

@@ -1,4 +1,4 @@
-"""Tokens per step of BiTA on held-out text: kinds of prompts, shapes of the tree, numbers of masks.
+"""Tokens per step of BiTA on held-out text: kinds of prompts, shapes of the tree.
 
     python -m benchmarks.methods.bita tune --work .work/bita  # three adapters, an hour on one core
     python -m benchmarks.methods.bita run --work .work/bita      # results/bita.json

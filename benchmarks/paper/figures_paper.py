@@ -390,7 +390,7 @@ def ablations(store: Store, size: Size, out: Path) -> Drawn:
                              Patch(color="#c98b3c", label="not measurable in the paper")],
                     loc="outside upper center", ncols=3)
         save(grey, out, name, "Each component switched off, 8 nodes of cluster C; every bar is "
-             "the best of a few fixed settings (micro-batches of 1, 2, 4; trees of 1, 2, 4, 8), "
+             "the best of a few fixed settings (micro-batches of 1 and 2; trees of 1, 2, 4, 8), "
              "nothing is tuned while running but in the first.", drawn)
     return drawn
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def why(config: SpeculationConfig, job: Job) -> str:
     """The policy in use, and the reason."""
     guessers = [spec.name for spec in registry.named(config)]
-    if not guessers and job.draft is not None:
+    if job.plan.whole:
+        guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
+    elif not guessers and job.draft is not None:
         guessers = [job.draft.name]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
@@ -41,9 +43,28 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
         notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
                      "pipeinfer works like speculative")
+    notes += _without_effect(config, job.policy)
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
                      "another run up to near-ties (docs/decomposers.md)")
+    return notes
+
+
+def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
+    """Options that change nothing here, and what an ablation changes besides."""
+    notes = []
+    if config.ablate and policy is Policy.PIPEINFER and config.adapt:
+        notes.append(f"--ablate {' --ablate '.join(config.ablate)} also switches tuning off: "
+                     "compare with a run with --no-adapt")
+    if config.ablate and policy is not Policy.PIPEINFER:
+        notes.append(f"--ablate has no effect with policy {policy}")
+    if config.branches > 1 and policy is not Policy.SPECULATIVE and "async" not in config.ablate:
+        notes.append(f"--branches has no effect with policy {policy}: it is for synchronous trees "
+                     "(--policy speculative)")
+    if config.p_decay > 0 and config.draft_p_min <= 0 and config.p_recovery <= 0 \
+            and policy is Policy.PIPEINFER:
+        notes.append("--p-decay has no effect here: it lowers a cutoff, which is 0 without "
+                     "--draft-p-min or --p-recovery")
     return notes
 
 

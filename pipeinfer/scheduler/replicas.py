@@ -111,13 +111,25 @@ class ReplicaScheduler:
         self._pools = [SequencePool(limits.n_ids) for _ in self._pools]
 
     def snapshot(self) -> dict[str, Any]:
-        """What is going on, for people."""
-        task = self._task
+        """What is going on, for people: as `Scheduler.snapshot`, and how many replicas there are.
+        Cells are those of one replica."""
+        task, limits, totals = self._task, self.limits, self.totals
         return {
-            "waiting": len(self.waiting), "runs": len(self.runs), "replicas": self.nodes,
+            "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": len(self.runs),
+            "replicas": self.nodes, "cells_used": 0 if task is None else len(task.accepted),
+            "cells": limits.cells or limits.n_ctx, "kept_prefixes": 0,
+            "free_ids": min(len(pool.free) for pool in self._pools), "credit": limits.credit,
+            "draft_max": limits.draft_max, "acceptance": self.calibration.acceptance,
+            "speculating": True,
+            "totals": {
+                "accepted": totals.accepted, "guesses_tested": totals.guesses_tested,
+                "accepted_speculative": totals.accepted_speculative},
             "lanes": [] if task is None else [{
                 "lane": task.lane, "request": task.request.request_id,
-                "prompt": len(task.request.prompt), "output": task.n_output}]}
+                "prompt": len(task.request.prompt), "prefilled": len(task.request.prompt),
+                "reused": 0, "output": task.n_output, "in_flight": len(self.runs),
+                "guesses_tested": task.stats.guesses_tested,
+                "accepted_speculative": task.stats.accepted_speculative}]}
 
     def handle(self, event: Event) -> list[Instruction | ToNode]:
         """Advance by one event; returns what to execute, in order."""

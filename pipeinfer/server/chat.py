@@ -37,7 +37,7 @@ def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingP
     problem = ""
     if method not in settings.decomposers:
         problem = "this server was not started with it: see --decomposer"
-    elif params.grammar or offered:
+    elif (params.grammar or offered) and registry.decomposer(method).make is not None:
         problem = "it cannot follow a grammar or call tools"
     elif not registry.decomposer(method).penalties and params.uses_history:
         problem = "it does not support repetition penalties"

@@ -28,6 +28,8 @@ BUILT_IN = (
     "pipeinfer.strategies.decomposers.pdos",
     "pipeinfer.strategies.decomposers.skeleton",
     "pipeinfer.strategies.decomposers.apar",
+    "pipeinfer.strategies.decomposers.chain_of_draft",
+    "pipeinfer.strategies.decomposers.pdos_drafts",
 )
 
 

@@ -117,14 +117,17 @@ class Writer(Protocol):
 
     texts: Mapping[str, str]
 
-    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
-               ) -> tuple[int, ...]:
+    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
+               begun: str = "") -> tuple[int, ...]:
         """The token ids of what `render` gives."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
-               ) -> tuple[str, str]:
+    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
+               begun: str = "") -> tuple[str, str]:
         """A conversation with what asks for the method `name`: the model's own system message, or
-        the text `otherwise` behind the question. Also the seam that keeps contents text."""
+        the text `otherwise` behind the question. Also the seam that keeps contents text.
+
+        begun: how the answer begins, which the model goes on from.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,8 @@ class DecomposerSpec:
 
     name: value of --decomposer
     help: what follows its name in the list of decomposers
-    make: the decomposer of one response
+    make: the decomposer of one response; None where the prompt alone makes the method, and the
+        response is an ordinary one
     text: put behind the question where the model's file says nothing of the method
     open: writes the prompt and what goes with it, where that takes more than `text`
     check: raises ModelError for a vocabulary without the method's tokens
@@ -145,7 +149,7 @@ class DecomposerSpec:
 
     name: str
     help: str
-    make: Callable[[DecomposerSetup], Decomposer]
+    make: Callable[[DecomposerSetup], Decomposer] | None
     text: str = ""
     open: Callable[[Writer, Sequence[Mapping[str, str]]], tuple[tuple[int, ...], Specification]] \
         | None = None

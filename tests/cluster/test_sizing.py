@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.sizing import (
     cells_for,
     choose_policy,
@@ -118,3 +120,18 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     assert chunk_of(JobConfig()) == 64
     assert chunk_of(JobConfig.of(like_llama_cpp=True)) == 512
     assert chunk_of(JobConfig.of(like_llama_cpp=True, ubatch=32)) == 32
+
+
+@pytest.mark.parametrize(("policy", "options", "says"), [
+    ("pipeinfer", {"ablate": ("cancel",)}, "--ablate cancel also switches tuning off"),
+    ("pipeinfer", {"ablate": ("cancel",), "adapt": False}, ""),
+    ("iterative", {"ablate": ("cancel",)}, "--ablate has no effect"),
+    ("pipeinfer", {"branches": 4}, "--branches has no effect"),
+    ("pipeinfer", {"branches": 4, "ablate": ("async",), "adapt": False}, ""),
+    ("speculative", {"branches": 4}, ""),
+    ("pipeinfer", {"p_decay": 0.1}, "--p-decay has no effect"),
+    ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
+def test_options_without_effect_are_named(policy, options, says):
+    job = SimpleNamespace(policy=Policy(policy), gaps=False)
+    found = doubts(JobConfig.of(**options).speculation, job)
+    assert [says in note for note in found] == [True] * bool(says)

@@ -103,7 +103,7 @@ def test_generate_streams_a_decomposed_answer(tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     (("--decomposer", "pdos", "--json-schema", "{}"), "combined with a grammar"),
     (("--decomposer", "pasta", "--repeat-penalty", "1.1"), "penalties"),
-    (("--decomposer", "pdos", "-m", "EMBEDDED"), "single tokens"),
+    (("--decomposer", "apar", "-m", "EMBEDDED"), "single tokens"),
     (("--decomposer", "pasta", "--pasta-positions", "guess"), "pred-10x"),
 ])
 def test_what_cannot_be_is_said(options, message):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
 from tests.support.sample import full
@@ -85,3 +89,23 @@ def test_what_replicas_do_not_go_with(args):
     assert done.returncode == 2
     assert f"it cannot be combined with {args[0]}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_server_of_replicas_answers_requests_in_turn(wanted):
+    """Nobody has asked for --parallel, so the server's own default is none to complain about."""
+    with serve(3, "--layout", "replicate", "-c", "1024") as served:
+        served.wait_until_ready()
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-", timeout=60) as client, \
+                ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(client.completions.create, model="embedded", prompt=PROMPT,
+                                 max_tokens=60, temperature=0, extra_body={"ignore_eos": True})
+                     for _ in range(3)]
+            texts = {one.result().choices[0].text for one in asked}
+        _, slots = served.get("/slots")
+        assert len(slots) == 1
+        assert "guesses come from lookahead" in "".join(served.log)
+        served.process.send_signal(signal.SIGUSR1)
+        assert served.end() == 0, "".join(served.log)
+    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+    assert texts == {tokenizer.decode(wanted[0])}
+    tokenizer.close()

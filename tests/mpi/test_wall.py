@@ -29,8 +29,6 @@ def test_the_real_runtime_gives_the_tokens_of_virtual_time(np, policy):
     wall, virtual = found["wall"], found["virtual"]
     assert wall["tokens_equal"]
     assert virtual["tokens_equal"]
-    assert found["ratio"] == pytest.approx(
-        wall["tokens_per_second"] / virtual["tokens_per_second"])
     assert len(wall["processor_seconds"]) == np
     assert wall["hops"] % (np - 1) == 0  # every run passes every stage
     assert wall["hops"] >= 6 * (np - 1)

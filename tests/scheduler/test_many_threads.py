@@ -23,8 +23,8 @@ PROMPT = (5, 6, 5)
 #: the main thread's marks have no weight: it writes them by a script, and nobody else does
 PASTA = Words([b"", b'<promise topic="p" tokens=1/>', b"<sync/>", b"<async>", b"</async>", b"a",
                b"b", b"c"], [1, 0, 0, 0, 3, 4, 4, 4])
-PDOS = Words([b"", b"####", b"%%%%", b"......", b"...", b"a", b"b", b"\n\n", b":", b":\n"],
-             [2, 0, 0, 0, 0, 5, 5, 0, 0, 0])
+PDOS = Words([b"", b"####", b"%%%%", b"......", b"...", b"a", b"b", b"\n\n", b":", b":\n",
+              *(b"t%d" % k for k in range(COUNT))], [2, 0, 0, 0, 0, 5, 5, *[0] * (3 + COUNT)])
 APAR = Words([b"", b"[Fork]", b"[Child]", b"c", b"\n", b"a", b"b"], [3, 0, 0, 4, 0, 5, 5])
 SOT = Words([b"", *(b"%d. p\n" % k for k in range(1, COUNT + 1)), b"d", b"e"],
             [3, *[0] * COUNT, 6, 6])
@@ -32,7 +32,7 @@ SCRIPTS = {
     "pasta": [1] * COUNT + [2],
     "pasta-ordered": [1] * COUNT + [2],
     "pasta-twice": [1, 1, 1, 2, *[1] * (COUNT - 3), 2],
-    "pdos": [1, *[5, 8] * COUNT, 2],
+    "pdos": [1, *(token for k in range(COUNT) for token in (10 + k, 8)), 2],
     "apar": [4, 1] * COUNT,
     "skeleton": [*range(1, COUNT + 1), EOS],
 }

@@ -103,8 +103,19 @@ def check_at_rest(pipeline):
     assert not pool.ops
 
 
+class Watched(Pipeline):
+    """Counts how many useful guesses' runs are in flight at a time."""
+
+    most_useful = 0
+
+    def feed(self, event):
+        super().feed(event)
+        useful = [run for run in self.scheduler.runs.values() if run.speculative and run.useful]
+        self.most_useful = max(self.most_useful, len(useful))
+
+
 def long_run(limits, **options):
-    pipeline = Pipeline(limits, n_vocab=7, accuracy=0.7, **options)
+    pipeline = Watched(limits, n_vocab=7, accuracy=0.7, **options)
     request = Request(0, (1, 2, 3, 4, 5), 150)
     pipeline.submit(request)
     pipeline.drain()
@@ -195,6 +206,7 @@ def test_what_an_ablation_switches_off(ablation):
         case Ablation.CONTINUOUS:
             assert speculative
             assert max(len(r.rows) for r in speculative) > 2
+            assert pipeline.most_useful == 1
 
 
 def test_limits_on_rows_and_runs():
@@ -278,6 +290,23 @@ def test_reconfigure_only_when_idle():
     scheduler.handle(Submit(Request(0, (1,), 5)))
     with pytest.raises(ProtocolError):
         scheduler.reconfigure(Limits(n_ctx=50))
+
+
+def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
+    """Guesses of one confidence leave until the runs behind the last acceptance have raised the
+    cutoff above it."""
+    issued = {}
+    for recovery in (0.0, 0.2):
+        scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=9, draft_max=1, p_min=0.4,
+                                     p_recovery=recovery, path_min=0.0), validate=True)
+        scheduler.handle(Submit(Request(0, (5, 6), 40)))
+        out = scheduler.handle(RunDone(0, (Choice(7),)))
+        issued[recovery], asked = 0, 0
+        while (jobs := [i for i in out if isinstance(i, StartDraft)]) and asked < 12:
+            asked += 1
+            out = scheduler.handle(Drafted(jobs[0].job_id, (Proposal(-1, 8, 0.7),)))
+            issued[recovery] += sum(isinstance(i, IssueRun) and i.speculative for i in out)
+    assert 1 <= issued[0.2] <= 3 < issued[0.0]
 
 
 def test_decay_does_not_ask_for_ever():

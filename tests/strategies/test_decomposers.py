@@ -228,6 +228,14 @@ def test_the_worked_example_of_pdos():
     (["a", "####", "T", ":", "%%%%", "b"], {1: ["x"]}, b"a\n\n####T:xb"),  # a step that just ends
     (["####", "T", ":", "%%%%", "b", "####", "S", ":", "%%%%"], {1: ["x", "####"], 2: ["%%%%"]},
      b"\n\n####T:xb\n\n####S:"),  # two blocks, and an empty step
+    (["a", "##", "##", "T", ":", " S", " is:\n", "%%", "%%", "b"],
+     {1: ["x", "\n##", "##"], 2: ["y", "##", "z", "%", "%%%"]},
+     b"a\n\n####T:x\n\n#### S is:\ny##zb"),  # markers in pieces
+    (["a", "####", "T", ":", "S", ":", "so", "\n", "b"], {1: ["x"], 2: ["y"]},
+     b"a\n\n####T:x\n\n####S:yb"),  # a list of titles that goes over into prose
+    (["a", "####", "T", ":", "S", ":", "T", ":", "b"], {1: ["x"], 2: ["y"]},
+     b"a\n\n####T:x\n\n####S:yb"),  # one that goes round in circles
+    (["#", " Head", "\n", "##", " b"], {}, b"# Head\n## b"),
 ])
 def test_odd_skeletons_lose_nothing(main, branches, text):
     texts = Texts(*MARKS)
@@ -238,9 +246,9 @@ def test_odd_skeletons_lose_nothing(main, branches, text):
 def test_pdos_says_what_a_vocabulary_lacks():
     class Letters(Texts):
         def encode(self, text):
-            return [self.token(letter) for letter in text]
+            return [self.token(letter) for letter in text if letter not in "#%"]
 
-    with pytest.raises(ModelError, match=r"'####', '%%%%'"):
+    with pytest.raises(ModelError, match=r"'####', '%%%%';"):
         Markers.of(Letters().vocabulary())
 
 
@@ -276,6 +284,18 @@ def test_a_skeleton_is_expanded_point_by_point():
     assert text == b"1. a: x\n2. b b: yz"
     names = [texts.texts[t].decode() for t in graph.tokens]
     assert sees(graph, texts, names.index("z")) == ["expand 2", "y", "z"]
+
+
+@pytest.mark.parametrize(("written", "text"), [
+    ({}, b"1.a\n2.b\n3.c"), ({2: ["y"]}, b"1.a\n2.by\n3.c"), ({3: ["z"]}, b"1.a\n2.b\n3.cz"),
+    ({1: ["x"], 3: ["z"]}, b"1.ax\n2.b\n3.cz")])
+def test_a_point_of_which_nothing_is_written_still_shows_its_title(written, text):
+    texts = Texts()
+    prompts = Prompts((), lambda *_: (texts.token("expand"),),
+                      lambda number, title: f"{number}.{title}", "1.")
+    scripts = {0: [" a", "\n2. b", "\n3. c"], 1: [], 2: [], 3: [], **written}
+    _, found, _ = play(Skeleton(texts.vocabulary(), prompts), texts, ["u"], scripts)
+    assert found == text
 
 
 def test_every_point_of_a_long_outline_is_expanded():

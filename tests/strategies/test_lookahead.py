@@ -12,13 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.cli.options import parse
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.scheduler.events import CancelRuns, Finish, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Anchor
-from pipeinfer.strategies.proposers.lookahead import Lookahead, Pool, Window, window_rows
+from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Window, window_rows
+from pipeinfer.strategies.spec import ProposerSetup
 from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
 from tests.support import simulated
 from tests.support.sample import examples
@@ -37,6 +40,15 @@ def test_every_ngram_of_a_prompt_goes_to_the_pool():
     assert pool.of(1) == [(2, 3), (2, 1)]  # the newest first
     assert pool.of(2) == [(3, 1), (1, 2)]
     assert pool.of(9) == []
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_text_as_reference_is_an_option(pool):
+    given = [] if pool else ["--no-prompt-pool"]
+    options = parse(given, "speculation").config.job.speculation
+    rows = SPEC.inline(ProposerSetup(registry.values_of(SPEC, options)))
+    rows.opened(0, list(range(20)))
+    assert bool(rows.tails(0, 3, 4, frozenset())) == pool
 
 
 def test_a_text_that_grows_adds_only_ngrams_that_end_in_what_is_new():

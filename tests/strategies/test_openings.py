@@ -9,7 +9,13 @@ from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server.frames import FROM_CLIENT, HEADER, Submit, decode, encode
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers import pdos, prompts, skeleton
+from pipeinfer.strategies.decomposers import (
+    chain_of_draft,
+    pdos,
+    pdos_drafts,
+    prompts,
+    skeleton,
+)
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, Specification
 from pipeinfer.strategies.decomposers.factory import Decomposition
 from pipeinfer.strategies.decomposers.prompts import opening, texts_of
@@ -35,10 +41,11 @@ def sent(opened):
     return got.decompose
 
 
-def as_text(tokenizer, texts, name, content, default=""):
+def as_text(tokenizer, texts, name, content, default="", begun=""):
     """Tokens of the conversation with this last message, rendered as a whole."""
     system = {"role": "system", "content": texts[name]} if name in texts else MESSAGES[0]
     chat = tokenizer.apply_chat([system, {"role": "user", "content": content + default}])
+    chat += begun
     return tuple(tokenizer.encode(chat, special=True))
 
 
@@ -48,9 +55,15 @@ def test_prompts_ask_for_their_method(model):
         as_text(tokenizer, texts, "plain", QUESTION))
     for method in ("pasta", "pdos", "apar"):
         more = pdos.TEXT if method == "pdos" and method not in texts else ""
+        assert "Otherwise, give a complete" in more or not more
         opened = opening(tokenizer, texts, method, MESSAGES)
         assert opened.prompt == as_text(tokenizer, texts, method, QUESTION, more)
         assert sent(opened) == Specification(method)
+    assert opening(tokenizer, texts, "cod", MESSAGES) == prompts.Opening(
+        as_text(tokenizer, texts, "cod", QUESTION, chain_of_draft.TEXT))  # an ordinary response
+    drafts = opening(tokenizer, texts, "cod-pdos", MESSAGES)
+    assert drafts.prompt == as_text(tokenizer, texts, "cod-pdos", QUESTION, pdos_drafts.TEXT)
+    assert sent(drafts) == Specification("cod-pdos")
     with pytest.raises(UsageError, match="magic"):
         opening(tokenizer, texts, "magic", MESSAGES)
 
@@ -59,30 +72,37 @@ def test_a_skeletons_points_are_what_the_template_makes_of_them(model, monkeypat
     tokenizer, texts = model
     opened = opening(tokenizer, texts, "skeleton", MESSAGES)
     outline = texts.get("sot.outline", skeleton.OUTLINE).replace("{question}", QUESTION)
-    assert opened.prompt == as_text(tokenizer, texts, "sot.system", outline)
+    lead = "sot.outline" not in texts  # the published prompts begin the answers
+    assert opened.prompt == as_text(tokenizer, texts, "sot.system", outline,
+                                    begun="1." * lead)
     wanted = []
     for index, point in ((1, "First thing"), (2, "Second {index} thing")):
         parts = {"question": QUESTION, "outline": OUTLINE, "index": str(index), "point": point}
         wanted.append(as_text(tokenizer, texts, "sot.system",
-                              texts.get("sot.point", skeleton.POINT).format(**parts)))
+                              texts.get("sot.point", skeleton.POINT).format(**parts),
+                              begun=f"{index}. {point}" * lead))
     plain = as_text(tokenizer, texts, "plain", QUESTION)
     monkeypatch.setattr(type(tokenizer), "apply_chat", None)  # nobody needs it any more
     specification = sent(opened)
     methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
     made = methods.factory(specification, len(opened.prompt))()
-    for token in tokenizer.encode(OUTLINE, add_bos=False):
+    for token in tokenizer.encode(OUTLINE.removeprefix("1." * lead), add_bos=False):
         assert made.accepted(MAIN, token) == []
     forks = made.ended(MAIN)
     assert [fork.tokens for fork in forks if isinstance(fork, Fork)] == wanted
-    assert specification.lead == ("sot.outline" not in texts)
+    assert specification.lead == lead
     assert specification.plain == plain
 
 
 def test_a_method_needs_its_tokens(model):
     tokenizer, texts = model
     methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
-    for method in registry.decomposers():
-        if "sot.point" in texts or method in ("pasta", "skeleton"):
+    with pytest.raises(UsageError, match="it is a prompt"):
+        methods.factory(Specification("cod"), 3)
+    for method, spec in registry.decomposers().items():
+        if spec.make is None:
+            continue
+        if "sot.point" in texts or method != "apar":
             assert not methods.factory(Specification(method), 3)().complete
         else:
             with pytest.raises(ModelError, match="single tokens"):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from pipeinfer.config import SpeculationConfig
+from pipeinfer.errors import UsageError
 from pipeinfer.models.text.marks import Guard
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.strategies import registry
@@ -45,6 +46,8 @@ class Decomposition:
         vocabulary does not have.
         """
         spec = registry.decomposer(wanted.method)
+        if spec.make is None:
+            raise UsageError(f"--decomposer {spec.name} has no threads: it is a prompt")
         spec.check(self._vocabulary)
         setup = DecomposerSetup(
             self._vocabulary, n_prompt, self._n_ctx, self._overlap,

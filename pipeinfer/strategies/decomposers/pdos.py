@@ -1,15 +1,16 @@
 """Parallel decoding in one sequence: a skeleton of titles, all steps at once, then on as before.
 
-Stage 1: the model writes `####` title `:` for each step that can be done apart, and `%%%%` behind
-the last; what the method forces after a title (an ellipsis, a line break, the next `####`) is fed
-rather than decoded. Stage 2: every step goes on behind its title, sees the text before the block
-and itself, and ends with `####`. Stage 3: the steps, one behind the other, take the skeleton's
-place, and the response goes on, maybe with another block (PDOS, section 3; docs/algorithms.md 8).
-Knows no cells, runs or models.
+Stage 1: the model writes `####` title `:` for each step that can be done apart, and `####%%%%`
+behind the last; what the method forces after a title (an ellipsis, a line break, the next `####`)
+is fed rather than decoded. Stage 2: every step goes on behind its title, sees the text before the
+block and itself, and ends with `####`. Stage 3: the steps, one behind the other, take the
+skeleton's place, and the response goes on, maybe with another block (PDOS, section 3;
+docs/algorithms.md 8). Knows no cells, runs or models.
 
-Beyond the paper: titles are only forced inside a block, not after every colon of ordinary prose; a
-response may begin with a block; a block that turns out to be none (a title that does not end, no
-title at all) stays as the text that it is.
+Beyond the paper: a marker may take several tokens, and is read as text; titles are only forced
+inside a block, not after every colon of ordinary prose; a response may begin with a block; a list
+of titles that goes astray (a title that does not end, or was there before) ends with its last good
+title; a block without any stays as the text that it is.
 """
 
 from __future__ import annotations
@@ -23,36 +24,80 @@ from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Cut, Feed
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
 from pipeinfer.strategies.spec import DecomposerSpec
 
-STEP, END, ELLIPSIS, HALF, BREAK = "####", "%%%%", "......", "...", "\n\n"
-COLONS = (":", ":\n")
+STEP, END, ELLIPSIS, BREAK = "####", "%%%%", "......", "\n\n"
+_STEP, _END = STEP.encode(), END.encode()
+_DOTS = (ELLIPSIS, "....", "...", "..", " ...", "\u2026")
 _LONGEST_TITLE = 64  #: tokens after which a title is no title
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The method's tokens, each a single one of the vocabulary."""
+    """The method's markers as tokens. dots: what may not stand for a step's content."""
 
-    step: int
-    end: int
-    ellipsis: int
-    line_break: int
-    colons: frozenset[int]
+    step: tuple[int, ...]
+    end: tuple[int, ...]
+    ellipsis: tuple[int, ...]
+    line_break: tuple[int, ...]
     dots: frozenset[int]
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> Markers:
-        """Raises ModelError when a marker takes several tokens of this vocabulary."""
-        found = {text: vocabulary.single(text) for text in (STEP, END, ELLIPSIS, BREAK, COLONS[0])}
-        missing = [repr(text) for text, token in found.items() if token is None]
-        if missing:
-            raise ModelError("--decomposer pdos needs a vocabulary with single tokens for "
-                             f"{', '.join(missing)}; this model's has none")
-        tokens = {text: token for text, token in found.items() if token is not None}
-        colons = [vocabulary.single(text) for text in COLONS]
-        dots = [vocabulary.single(text) for text in (ELLIPSIS, HALF)]
-        return cls(tokens[STEP], tokens[END], tokens[ELLIPSIS], tokens[BREAK],
-                   frozenset(t for t in colons if t is not None),
+        """Raises ModelError when this vocabulary cannot write a marker by itself."""
+        found = {text: _written(vocabulary, text) for text in (STEP, END, ELLIPSIS, BREAK)}
+        if wrong := [repr(text) for text, tokens in found.items() if not tokens]:
+            raise ModelError("--decomposer pdos needs a vocabulary with tokens for "
+                             f"{', '.join(wrong)}; this model's has none")
+        dots = [vocabulary.single(text) for text in _DOTS]
+        return cls(found[STEP], found[END], found[ELLIPSIS], found[BREAK],
                    frozenset(t for t in dots if t is not None))
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """What follows a title: an ellipsis, a line break, the next step."""
+        return (*self.ellipsis, *self.line_break, *self.step)
+
+
+def _written(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
+    """The tokens of exactly this text within another; empty where there are none."""
+    for lead in ("", "\n"):  # some vocabularies put a blank before what comes first
+        tokens = vocabulary.encode(lead + text)[len(vocabulary.encode(lead)) if lead else 0:]
+        if b"".join(map(vocabulary.piece, tokens)) == text.encode():
+            return tuple(tokens)
+    return ()
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The newest tokens' texts, in which markers are looked for."""
+
+    pieces: list[bytes] = field(default_factory=list)
+
+    def add(self, piece: bytes) -> None:
+        """A token comes next."""
+        self.pieces = [*self.pieces[-7:], piece]
+
+    def marker(self, *markers: bytes) -> int:
+        """How many tokens make up the marker that the text ends with (and blanks before it)."""
+        return max(self._found(marker) for marker in markers)
+
+    @property
+    def begun(self) -> int:
+        """How many of the last tokens may become a marker with those that follow."""
+        count = 0
+        for piece in map(bytes.lstrip, reversed(self.pieces)):
+            if not piece or (piece.strip(b"#") and piece.strip(b"%")):
+                break
+            count += 1
+        return count
+
+    def _found(self, marker: bytes) -> int:
+        text = b""
+        for count, piece in enumerate(reversed(self.pieces), 1):
+            text = piece + text
+            if len(text) >= len(marker):
+                before = text[: -len(marker)]
+                return count if text.endswith(marker) and not before.strip() else 0
+        return 0
 
 
 @dataclass(slots=True)
@@ -63,6 +108,7 @@ class _Branch:
     prefix: tuple[int, ...]
     body: list[int] = field(default_factory=list)
     stream: Stream = field(default_factory=Stream)
+    tail: _Tail = field(default_factory=_Tail)
 
     @property
     def over(self) -> bool:
@@ -78,6 +124,7 @@ class Pdos(Reader):
         self._vocabulary, self._marks = vocabulary, Markers.of(vocabulary)
         self._n_prompt = self._index = n_prompt
         self._numbers = 0
+        self._tail = _Tail()
         self._branches: list[_Branch] = []  #: of the block at hand
         self._threads: dict[int, _Branch] = {}
         self._titles: list[list[int]] | None = None  #: of the skeleton that is being written
@@ -87,8 +134,12 @@ class Pdos(Reader):
     def bans(self) -> tuple[tuple[int, int, int], ...]:
         """A response does not begin with what ends a block, and no step begins twice."""
         marks, first = self._marks, self._n_prompt - 1
-        start = (marks.end, marks.line_break, *sorted(marks.dots))
-        return (*((ANY, first, token) for token in start), (marks.step, ANY, marks.step))
+        start = {marks.end[0], *marks.dots}
+        breaks = set(marks.line_break) if len(marks.line_break) == 1 else set()
+        after = marks.step[-1]
+        return (*((ANY, first, token) for token in sorted(start | breaks)),
+                *((after, ANY, token) for token in sorted({marks.step[0]} | breaks)
+                  if len(marks.step) == 1))
 
     @property
     def complete(self) -> bool:
@@ -99,27 +150,18 @@ class Pdos(Reader):
         """See `Decomposer.accepted`."""
         if thread != MAIN:
             return self._branch_token(self._threads[thread], token)
-        marks, main = self._marks, self._main
+        main, piece = self._main, self._vocabulary.piece(token)
         self._index += 1
-        main.add(MAIN, self._numbers, self._vocabulary.piece(token))
+        main.add(MAIN, self._numbers, piece)
         self._numbers += 1
-        if self._titles is None:
-            if token == marks.step:
-                self._titles, self._block_index, main.held = [[]], self._index - 1, 1
-            return []
-        main.held += 1
-        title = self._titles[-1]
-        if token == marks.end and not title and len(self._titles) > 1:
-            return self._fan_out(self._titles[:-1])
-        title.append(token)
-        if token in marks.colons and len(title) > 1:
-            self._titles.append([])
-            forced = (marks.ellipsis, marks.line_break, marks.step)
-            self._index += len(forced)
-            main.edit(-1, self._text((token, *forced)))
-            return [Feed(MAIN, forced)]
-        if token in (marks.step, marks.end, marks.line_break) or len(title) > _LONGEST_TITLE:
-            self._titles, main.held = None, 0
+        if self._titles is not None:
+            main.held += 1
+            return self._title_token(self._titles, token, piece)
+        self._tail.add(piece)
+        main.held = self._tail.begun
+        if found := self._tail.marker(_STEP):
+            self._titles, self._block_index, main.held = [[]], self._index - found, found
+            self._tail = _Tail()
         return []
 
     def ended(self, thread: int) -> list[Action]:
@@ -129,30 +171,57 @@ class Pdos(Reader):
         self._main.over, self._titles = True, None
         return []
 
+    def _title_token(self, titles: list[list[int]], token: int, piece: bytes) -> list[Action]:
+        """A token of the title that is being written, or of what ends the skeleton."""
+        title, done = titles[-1], titles[:-1]
+        title.append(token)
+        text = self._text(title)
+        name = text.strip()
+        if name.startswith(_END) and done:
+            return self._fan_out(done)
+        colon = text.rstrip(b" \n*").endswith(b":")
+        if colon and len(name.strip(b"*:")) > 0 and name not in map(self._name, done):
+            titles.append([])
+            self._index += len(self._marks.forced)
+            self._main.edit(-1, piece + self._text(self._marks.forced))
+            return [Feed(MAIN, self._marks.forced)]
+        if not (colon or b"\n" in text or name.startswith(_END) or _STEP in text
+                or len(title) > _LONGEST_TITLE):
+            return []
+        if done:
+            return self._fan_out(done)
+        self._titles, self._main.held = None, 0
+        return []
+
     def _fan_out(self, titles: list[list[int]]) -> list[Action]:
         """Stage 2 begins."""
-        marks, main, first = self._marks, self._main, len(self._threads) + 1
-        self._branches = [_Branch(first + k, (marks.step, *title))
+        main, first = self._main, len(self._threads) + 1
+        self._branches = [_Branch(first + k, (*self._marks.step, *title))
                           for k, title in enumerate(titles)]
         self._threads |= {branch.thread: branch for branch in self._branches}
         for k in range(1, main.held + 1):
             main.edit(-k, b"")
         main.parts += [branch.stream for branch in self._branches]
         main.held, self._titles, self._index = 0, None, self._block_index
-        bans = tuple((colon, ANY, dots) for colon in sorted(marks.colons)
-                     for dots in sorted(marks.dots))
-        return [Cut(MAIN, self._block_index),
-                *(Fork(b.thread, MAIN, self._block_index, b.prefix, bans)
-                  for b in self._branches)]
+        return [Cut(MAIN, self._block_index), *(
+            Fork(b.thread, MAIN, self._block_index, b.prefix,
+                 tuple((b.prefix[-1], ANY, dots) for dots in sorted(self._marks.dots)))
+            for b in self._branches)]
 
     def _branch_token(self, branch: _Branch, token: int) -> list[Action]:
-        last = token in (self._marks.step, self._marks.end)
-        lead = b"" if branch.stream.parts else self._text((self._marks.line_break, *branch.prefix))
-        text = b"" if last else self._vocabulary.piece(token)
-        branch.stream.add(branch.thread, len(branch.stream.parts), lead + text)
-        if last:
-            return self._over(branch)
+        stream, piece = branch.stream, self._vocabulary.piece(token)
+        lead = b"" if stream.parts else self._text((*self._marks.line_break, *branch.prefix))
+        stream.add(branch.thread, len(stream.parts), lead + piece)
         branch.body.append(token)
+        branch.tail.add(piece)
+        stream.held = branch.tail.begun
+        if found := branch.tail.marker(_STEP, _END):
+            for k in range(1, found + 1):
+                stream.edit(-k, b"")
+            if found == len(branch.body):
+                stream.edit(0, self._text((*self._marks.line_break, *branch.prefix)))
+            del branch.body[-found:]
+            return self._over(branch)
         return []
 
     def _over(self, branch: _Branch) -> list[Action]:
@@ -160,42 +229,70 @@ class Pdos(Reader):
         actions: list[Action] = [Close(branch.thread)]
         if all(other.over for other in self._branches):
             tail = [token for other in self._branches
-                    for token in (self._marks.line_break, *other.prefix, *other.body)]
+                    for token in (*self._marks.line_break, *other.prefix, *other.body)]
             self._index += len(tail)
             actions.append(Feed(MAIN, tuple(tail)))
         return actions
+
+    def _name(self, title: Sequence[int]) -> bytes:
+        return self._text(title).strip()
 
     def _text(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self._vocabulary.piece, tokens))
 
 
+#: the paper's appendix A (arXiv 2503.20533), behind the question
 TEXT = """
 
-When parts of your answer do not depend on each other, write them as parallel steps: begin each with
-"####", then its title and a colon, and write only "......" instead of its content. After the last
-step write "####%%%%". Examples:
+When you need to sequentially handle multiple parallel steps (the steps are individual, for \
+example, analyzing multiple individual documents, planning multiple branches, evaluating multiple \
+aspects) during the reasoning process, you must strictly adhere to the following format: You need \
+to prefix each step with '####', followed by the step's title, and then a colon ':' (an English \
+colon). After all the steps are completed, you need to output '####%%%%', and only then can you \
+proceed with the subsequent reasoning process.
 
-####Check the first item:......
+Example 1:
+Question: [Resumes of A, B, C, D] Please analyze which of the four individuals best meets the \
+requirements.
+Answer: Let us analyze the strengths of each person based on their resumes.
+####Strengths of A:......
+####Strengths of B:......
+####Strengths of C:......
+####Strengths of D:......
+####%%%% Therefore, I believe that A's resume best meets the requirements.
 
-####Check the second item:......
+Example 2:
+Question: [document 1,2,3,4] Based on the information in the documents, what is the birthday of \
+Jack?
+Answer: Let us analyze each documents.
+####document 1:......
+####document 2:......
+####document 3:......
+####document 4:......
+####%%%% Therefore, Jack's birthday is 5th, May, 2000.
 
-####%%%%
+Example 3:
+Question: Please analyze the development status of China from the aspects of economy, politics, \
+culture, and society.
+Answer: Let us analyze from four aspects.
+####Economy:......
+####Politics:......
+####Culture:......
+####Society:......
+####%%%% Therefore, we can conclude that the development status of China is......
 
-####Cost:......
+Note that the examples is only used to illustrate the format; the specific content should closely \
+revolve around the specific task requirements.
 
-####Quality:......
+If you see that the part after the colon in a certain step is replaced with an ellipsis, it means \
+that the specific content does not need to be provided for this reasoning step, only the title is \
+required, and you should directly proceed to the next parallel step. Otherwise, give a complete \
+and clear analysis for this step.
 
-####%%%%
+Please be careful, do not forget any necessary steps.
 
-####Alice:......
-
-####Bob:......
-
-####Carol:......
-
-####%%%%
-
-Everything else is written as usual, without "####"."""
+Note that only a branch step should start with ####. If it is a stem or general step, you should \
+not add ####."""
 
 SPEC = DecomposerSpec(
     "pdos", "steps that are named first and written at once, in one sequence",

@@ -23,9 +23,6 @@ from pipeinfer.strategies.decomposers.factory import vocabulary_of
 
 _PREFIX = "pipeinfer.decompose."
 
-#: for models that were not trained for the method (PDOS, appendix A, in our words)
-
-
 @dataclass(frozen=True, slots=True)
 class Opening:
     """How a response begins. prompt: tokens of the main thread; decompose: how it goes on, None
@@ -39,10 +36,11 @@ def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
     """Raise UsageError for options that a decomposed response cannot honour."""
     if not config.decomposer:
         return
-    if sampling.grammar or sampling.grammar_file or sampling.json_schema:
+    spec = registry.decomposer(config.decomposer)
+    grammar = sampling.grammar or sampling.grammar_file or sampling.json_schema
+    if grammar and spec.make is not None:
         raise UsageError("--decomposer cannot be combined with a grammar: the grammar would have "
                          "to describe the threads")
-    spec = registry.decomposer(config.decomposer)
     spec.validate(registry.values_of(spec, config))
     if not spec.penalties and SamplingParams(
         repeat_penalty=sampling.repeat_penalty, presence_penalty=sampling.presence_penalty,
@@ -76,7 +74,8 @@ def opening(tokenizer: Tokenizer, texts: Mapping[str, str], method: str,
     spec = registry.decomposer(method)
     if spec.open is not None:
         return Opening(*spec.open(writer, messages))
-    return Opening(writer.encode(messages, method, spec.text), Specification(method))
+    prompt = writer.encode(messages, method, spec.text)
+    return Opening(prompt, Specification(method) if spec.make is not None else None)
 
 
 class PromptWriter:
@@ -85,13 +84,14 @@ class PromptWriter:
     def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, str]) -> None:
         self._tokenizer, self.texts = tokenizer, texts
 
-    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
-               ) -> tuple[int, ...]:
+    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
+               begun: str = "") -> tuple[int, ...]:
         """See `Writer.encode`."""
-        return tuple(self._tokenizer.encode_guarded(*self.render(messages, name, otherwise)))
+        text, seam = self.render(messages, name, otherwise, begun=begun)
+        return tuple(self._tokenizer.encode_guarded(text, seam))
 
-    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = ""
-               ) -> tuple[str, str]:
+    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
+               begun: str = "") -> tuple[str, str]:
         """See `Writer.render`."""
         asked = list(messages)
         if name in self.texts:
@@ -99,7 +99,8 @@ class PromptWriter:
             asked.insert(0, {"role": "system", "content": self.texts[name]})
         elif otherwise:
             asked[-1] = {**asked[-1], "content": asked[-1]["content"] + otherwise}
-        return self._tokenizer.guarded_chat(asked)
+        text, seam = self._tokenizer.guarded_chat(asked)
+        return text + begun, seam
 
 
 def methods_for(config: JobConfig) -> list[str]:

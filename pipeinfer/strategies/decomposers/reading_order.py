@@ -32,9 +32,9 @@ class Stream:
         assert isinstance(part, Piece)
         self.parts[index] = replace(part, text=text)
 
-    def text(self, start: int) -> bytes:
-        """The text of the pieces from number `start` on."""
-        return b"".join(part.text for part in self.parts[start:] if isinstance(part, Piece))
+    def text(self, start: int, stop: int | None = None) -> bytes:
+        """The text of the pieces from number `start` on, before number `stop`."""
+        return b"".join(part.text for part in self.parts[start:stop] if isinstance(part, Piece))
 
     def take(self) -> list[Piece]:
         """What the reader can have now that he has not had."""

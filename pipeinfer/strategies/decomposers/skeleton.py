@@ -29,11 +29,13 @@ _POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """plain: the prompt of an ordinary answer. point: the prompt for (outline, number, point), as
-    tokens; lead: text that the reader sees before a point's expansion."""
+    tokens; lead: text that the reader sees before a point's expansion; first: how the outline
+    begins, as part of its prompt."""
 
     plain: tuple[int, ...]
     point: Callable[[str, int, str], tuple[int, ...]]
     lead: Callable[[int, str], str]
+    first: str = ""
 
 
 class Skeleton(Reader):
@@ -44,7 +46,7 @@ class Skeleton(Reader):
         self._vocabulary, self._prompts = vocabulary, prompts
         self._outline: list[bytes] = []
         self._points: dict[int, Stream] = {}
-        self._leads: dict[int, bytes] = {}
+        self._leads: dict[int, bytes] = {}  #: of points without a token
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
@@ -61,18 +63,20 @@ class Skeleton(Reader):
         piece = self._vocabulary.piece(token)
         if thread == MAIN:
             self._main.add(MAIN, len(self._outline), b"")
+            self._main.held = 1  # what nobody writes anything about is named with it
             self._outline.append(piece)
         else:
-            self._points[thread].add(thread, len(self._points[thread].parts),
-                                     self._leads.pop(thread, b"") + piece)
+            point = self._points[thread]
+            point.add(thread, len(point.parts), self._leads.pop(thread, b"") + piece)
         return []
 
     def ended(self, thread: int) -> list[Action]:
         """See `Decomposer.ended`."""
         if thread != MAIN:
             self._points[thread].over = True
+            self._pass_on(thread)
             return [Close(thread)]
-        outline = b"".join(self._outline).decode("utf-8", "replace")
+        outline = self._prompts.first + b"".join(self._outline).decode("utf-8", "replace")
         points: dict[int, str] = {}
         for number, text in _POINT.findall(outline):
             if len(number) < 4:
@@ -85,25 +89,72 @@ class Skeleton(Reader):
         if not forks:
             forks = [Fork(1, MAIN, 0, self._prompts.plain)]
         self._points = {fork.thread: Stream() for fork in forks}
-        self._main.parts += self._points.values()
+        end = max(len(self._main.parts) - 1, 0)
+        self._main.parts[end:end] = self._points.values()
         self._main.over = True
         return list(forks)
+
+    def _pass_on(self, thread: int) -> None:
+        """The title of a point of which nothing was written goes to the next that has a token."""
+        title = self._leads.pop(thread, b"")
+        for later in range(thread + 1, len(self._points) + 1):
+            point = self._points[later]
+            if point.parts:
+                point.edit(0, title + point.text(0, 1))
+                return
+            if not point.over:
+                self._leads[later] = title + self._leads[later]
+                return
+        if title and self._outline:
+            self._main.edit(-1, title + self._main.text(-1))
 
 
 # --- prompts ----------------------------------------------------------------------------------
 
-OUTLINE = """You only write the skeleton of an answer, not the answer. Give it as a numbered
-list of 3 to 10 points of 3 to 5 words each, and nothing else.
+#: as published (arXiv 2307.15337, appendix); FIRST and BEGUN begin the model's answers
+OUTLINE = """You're an organizer responsible for only giving the skeleton (not the full content) \
+for answering the question. Provide the skeleton in a list of points (numbered 1., 2., 3., etc.) \
+to answer the question. Instead of writing a full sentence, each skeleton point should be very \
+short with only 3~5 words. Generally, the skeleton should have 3~10 points.
 
-Question: {question}"""
-POINT = """You continue one point of the answer to a question, and nothing else.
+Question:
+What are the typical types of Chinese dishes?
+Skeleton:
+1. Dumplings.
+2. Noodles.
+3. Dim Sum.
+4. Hot Pot.
+5. Wonton.
+6. Ma Po Tofu.
+7. Char Siu.
+8. Fried Rice.
 
-Question: {question}
+Question:
+What are some practical tips for individuals to reduce their carbon emissions?
+Skeleton:
+1. Energy conservation.
+2. Efficient transportation.
+3. Home energy efficiency.
+4. Reduce water consumption.
+5. Sustainable diet.
+6. Sustainable travel.
 
-Skeleton of the answer:
+Now, please provide the skeleton for the following question.
+{question}
+Skeleton:"""
+FIRST = "1."
+POINT = """You're responsible for continuing the writing of one and only one point in the overall \
+answer to the following question.
+
+{question}
+
+The skeleton of the answer is
+
 {outline}
 
-Write point {index} ("{point}") in one or two short sentences. Do not write the other points."""
+Continue and only continue the writing of point {index}. Write it **very shortly** in 1~2 \
+sentence and do not continue with other points!"""
+BEGUN = "{index}. {point}"
 _NAMES = ("outline", "index", "point")
 _HOLES = {name: f"\ue000{name}\ue001" for name in _NAMES}  # private use: in no text of a model
 
@@ -117,15 +168,20 @@ def open_response(writer: Writer, messages: Sequence[Mapping[str, str]]
     """
     values = {"question": messages[-1]["content"], **_HOLES}
 
+    def filled(template: str) -> str:
+        return re.sub(r"\{(question|outline|index|point)\}", lambda m: values[m[1]], template)
+
     def asking(template: str) -> list[Mapping[str, str]]:
-        text = re.sub(r"\{(question|outline|index|point)\}", lambda m: values[m[1]], template)
-        return [*messages[:-1], {"role": "user", "content": text}]
+        return [*messages[:-1], {"role": "user", "content": filled(template)}]
 
     texts = writer.texts
-    point, seam = writer.render(asking(texts.get("sot.point", POINT)), "sot.system")
-    return writer.encode(asking(texts.get("sot.outline", OUTLINE)), "sot.system"), Specification(
-        "skeleton", writer.encode(messages, "plain"), point, seam,
-        lead="sot.outline" not in texts)
+    lead = "sot.outline" not in texts
+    point, seam = writer.render(asking(texts.get("sot.point", POINT)), "sot.system",
+                                begun=filled(BEGUN) if lead else "")
+    outline = writer.encode(asking(texts.get("sot.outline", OUTLINE)), "sot.system",
+                            begun=FIRST if lead else "")
+    return outline, Specification(
+        "skeleton", writer.encode(messages, "plain"), point, seam, lead=lead)
 
 
 def _make(setup: DecomposerSetup) -> Skeleton:
@@ -136,8 +192,10 @@ def _make(setup: DecomposerSetup) -> Skeleton:
         return setup.encode(wanted.point, wanted.seam,
                             {_HOLES[name]: value for name, value in values.items()})
 
+    if not wanted.lead:
+        return Skeleton(setup.vocabulary, Prompts(wanted.plain, prompt, lambda *_: ""))
     return Skeleton(setup.vocabulary, Prompts(
-        wanted.plain, prompt, lambda index, text: f"{index}. {text}: " if wanted.lead else ""))
+        wanted.plain, prompt, lambda index, text: f"{index}. {text}", FIRST))
 
 
 SPEC = DecomposerSpec("skeleton", "an outline, then every point with a prompt of its own", _make,

@@ -258,7 +258,7 @@ SPEC = ProposerSpec(
     "lookahead", "n-grams that the target makes in spare rows (docs/lookahead.md)",
     inline=lambda setup: Lookahead(
         setup.options["lookahead_window"], setup.options["lookahead_ngram"],
-        setup.options["lookahead_candidates"]),
+        setup.options["lookahead_candidates"], prompt_pool=setup.options["prompt_pool"]),
     options={
         "lookahead_window": OwnOption(2, Option(
             ("--lookahead-window",), "int",
@@ -270,5 +270,9 @@ SPEC = ProposerSpec(
         "lookahead_candidates": OwnOption(2, Option(
             ("--lookahead-candidates",), "int",
             "With --proposer lookahead: maximum n-grams verified in a step (G).", 0, 128)),
+        "prompt_pool": OwnOption(True, Option(
+            ("--prompt-pool",), "flag",
+            "With --proposer lookahead: the pool holds the n-grams of prompt and answer, too, not "
+            "only those of windows.", off_flag="--no-prompt-pool")),
     },
     replicable=True)
