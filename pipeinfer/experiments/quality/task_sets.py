@@ -16,6 +16,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.experiments.quality.prompt_sets import Prompt, by_answer, by_pattern
 
 STUDENTS, DOCUMENTS = 10, 6  #: in a question
+#: women's and men's in turn
 _FIRST = ("Lily", "Omar", "Greta", "Hikaru", "Nadia", "Pavel", "Ines", "Tomas", "Wanjiru", "Bruno",
           "Sofia", "Arjun", "Freya", "Mateo", "Leila", "Jonas")
 _LAST = ("Wilson", "Haddad", "Lindqvist", "Sawai", "Petrova", "Novak", "Duarte", "Keller",
@@ -75,8 +76,8 @@ def students(rng: np.random.Generator) -> Prompt:
 
 def documents(rng: np.random.Generator) -> Prompt:
     """A question whose answer takes two of six passages (multi-document QA)."""
-    names, towns = _people(rng, 2 * DOCUMENTS), [str(t) for t in rng.permutation(_TOWNS)]
-    half = DOCUMENTS // 2
+    half, towns = DOCUMENTS // 2, [str(town) for town in rng.permutation(_TOWNS)]
+    names = [*_people(rng, half, _FIRST[::2]), *_people(rng, half, _FIRST[1::2])]
     texts = [f"{names[k]} was a {rng.choice(_FIELDS)} teacher and the wife of {names[half + k]}. "
              f"They had {rng.integers(2, 6)} children." for k in range(half)]
     texts += [f"{names[k]} was born in {towns[k]} and grew up in {towns[half + k]}, where she "
@@ -92,9 +93,9 @@ def documents(rng: np.random.Generator) -> Prompt:
         [towns[chosen]], reference=f"Answer: {towns[chosen]}", kind="documents")
 
 
-def _people(rng: np.random.Generator, count: int) -> list[str]:
-    pairs = rng.permutation(len(_FIRST) * len(_LAST))[:count]
-    return [f"{_FIRST[i // len(_LAST)]} {_LAST[i % len(_LAST)]}" for i in pairs]
+def _people(rng: np.random.Generator, count: int, first: Sequence[str] = _FIRST) -> list[str]:
+    pairs = rng.permutation(len(first) * len(_LAST))[:count]
+    return [f"{first[i // len(_LAST)]} {_LAST[i % len(_LAST)]}" for i in pairs]
 
 
 def _written(questions: Sequence[str], kind: str) -> Iterator[Prompt]:
