@@ -231,20 +231,50 @@ spool_stdin() {
     done
 }
 
+open_door() {
+    # Where a failed job starts again, a server's HTTP process belongs to this script, not to the job:
+    # its clients wait for the next one. It is started anew when it has died.
+    case "${PIPEINFER_RESTARTS:-0} $* " in "0 "*) return 0 ;; *" serve "*) ;; *) return 0 ;; esac
+    if [ -n "$DOOR_PID" ] && kill -0 "$DOOR_PID" 2>/dev/null; then return 0; fi
+    local folder
+    folder=$(mktemp -d)
+    (trap '' INT HUP USR1; exec env -u PIPEINFER_JOB "$VENV/bin/python" -m pipeinfer.server.door "$folder/door") \
+        </dev/null >/dev/null &
+    DOOR_PID=$!
+    export PIPEINFER_DOOR="$(uname -n):$folder/door"
+}
+
+close_door() {
+    [ -n "$DOOR_PID" ] || return 0
+    kill -TERM "$DOOR_PID" 2>/dev/null || true
+    wait "$DOOR_PID" 2>/dev/null || true
+}
+
 run_mpi() {
+    local status
+    DOOR_PID=
+    run_mpi_again "$@" && status=0 || status=$?
+    close_door
+    return "$status"
+}
+
+run_mpi_again() {
     # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
-    # 30 s; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
+    # 30 s, or after 1 s when it has lived for 20; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
     # 130) and what cannot be used as it is (2) is not tried again.
     local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
     case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is not a whole number"; exit 2 ;; esac
     ASKED=0
     while true; do
         began=$SECONDS
+        open_door "$@"
         run_mpi_once "$@" && status=0 || status=$?
         case "$status" in 0 | 2 | 130) return "$status" ;; esac
         [ "$ASKED" = 0 ] || return "$status"
         if [ $((SECONDS - began)) -ge 600 ]; then
             left=${PIPEINFER_RESTARTS:-0} pause=1
+        elif [ $((SECONDS - began)) -ge 20 ]; then
+            pause=1  # it was no failure to start, and clients wait
         fi
         if [ "$left" -le 0 ]; then
             if [ "${PIPEINFER_RESTARTS:-0}" != 0 ]; then

@@ -408,6 +408,10 @@ class ServeConfig:
                                  high=1e6,
                                  help="Disconnect a client that has not read its answer for this "
                                       "many seconds.")
+    restart_timeout: float = _opt(300.0, "--restart-timeout", kind="float", low=0.1, high=1e6,
+                                  help="Seconds that requests wait for a job that the launch "
+                                       "scripts start again (PIPEINFER_RESTARTS), before they end "
+                                       "with an error.")
     cors_origin: tuple[str, ...] = _opt((), "--cors-origin", kind="list",
                                         help="Web page origin that may use the server, such as "
                                              "https://chat.example.org (repeatable), or *.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -67,8 +68,13 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
     if job.cluster.trace:
         raise UsageError("--trace keeps every run in memory, so a server cannot use it: use it "
                          "with generate or bench")
-    listener = http_process.listen(config.host, config.port, config.client_timeout)
-    child = http_process.start(settings, listener)
+
+    def listener() -> socket.socket:
+        return http_process.listen(config.host, config.port, config.client_timeout)
+
+    door = http_process.door_here()
+    child = http_process.start(settings, listener()) if door is None \
+        else http_process.enter(door, settings, listener)
 
     def progress(states: Any) -> None:
         child.link.send(Loading({
@@ -139,7 +145,8 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         any_name=config.any_model_name, api_keys=api_keys(config),
         parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
-        client_timeout=config.client_timeout, cors_origins=config.cors_origin,
+        client_timeout=config.client_timeout, restart_timeout=config.restart_timeout,
+        cors_origins=config.cors_origin,
         hosts=host_names(config), check_hosts=bool(config.allow_host),
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),

@@ -12,6 +12,7 @@ made anew each time. This module knows no prompts and no HTTP, and not how ranks
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary
@@ -240,6 +242,16 @@ class Session:
     def n_stages(self) -> int:
         """How many stages hold the target."""
         return self.assembly.grid.n_stages
+
+    @property
+    def bits(self) -> str:
+        """What tokens depend on, in short: a job in which it is equal brings the same ones."""
+        model, assembly = self.config.model, self.assembly
+        parts = (self.ground.job.model.fingerprint, self.ground.chunk, llama_identity(),
+                 model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
+                 sorted({holding.cut for holding in assembly.held}),
+                 sorted({ready.backend for ready in assembly.ready.values()}))
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def use(self, config: JobConfig) -> None:
         """Decode by another config's policy, proposers and knobs from now on; only while nothing

@@ -146,12 +146,14 @@ class Head:
             observer.restarted()
         self._feed(Restart(limits, reason))
 
-    def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None) -> None:
+    def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None,
+               output: tuple[int, ...] = ()) -> None:
         """Queue a request; its tokens and its one terminal event come from `next_news`.
 
-        decompose: makes the decomposer of a response in threads.
+        decompose: makes the decomposer of a response in threads. output: tokens that it has brought
+        in an earlier job, which do not come again.
         """
-        self._feed(Submit(request, decompose=decompose))
+        self._feed(Submit(request, output, decompose))
 
     def abort(self, request_id: int, reason: str) -> None:
         """End a request now; harmless when it has ended already."""

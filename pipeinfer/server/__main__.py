@@ -1,4 +1,5 @@
-"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only.
+"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only; `door` is
+the one that launch scripts start.
 
 LINK is one end of a socket pair to rank 0, LISTENER a listening socket. Ends when rank 0 says so
 or has gone: with 0 after a goodbye, else with 1.
@@ -13,20 +14,22 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import chat_template
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.frames import FIRST, HEADER, decode
+from pipeinfer.server.frames import FIRST
+from pipeinfer.server.http_process import first_frame
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
-from pipeinfer.server.settings import Settings
 
 _START_SECONDS = 30.0
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
@@ -46,45 +49,40 @@ def main() -> int:
     """Serve until rank 0 has gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    prepare()
+    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    link.settimeout(_START_SECONDS)
+    try:
+        settings = first_frame(link, FIRST)
+    except (EOFError, OSError):
+        return 1  # rank 0 has gone already
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        hub = Hub(settings, Metrics())
+        return runner.run(serve(hub, hub.run(link), Server(hub).asgi, listener))
+
+
+def prepare() -> None:
+    """Limits and logs of a process that serves HTTP."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a socket per client
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
-    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(link, listener, _first_frame(link)))
 
 
-def _first_frame(link: socket.socket) -> Settings:
-    link.settimeout(_START_SECONDS)
-
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = link.recv(count - len(data))
-            if not part:
-                raise SystemExit(1)  # rank 0 has gone already
-            data += part
-        return data
-
-    (size,) = HEADER.unpack(exactly(HEADER.size))
-    settings = decode(exactly(size), FIRST)
-    link.setblocking(False)
-    return settings
-
-
-async def _serve(link: socket.socket, listener: socket.socket, settings: Settings) -> int:
-    metrics = Metrics()
-    hub = Hub(settings, metrics)
+async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, listener: socket.socket
+                ) -> int:
+    """Answer clients until `follow`, which follows rank 0, has ended, or no rank 0 comes any more;
+    the process's exit status."""
+    settings = hub.settings
     server = _Uvicorn(uvicorn.Config(
-        Server(hub).asgi, http=Connection, ws="none", lifespan="off", log_level="warning",
+        app, http=Connection, ws="none", lifespan="off", log_level="warning",
         access_log=False,
         timeout_keep_alive=max(1, int(min(_KEEP_ALIVE, settings.client_timeout))),
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
         limit_concurrency=_MOST_CONNECTIONS,
     ))
-    following = asyncio.create_task(hub.run(link))
-    loading = asyncio.create_task(_load(hub))
+    following = asyncio.create_task(follow)
+    loading = asyncio.create_task(load(hub))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await asyncio.wait((asyncio.create_task(hub.left.wait()), serving, following),
                        return_when=asyncio.FIRST_COMPLETED)
@@ -92,11 +90,13 @@ async def _serve(link: socket.socket, listener: socket.socket, settings: Setting
     if failed:
         await asyncio.wait((serving,), timeout=_STATE_SECONDS)
     server.should_exit = True
+    if hub.left.is_set():
+        following.cancel()
     await asyncio.gather(serving, following, loading, return_exceptions=True)
     return int(failed)
 
 
-async def _load(hub: Hub) -> None:
+async def load(hub: Hub) -> None:
     """Load the vocabulary; the stages load meanwhile."""
     chat_template.prepare()
     try:

@@ -71,6 +71,9 @@ class Generation:
         self.failure: Failure | None = None
         self.stats: dict[str, Any] = {}
         self.counts = Counts(n_prompt)
+        self.tokens: list[int] = []
+        self.restarts = 0  #: how often a new job has taken it up
+        self.same_bits = True  #: whether all of these computed as the first one did
         self._news = news
         self._stream = TextStream(tokenizer, stops)
         self._waiting: deque[tuple[int, Piece]] = deque()  # where each begins
@@ -96,6 +99,7 @@ class Generation:
         if self.stopped or self.ended:
             return False
         counts, now = self.counts, time.monotonic()
+        self.tokens.append(token)
         counts.output += 1
         counts.first = counts.first or now
         counts.last = now

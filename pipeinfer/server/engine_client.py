@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import socket
@@ -51,7 +52,7 @@ from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
 
-State: TypeAlias = Literal["loading", "ready", "draining", "failed", "stopped"]
+State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
@@ -79,10 +80,14 @@ class Watcher:
 
 
 class Hub:
-    """Who is open, and the engine's state; `reason` says why it failed."""
+    """Who is open, and the engine's state; `reason` says why it failed.
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        self.settings, self.metrics = settings, metrics
+    outlives: another engine may come when one has failed. Until then requests wait, and the new one
+    takes them up with the tokens that they have brought.
+    """
+
+    def __init__(self, settings: Settings, metrics: Metrics, *, outlives: bool = False) -> None:
+        self.settings, self.metrics, self.outlives = settings, metrics, outlives
         self.state: State = "loading"
         self.reason = ""
         self.loading: dict[str, Any] = {}
@@ -95,13 +100,21 @@ class Hub:
         self._writer: asyncio.StreamWriter | None = None
         self._watchers: set[Watcher] = set()
         self._rebalances: dict[int, asyncio.Future[Rebalanced]] = {}
+        self._frames: dict[int, Submit] = {}  #: of those that are open
+        self._computed_by: dict[int, object] = {}  #: "bits" of the facts they began with
+        self._patience: asyncio.TimerHandle | None = None
+        self._gave_up = False  #: the engine has been away for too long
 
     # --- requests -----------------------------------------------------------------------------
 
     def check_ready(self) -> Tokenizer:
         """The vocabulary, when requests can be taken. Raises ApiError (503) otherwise."""
-        if self.state == "ready" and self.tokenizer is not None:
+        waits = self.state == "restarting" and not self._gave_up
+        if (self.state == "ready" or waits) and self.tokenizer is not None:
             return self.tokenizer
+        if self.state == "restarting":
+            raise ApiError(503, f"the cluster has failed: {self.reason}; it is being started "
+                                "again", code="cluster_failed")
         if self.state in ("loading", "ready"):
             raise ApiError(503, "the model is still loading; try again shortly", code="loading")
         if self.state == "failed":
@@ -129,20 +142,28 @@ class Hub:
         request_id = next(self._ids)
         generation = Generation(request_id, index, len(prompt), tokenizer, asked.stops, news)
         self.open[request_id] = generation
-        self._send(Submit(
+        self._frames[request_id] = Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose))
+            asked.ignore_eos, asked.decompose)
+        if self.state == "ready":
+            self._hand_over(generation)
         return generation
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a choice that nobody waits for; harmless when it has ended."""
-        if generation.request_id in self.open and not generation.ended:
+        if generation.request_id not in self.open or generation.ended:
+            return
+        if self.state == "restarting":
+            self._end(generation, reason, {})
+        else:
             self._send(Abort(generation.request_id, reason))
 
     async def rebalance(self, timeout: float, *, preview: bool = False) -> Rebalanced:
         """Ask the engine to redistribute the layers, or what that would change; returns the
         outcome. Raises ApiError."""
         self.check_ready()
+        if self.state != "ready":
+            raise ApiError(503, "the cluster is being started again", code="cluster_failed")
         if self._rebalances:
             raise ApiError(429, "the layers are already being redistributed", code="rebalancing")
         number = next(self._ids)
@@ -189,11 +210,13 @@ class Hub:
                     raise ProtocolError(f"a frame announces {size} bytes")
                 self.handle(decode(await reader.readexactly(size), FROM_ENGINE))
         except (asyncio.IncompleteReadError, OSError):
-            self.fail("rank 0 has died")
+            self._lost("rank 0 has died")
         except Exception as error:  # whatever it is, clients must not wait for nothing
             _log.exception("a frame of rank 0 cannot be handled")
-            self.fail(f"a message of rank 0 is malformed: {error}")
-        self.left.set()
+            self._lost(f"a message of rank 0 is malformed: {error}")
+        self._writer.close()
+        if self.state != "restarting":
+            self.left.set()
 
     def handle(self, frame: EngineFrame) -> None:
         """Apply one frame of the engine to choices, status and watchers."""
@@ -210,9 +233,7 @@ class Hub:
             case Loading(stages):
                 self.loading = stages
             case Ready(facts):
-                self.state, self.facts = "ready", facts
-                if self._watchers:
-                    self._send(Watch(True))
+                self._welcome(facts)
             case Changed(facts):
                 self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
@@ -223,7 +244,7 @@ class Hub:
                 self.state = "draining"
                 self._show({"op": "state", "state": self.state})
             case Failed(message):
-                self.fail(message)
+                self._lost(message)
             case Bye():
                 self.state = "stopped"
                 self._end_all(Failure("shutdown", "the server has shut down"))
@@ -237,15 +258,10 @@ class Hub:
         match item:
             case Token():
                 self._token(generation, item)
-            case Ended(request_id, reason, stats):
-                del self.open[request_id]
-                if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
-                    generation.stats = stats
-                    generation.fail(failure)
-                generation.end(reason, stats)
-                self.metrics.ended(generation, reason)
-            case Refused(request_id, kind, message):
-                del self.open[request_id]
+            case Ended(_, reason, stats):
+                self._end(generation, reason, stats)
+            case Refused(_, kind, message):
+                self._close(generation)
                 generation.fail(Failure(kind, message))
                 self.metrics.ended(generation, "error")
             case _:
@@ -262,20 +278,96 @@ class Hub:
             generation.fail(Failure("internal", f"a token cannot be handled: {error}"))
         self.metrics.token(generation, before)
 
+    def _end(self, generation: Generation, reason: str, stats: dict[str, Any]) -> None:
+        self._close(generation)
+        if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
+            generation.stats = stats
+            generation.fail(failure)
+        generation.end(reason, stats)
+        self.metrics.ended(generation, reason)
+
+    def _close(self, generation: Generation) -> None:
+        for table in (self.open, self._frames, self._computed_by):
+            table.pop(generation.request_id, None)
+
+    # --- engines that come and go -------------------------------------------------------------
+
+    def _welcome(self, facts: dict[str, Any]) -> None:
+        """An engine takes requests: those that wait, first."""
+        if self._patience is not None:
+            self._patience.cancel()
+        if self.state == "restarting":
+            self.metrics.restarted()
+        self._patience, self._gave_up, self.reason = None, False, ""
+        self.state, self.facts, self.status = "ready", facts, {}
+        if self._watchers:
+            self._send(Watch(True))
+            self._show({"op": "facts", "state": self.state, "facts": facts})
+        for generation in list(self.open.values()):
+            self._hand_over(generation)
+
+    def _hand_over(self, generation: Generation) -> None:
+        """Have the engine work on a choice, from what it has brought on."""
+        frame, bits = self._frames[generation.request_id], self.facts.get("bits")
+        if generation.stopped or len(generation.tokens) >= frame.max_tokens:
+            self._end(generation, "length", {})  # its end has got lost with the engine
+            return
+        if generation.request_id in self._computed_by:
+            generation.restarts += 1
+            if generation.tokens and self._computed_by[generation.request_id] != bits:
+                generation.same_bits = False
+        self._computed_by[generation.request_id] = bits
+        self._send(dataclasses.replace(frame, output=tuple(generation.tokens)))
+
+    def _lost(self, reason: str) -> None:
+        """The engine has gone, or says that it cannot go on."""
+        if not self.outlives or self.state in ("failed", "stopped"):
+            self.fail(reason)
+        elif self.state != "restarting":
+            self.state, self.reason = "restarting", reason
+            self._patience = asyncio.get_running_loop().call_later(
+                self.settings.restart_timeout, self._give_up)
+            self._end_rebalances(reason)
+            self._show_state()
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._end_all(Failure("failed", f"the cluster has failed: {self.reason}; it was not back "
+                                        f"within {self.settings.restart_timeout:g} s "
+                                        "(--restart-timeout)"))
+
     def fail(self, reason: str) -> None:
         """The engine is lost: every open choice ends with an error."""
         self.state, self.reason = "failed", reason
         self._end_all(Failure("failed", f"the cluster has failed: {reason}"))
+
+    def end_all(self, reason: str) -> None:
+        """Every open choice ends with an error; the engine's state stays."""
+        self._end_all(Failure("failed", reason))
+
+    def leave(self) -> None:
+        """No engine comes any more."""
+        if self.state != "stopped":
+            self.fail(self.reason or "the server was ended")
+        self.left.set()
 
     def _end_all(self, failure: Failure) -> None:
         for generation in self.open.values():
             generation.fail(failure)
             self.metrics.ended(generation, "error")
         self.open.clear()
+        self._frames.clear()
+        self._computed_by.clear()
+        self._end_rebalances(failure.message, failure.kind)
+        self._show_state()
+
+    def _end_rebalances(self, message: str, kind: str = "failed") -> None:
         for waiting in self._rebalances.values():
             if not waiting.done():
-                waiting.set_exception(ApiError(503, failure.message, code=(
-                    "cluster_failed" if failure.kind == "failed" else "shutting_down")))
+                waiting.set_exception(ApiError(503, message, code=(
+                    "cluster_failed" if kind == "failed" else "shutting_down")))
+
+    def _show_state(self) -> None:
         self._show({"op": "state", "state": self.state, "reason": self.reason,
                     "time": time.time()})
 

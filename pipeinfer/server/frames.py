@@ -151,8 +151,18 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
+class Welcome:
+    """The first frame of an HTTP process that was there before rank 0. url: where it listens; empty
+    when it wants a listening socket along with its settings."""
+
+    op: ClassVar[str] = "welcome"
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """A request under an id of its own. prompt: token ids; decompose: for a response in threads."""
+    """A request under an id of its own. prompt: token ids; decompose: for a response in threads;
+    output: tokens that an earlier rank 0 has brought, and that do not come again."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -161,6 +171,7 @@ class Submit:
     params: SamplingParams
     ignore_eos: bool = False
     decompose: Specification | None = None
+    output: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +206,7 @@ ClientFrame: TypeAlias = Submit | Abort | Watch | Rebalance
 Kinds: TypeAlias = Mapping[str, type[T]]
 
 FIRST: Kinds[Settings] = {Settings.op: Settings}
+GREETING: Kinds[Welcome] = {Welcome.op: Welcome}
 FROM_ENGINE: Kinds[EngineFrame] = {kind.op: kind for kind in typing.get_args(EngineFrame)}
 FROM_CLIENT: Kinds[ClientFrame] = {kind.op: kind for kind in typing.get_args(ClientFrame)}
 
@@ -203,7 +215,7 @@ FROM_CLIENT: Kinds[ClientFrame] = {kind.op: kind for kind in typing.get_args(Cli
 _TOKEN, _ENDED, _REFUSED = "t", "end", "error"  #: what a list among the news begins with
 
 
-def encode(frame: Settings | EngineFrame | ClientFrame) -> bytes:
+def encode(frame: Settings | EngineFrame | ClientFrame | Welcome) -> bytes:
     """The bytes of one frame. Raises ProtocolError when it is too long."""
     body = json.dumps({"op": frame.op, **_fields(frame)}, separators=(",", ":"),
                       default=_plain).encode()

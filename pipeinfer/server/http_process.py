@@ -1,4 +1,5 @@
-"""Starts and ends the HTTP process, a child of rank 0 in a session of its own.
+"""Starts and ends the HTTP process, a child of rank 0 in a session of its own; or enters one that a
+launch script keeps, which outlives the job (`door`).
 
 It is started before MPI, because a process that talks MPI must not fork, and gets a listening
 socket, one end of a pair and its settings over that pair: keys are on no command line and in no
@@ -16,10 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from pipeinfer.errors import UsageError
-from pipeinfer.server.frames import Failed
+from pipeinfer.errors import ClusterError, UsageError
+from pipeinfer.server.frames import GREETING, HEADER, Failed, Kinds, decode, encode
 from pipeinfer.server.link import Link
 from pipeinfer.server.settings import Settings
 
@@ -27,13 +31,18 @@ _BACKLOG = 1024
 _SEND_BUFFER = 512 << 10  #: bytes of an answer that the kernel holds for a slow reader
 _LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _WORDS_SECONDS = 2.0
+_ENTER_SECONDS = 20.0
+DOOR = "PIPEINFER_DOOR"  #: host:path of the launch script's HTTP process
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Child:
-    """The HTTP process and the link to it. url: where it listens."""
+    """The HTTP process and the link to it. url: where it listens. process: None for one that is no
+    child of this process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     link: Link
     url: str
     told: bool = False  #: it knows why the job cannot go on
@@ -48,8 +57,12 @@ class Child:
             self.link.flush(_WORDS_SECONDS)
 
     def end(self, timeout: float) -> int:
-        """Wait for its end, kill it after `timeout` seconds; its exit status."""
+        """Wait for its end, kill it after `timeout` seconds; its exit status. One that is no child
+        is left alone."""
         self.link.flush(_WORDS_SECONDS)
+        if self.process is None:
+            self.link.close()
+            return 0
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -87,9 +100,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 
 def start(settings: Settings, listener: socket.socket) -> Child:
     """Start the HTTP process on `listener`, which it takes over."""
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_loopback:
-        settings = dataclasses.replace(settings, check_hosts=True)
+    settings = _for_address(settings, listener)
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items()
                if not k.startswith(_LAUNCHER) and k != "PIPEINFER_API_KEY"}
@@ -99,7 +110,84 @@ def start(settings: Settings, listener: socket.socket) -> Child:
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )
     theirs.close()
+    url = url_of(listener)
     listener.close()
     link = Link(ours)
     link.send(settings)
-    return Child(process, link, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    return Child(process, link, url)
+
+
+def door_here() -> str | None:
+    """Where the launch script's HTTP process waits for rank 0, if it does and is on this host."""
+    host, _, path = os.environ.get(DOOR, "").partition(":")
+    return path if path and host == socket.gethostname() else None
+
+
+def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> Child:
+    """Become the rank 0 of the HTTP process that waits at `path`. make: a listening socket, for one
+    that has none yet. Raises ClusterError when it does not answer, and what `make` does."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(_ENTER_SECONDS)
+    try:
+        _connect(sock, path)
+        url = first_frame(sock, GREETING).url
+        if url:
+            sock.sendall(encode(_for_address(settings, ipaddress.ip_address(
+                url.rpartition(":")[0].removeprefix("http://").strip("[]")))))
+        else:
+            with make() as listener:
+                url = url_of(listener)
+                body = encode(_for_address(settings, listener))
+                sent = socket.send_fds(sock, [body], [listener.fileno()])
+                sock.sendall(body[sent:])
+    except (OSError, EOFError) as error:
+        sock.close()
+        raise ClusterError(f"the HTTP process at {path} does not answer ({error}): start the "
+                           "server again") from error
+    except BaseException:
+        sock.close()
+        raise
+    sock.settimeout(None)
+    return Child(None, Link(sock), url)
+
+
+def _connect(sock: socket.socket, path: str) -> None:
+    """It may not be there yet."""
+    deadline = time.monotonic() + _ENTER_SECONDS
+    while True:
+        try:
+            sock.connect(path)
+            return
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def first_frame(sock: socket.socket, kinds: Kinds[T]) -> T:
+    """The first frame of a socket that waits. Raises EOFError, OSError, ProtocolError."""
+    (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
+    return decode(_exactly(sock, size), kinds)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError("the other end has gone")
+        data += part
+    return data
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _for_address(settings: Settings, where: socket.socket | _Address) -> Settings:
+    """On a loopback address only the names of this host are taken."""
+    address = ipaddress.ip_address(where.getsockname()[0]) if isinstance(where, socket.socket) \
+        else where
+    return dataclasses.replace(settings, check_hosts=True) if address.is_loopback else settings

@@ -71,6 +71,8 @@ class Metrics:
                         for name, text in _STAGES.items()}
         self._sums = Gauge("sum_seconds", "What adding up one row over the members of a stage took "
                                           "at the start.", ["stage", "rank", "host"], **make)
+        self._restarts = Counter("restarts", "How often a new job took over from one that failed.",
+                                 **make)
         self._recoveries = Gauge("recoveries", "How often the job recovered from "
                                                "lost ranks.", **make)
         self._lost = Gauge("ranks_lost", "Ranks that the job has lost.", **make)
@@ -85,6 +87,10 @@ class Metrics:
     def answered(self, status: int) -> None:
         """Count an HTTP answer by its status."""
         self._answers.labels(str(status)).inc()
+
+    def restarted(self) -> None:
+        """Another job took over."""
+        self._restarts.inc()
 
     def refused(self) -> None:
         """A request was turned away before it reached the engine."""

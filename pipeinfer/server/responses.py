@@ -262,7 +262,8 @@ def timings(generations: Sequence[Generation]) -> Timings:
     """Counts and speeds, named as llama.cpp's server names them; of several choices together.
 
     Times in milliseconds. prompt: until the first token, the wait in the queue included.
-    predicted: from the first token to the last.
+    predicted: from the first token to the last. Where a new job has taken over: how often, and
+    whether it computes as the one before, so that tokens are those of an undisturbed answer.
     """
     counts = [g.counts for g in generations]
     reused = sum(_reused(g) for g in generations)
@@ -274,7 +275,7 @@ def timings(generations: Sequence[Generation]) -> Timings:
     prompt_s = min(firsts) - start if firsts else 0.0
     span = max(lasts) - min(firsts) if firsts and lasts else 0.0
     after_first = output - len(firsts)
-    return {
+    spent: Timings = {
         "prompt_n": prompt_n, "cache_n": reused, "prompt_ms": 1e3 * prompt_s,
         "prompt_per_second": prompt_n / prompt_s if prompt_s > 0 else None,
         "predicted_n": output, "predicted_ms": 1e3 * span,
@@ -285,6 +286,10 @@ def timings(generations: Sequence[Generation]) -> Timings:
         "runs_n": sum(int(g.stats.get("runs", 0)) for g in generations),
         "cancelled_runs_n": sum(int(g.stats.get("cancelled_runs", 0)) for g in generations),
     }
+    if restarts := sum(g.restarts for g in generations):
+        spent["restarts_n"] = restarts
+        spent["same_arithmetic"] = all(g.same_bits for g in generations)
+    return spent
 
 
 def _reused(generation: Generation) -> int:

@@ -71,6 +71,8 @@ class Timings(TypedDict):
     accepted_n: int
     runs_n: int
     cancelled_runs_n: int
+    restarts_n: NotRequired[int]
+    same_arithmetic: NotRequired[bool]
 
 
 class Detail(TypedDict):
@@ -313,7 +315,7 @@ class Health(TypedDict):
     """status: ok, loading, draining, failed or stopped. recoveries: how often the job went on after
     it had lost ranks; lost: which."""
 
-    status: Literal["ok", "loading", "draining", "failed", "stopped"]
+    status: Literal["ok", "loading", "restarting", "draining", "failed", "stopped"]
     recoveries: NotRequired[int]
     lost: NotRequired[list[int]]
     stages: NotRequired[dict[str, Any]]

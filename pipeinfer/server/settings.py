@@ -21,6 +21,7 @@ class Settings:
     max_body: bytes of a request
     request_timeout: seconds that a request may take
     client_timeout: seconds that a client may leave its answer unread
+    restart_timeout: seconds that requests wait for a job that is started again
     cors_origins: web page origins that may use the server
     hosts: names that the server goes by, beside localhost and addresses
     check_hosts: whether requests under other names are refused
@@ -41,6 +42,7 @@ class Settings:
     max_body: int = 4 << 20
     request_timeout: float = 3600.0
     client_timeout: float = 60.0
+    restart_timeout: float = 300.0
     cors_origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     check_hosts: bool = False

@@ -4,15 +4,18 @@ server whose rank 0 is killed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
+import requests
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.experiments.rig import launch
@@ -168,12 +171,37 @@ def free_port():
         return found.getsockname()[1]
 
 
+ASK = {"prompt": "import os\n", "temperature": 0.8, "seed": 5, "ignore_eos": True,
+       "pipeinfer": {"detail": True}}
+
+
 def tokens(served):
-    status, answer = served.post("/v1/completions", {
-        "prompt": "import os\n", "max_tokens": 24, "temperature": 0.8, "seed": 5,
-        "ignore_eos": True, "pipeinfer": {"detail": True}})
+    status, answer = served.post("/v1/completions", {**ASK, "max_tokens": 24})
     assert status == 200, answer
     return answer["pipeinfer"]["tokens"]
+
+
+class Stream(threading.Thread):
+    """Reads the tokens of a long stream."""
+
+    def __init__(self, served):
+        super().__init__(daemon=True)
+        self.tokens, self.last = [], {}
+        self._answer = requests.post(f"{served.url}/v1/completions", stream=True, timeout=90, json={
+            **ASK, "max_tokens": 120, "stream": True})
+        self.start()
+
+    def run(self):
+        with self._answer:
+            for line in self._answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    self.last = json.loads(line[6:])
+                    self.tokens += self.last.get("pipeinfer", {}).get("tokens", [])
+
+    def ended(self):
+        self.join(120)
+        assert not self.is_alive()
+        return self
 
 
 def job_processes(job):
@@ -182,14 +210,18 @@ def job_processes(job):
             or "pipeinfer" in p.name()}
 
 
-def test_a_server_whose_head_is_killed_is_back_on_its_port_with_the_same_tokens():
+def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
     port, job = free_port(), f"test-{os.getpid()}-{time.monotonic_ns()}"
-    process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1"],
+    process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1",
+                            "--pace-ms", "5"],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
     try:
         served.wait_until_ready()
-        wanted = tokens(served)
+        wanted, whole = tokens(served), Stream(served).ended().tokens
+        assert len(whole) == 120
+        disturbed = Stream(served)
+        served.until(lambda: len(disturbed.tokens) > 5, "tokens")
         old = job_processes(job)
         (head,) = (p for p in old.values()
                    if p.environ().get("OMPI_COMM_WORLD_RANK") == "0" and "serve" in p.cmdline()
@@ -197,7 +229,9 @@ def test_a_server_whose_head_is_killed_is_back_on_its_port_with_the_same_tokens(
         head.kill()
         alive = psutil.wait_procs(old.values(), timeout=10)[1]
         assert not alive, alive
-        served.until(lambda: served.health()[0] == 200, "a new server", timeout=90)
+        assert disturbed.ended().tokens == whole
+        assert disturbed.last["timings"]["restarts_n"] == 1
+        assert disturbed.last["timings"]["same_arithmetic"] is True
         assert not set(old) & {p.pid for p in job_processes(job).values()} - {process.pid}
         assert tokens(served) == wanted
         assert "starting again in 1 s" in "".join(served.log)

@@ -24,6 +24,12 @@ export function described(change, stages = []) {
   };
 }
 
+// The whole job has gone, and the server waits for the next one.
+export function failed(reason) {
+  return { lost: true, who: "the cluster", title: "The cluster has failed",
+    long: `${sentence(reason)} It is started again; answers go on from their last token.` };
+}
+
 function layers(count) {
   return `${count} layer${count === 1 ? "" : "s"}`;
 }

@@ -1,6 +1,6 @@
 // The pipeline beside the chat: figures, the timeline, charts, and what happens to stages.
 
-import { described } from "./changes.js";
+import { described, failed } from "./changes.js";
 import { Chart } from "./charts.js";
 import { element } from "./element.js";
 import { FATES, Runs } from "./runs.js";
@@ -47,6 +47,9 @@ export class Pipeline {
         break;
       case "status":
         this.showStatus(frame);
+        break;
+      case "state":
+        if (frame.state === "restarting") this.onChange(failed(frame.reason));
         break;
       case "runs":
         this.runs.take(frame.items);

@@ -4,7 +4,8 @@
 import { ask, events, Failure } from "./api.js";
 
 const RETRY_SECONDS = 2;
-const STATES = { ready: "ready", loading: "loading", draining: "shutting down",
+const STATES = { ready: "ready", loading: "loading", restarting: "restarting",
+  draining: "shutting down",
   stopped: "stopped", failed: "failed", gone: "no answer", locked: "API key needed" };
 
 export class Watcher {

@@ -1,0 +1,183 @@
+"""An HTTP process that outlives the job: `python -m pipeinfer.server.door PATH`, started by the
+launch scripts where a job that fails is started again.
+
+Every job's rank 0 enters at PATH, a socket that only this user can reach, and brings its settings;
+the first one also the socket on which clients are heard. When a job has gone, requests wait, and
+the next one takes them up. Ends after a goodbye of rank 0, at SIGTERM, which comes when no job
+follows any more, and with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from pipeinfer.server.engine_client import Hub
+    from pipeinfer.server.settings import Settings
+
+_SET_DEATH_SIGNAL = 1  #: of prctl
+_ENTER_SECONDS = 30.0
+_log = logging.getLogger("pipeinfer.server")
+
+
+class Guest(NamedTuple):
+    """A rank 0: the link to it, its settings, the socket for clients if it was asked for one."""
+
+    link: socket.socket
+    settings: Settings
+    listener: socket.socket | None
+
+
+class Entrance:
+    """PATH. url: where clients are heard, empty before there is a rank 0."""
+
+    def __init__(self, path: str) -> None:
+        self.url = ""
+        self._path = Path(path)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(path)
+        self._socket.listen(4)
+
+    def first(self) -> Guest:
+        """Wait for the first rank 0."""
+        while True:
+            if (guest := self._admit(self._socket.accept()[0])) is not None:
+                return guest
+
+    async def next(self) -> Guest:
+        """Wait for the next rank 0."""
+        self._socket.setblocking(False)
+        while True:
+            link, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            if (guest := await asyncio.to_thread(self._admit, link)) is not None:
+                return guest
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+            self._path.parent.rmdir()
+
+    def _admit(self, link: socket.socket) -> Guest | None:
+        """Others than this user's are turned away, and so is nonsense."""
+        from pipeinfer.errors import ProtocolError
+
+        try:
+            return self._enter(link)
+        except (OSError, EOFError, ProtocolError) as error:
+            _log.warning("a rank 0 could not enter: %s", error)
+            link.close()
+            return None
+
+    def _enter(self, link: socket.socket) -> Guest:
+        from pipeinfer.server.frames import FIRST, HEADER, Welcome, decode, encode
+
+        link.settimeout(_ENTER_SECONDS)
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            raise EOFError("it belongs to another user")
+        link.sendall(encode(Welcome(self.url)))
+        data, files, _, _ = socket.recv_fds(link, 1 << 16, 1)
+        listener = socket.socket(fileno=files[0]) if files else None
+        if listener is None and not self.url:
+            raise EOFError("it brings no socket for clients")
+        while len(data) < HEADER.size or len(data) < HEADER.size + HEADER.unpack_from(data)[0]:
+            more = link.recv(1 << 16)
+            if not more:
+                raise EOFError("it has gone")
+            data += more
+        settings = decode(data[HEADER.size :], FIRST)
+        link.setblocking(False)
+        return Guest(link, settings, listener)
+
+
+class _Current:
+    """The application with the settings of the job that there is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+def main(path: str) -> int:
+    """Serve until no job comes any more."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
+    entrance = Entrance(path)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        return _serve(entrance, entrance.first())
+    finally:
+        entrance.close()
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _serve(entrance: Entrance, guest: Guest) -> int:
+    import uvloop
+
+    from pipeinfer.server.__main__ import prepare, serve
+    from pipeinfer.server.app import Server
+    from pipeinfer.server.engine_client import Hub
+    from pipeinfer.server.http_process import url_of
+    from pipeinfer.server.metrics import Metrics
+
+    listener = guest.listener
+    assert listener is not None
+    prepare()
+    entrance.url = url_of(listener)
+    hub = Hub(guest.settings, Metrics(), outlives=True)
+    app = _Current(Server(hub).asgi)
+
+    async def run() -> int:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, hub.leave)
+        return await serve(hub, _follow(hub, entrance, guest.link, app), app, listener)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+async def _follow(hub: Hub, entrance: Entrance, link: socket.socket, app: _Current) -> None:
+    """One rank 0 after the other."""
+    from pipeinfer.server.__main__ import load
+    from pipeinfer.server.app import Server
+
+    while True:
+        await hub.run(link)
+        if hub.left.is_set():
+            return
+        link, settings, _ = await entrance.next()
+        if settings == hub.settings:
+            continue
+        before, hub.settings = hub.settings, settings
+        app.app = Server(hub).asgi
+        if settings.model != before.model:
+            hub.end_all("the server has come back with another model")
+            hub.tokenizer = None
+            await load(hub)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

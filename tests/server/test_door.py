@@ -1,0 +1,267 @@
+"""The HTTP process that outlives the job, against one scripted engine after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from pipeinfer.errors import ClusterError
+from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, Peer
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.server import http_process
+from pipeinfer.server.frames import Abort, Bye, Draining, Failed, Ready, Submit
+from pipeinfer.server.settings import Settings
+
+pytestmark = pytest.mark.slow
+MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+TEXT = "one two three four five six"
+
+
+class Door:
+    """The process, its folder, and whoever is rank 0."""
+
+    def __init__(self, folder, **settings):
+        self.path = folder / "inner" / "door"
+        self.path.parent.mkdir()
+        self.settings = Settings(str(MODEL), "m", **settings)
+        self.tokenizer = open_tokenizer(MODEL)
+        self.tokens = self.tokenizer.encode(TEXT, add_bos=False)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeinfer.server.door", str(self.path)],
+            stdin=subprocess.DEVNULL)
+        self.children = []
+        self.enter()
+
+    def enter(self, settings=None, **facts):
+        """A new rank 0, ready for requests."""
+        child = http_process.enter(str(self.path), settings or self.settings,
+                                   lambda: http_process.listen("127.0.0.1", 0, 60.0))
+        self.url, self.peer = child.url, Peer(child.link, self.tokenizer)
+        self.children.append(child)
+        self.peer.answer = lambda frame: None
+        self.peer.send(Ready(FACTS | {"bits": "a"} | facts))
+        self.until(lambda: self.health()[0] == 200)
+
+    def leave(self, *words):
+        """Rank 0 dies, after these frames."""
+        for frame in words:
+            self.peer.send(frame)
+        self.children[-1].link.flush(SECONDS)
+        self.children[-1].link.close()
+        self.peer.close()
+
+    def health(self):
+        try:
+            answer = requests.get(f"{self.url}/health", timeout=SECONDS)
+        except requests.ConnectionError:
+            return 0, {}
+        return answer.status_code, answer.json()
+
+    def until(self, true):
+        deadline = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def away(self):
+        self.until(lambda: self.health()[1].get("status") == "restarting")
+
+    def close(self):
+        with contextlib.suppress(ClusterError):
+            self.peer.send(Bye())
+        if self.health()[1].get("status") == "restarting":
+            self.process.terminate()
+        self.process.wait(SECONDS)
+        for child in self.children:
+            child.link.close()
+        self.peer.close()
+        self.tokenizer.close()
+
+
+@pytest.fixture
+def door(tmp_path):
+    with contextlib.closing(Door(tmp_path)) as one:
+        yield one
+
+
+class Client(threading.Thread):
+    """A stream of a completion, read in a thread."""
+
+    def __init__(self, url, **body):
+        super().__init__(daemon=True)
+        self.text, self.last, self.left = "", {}, threading.Event()
+        self._ask = url, {"prompt": "x", "max_tokens": 100, "stream": True, **body}
+        self.start()
+
+    def run(self):
+        url, body = self._ask
+        with requests.post(f"{url}/v1/completions", json=body, stream=True,
+                           timeout=SECONDS) as answer:
+            for line in answer.iter_lines():
+                if self.left.is_set():
+                    return
+                if line.startswith(b"data: {"):
+                    self.last = json.loads(line[6:])
+                    self.text += "".join(one["text"] for one in self.last.get("choices", ()))
+
+    def ended(self):
+        self.join(SECONDS)
+        assert not self.is_alive()
+        return self
+
+
+def some(door, count):
+    """What a first rank 0 says: some tokens, and no end."""
+    door.peer.answer = lambda frame: door.peer.say(frame.id, "", None, door.tokens[:count])
+
+
+def rest(door):
+    """What the next one says: what is missing, and the end."""
+    door.peer.answer = lambda frame: door.peer.say(
+        frame.id, "", "length", door.tokens[len(frame.output):])
+
+
+def test_a_stream_goes_on_with_the_next_job(door):
+    some(door, 3)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    door.leave()
+    door.away()
+    assert door.health()[1]["reason"] == "rank 0 has died"
+    late = Client(door.url)  # begins while nobody is there
+    time.sleep(0.1)
+    door.enter()
+    first = door.peer.wait_for(Submit, 1)
+    assert first.output == tuple(door.tokens[:3])
+    assert door.peer.wait_for(Submit, 2).output == ()
+    for frame in (first, door.peer.wait_for(Submit, 2)):
+        door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[len(frame.output):]))
+    assert client.ended().text == late.ended().text == TEXT
+    assert client.last["timings"]["restarts_n"] == 1
+    assert client.last["timings"]["same_arithmetic"] is True
+    assert client.last["timings"]["predicted_n"] == len(door.tokens)
+    assert "restarts_n" not in late.last["timings"]
+    assert "pipeinfer_restarts_total 1.0" in requests.get(f"{door.url}/metrics",
+                                                          timeout=SECONDS).text
+
+
+def test_who_failed_last_is_said_and_another_arithmetic_too(door):
+    some(door, 2)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    door.leave(Failed("stage 2 is gone"))
+    door.away()
+    assert door.health()[1]["reason"] == "stage 2 is gone"
+    door.enter(bits="b")
+    frame = door.peer.wait_for(Submit)
+    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[2:]))
+    assert client.ended().text == TEXT
+    assert client.last["timings"]["same_arithmetic"] is False
+
+
+def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
+    def open_now():
+        figures = requests.get(f"{door.url}/metrics", timeout=SECONDS).text
+        return float(re.search(r"^pipeinfer_open_choices (\S+)$", figures, re.MULTILINE)[1])
+
+    some(door, 3)
+    full = Client(door.url, max_tokens=3)  # its end gets lost
+    stopped = Client(door.url, stop=["two"])
+    gone = requests.post(f"{door.url}/v1/completions", stream=True, timeout=SECONDS,
+                         json={"prompt": "x", "stream": True})
+    door.peer.wait_for(Submit, 3)
+    door.peer.wait_for(Abort, reason="stop")
+    door.until(lambda: full.text and stopped.text)
+    door.leave()
+    door.away()
+    before = open_now()
+    gone.close()
+    door.until(lambda: open_now() == before - 1)
+    door.enter()
+    assert full.ended().last["choices"][0]["finish_reason"] == "length"
+    assert stopped.ended().text == "one "
+    assert stopped.last["choices"][0]["finish_reason"] == "stop"
+    door.until(lambda: open_now() == 0)
+    assert door.peer.seen == []
+
+
+def test_patience_ends(tmp_path):
+    with contextlib.closing(Door(tmp_path, restart_timeout=0.5)) as door:
+        some(door, 1)
+        client = Client(door.url)
+        door.until(lambda: client.text)
+        door.leave()
+        assert client.ended().last["error"]["code"] == "cluster_failed"
+        assert "not back within 0.5 s (--restart-timeout)" in client.last["error"]["message"]
+        answer = requests.post(f"{door.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+        assert answer.status_code == 503
+        assert "being started again" in answer.json()["error"]["message"]
+        assert answer.headers["Retry-After"]
+        door.enter()
+        rest(door)
+        assert Client(door.url).ended().text == TEXT
+
+
+def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.symlink_to(MODEL)
+    some(door, 1)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    door.leave()
+    door.enter(Settings(str(other), "m", api_keys=("key",)))
+    assert client.ended().last["error"]["message"] == (
+        "the server has come back with another model")
+    rest(door)
+    asks = {"url": f"{door.url}/v1/completions", "json": {"prompt": "x"}, "timeout": SECONDS}
+    assert requests.post(**asks).status_code == 401
+    assert requests.post(**asks, headers={"X-Api-Key": "key"}).json()["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize("how", ["goodbye", "no job any more", "while nobody is there"])
+def test_it_ends_with_every_stream_and_leaves_nothing(door, how):
+    some(door, 1)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    if how == "goodbye":
+        door.leave(Draining(1.0), Bye())
+    elif how == "no job any more":
+        door.process.send_signal(signal.SIGTERM)
+    else:
+        door.leave(Failed("the disk is full"))
+        door.away()
+        door.process.send_signal(signal.SIGTERM)
+    error = client.ended().last["error"]
+    assert error["code"] == ("shutting_down" if how == "goodbye" else "cluster_failed")
+    assert how != "while nobody is there" or "the disk is full" in error["message"]
+    assert door.process.wait(SECONDS) == (0 if how == "goodbye" else 1)
+    assert not door.path.parent.exists()
+
+
+def test_without_a_rank_0_it_ends_when_told_to(tmp_path):
+    path = tmp_path / "inner" / "door"
+    path.parent.mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "pipeinfer.server.door", str(path)])
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
+    assert not path.parent.exists()
+
+
+def test_rank_0_hears_where_nobody_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(http_process, "_ENTER_SECONDS", 0.2)
+    with pytest.raises(ClusterError, match="does not answer"):
+        http_process.enter(str(tmp_path / "door"), Settings(str(MODEL), "m"), lambda: None)
