@@ -38,6 +38,10 @@ class Admission:
         """Cells of lanes and remembered prompts; those of guesses are budgeted apart."""
         return self.prefixes.cells + sum(lane.private_cells for lane in lanes)
 
+    def at_work(self, lanes: Collection[Lane]) -> int:
+        """Cells of lanes, shared ones counted once, without prompts that are only remembered."""
+        return self.used(lanes) - self.prefixes.idle_cells
+
     def over(self, lanes: Collection[Lane]) -> bool:
         """Whether more cells are used than there are, even without remembered prompts."""
         while self.limits.cells and self.used(lanes) > self.limits.cells:

@@ -65,6 +65,7 @@ class Scheduler:
         self.lanes, self.runs = self.state.lanes, self.state.runs
         self.calibration = self.speculation.calibration
         self.totals = LaneStats()  # of all requests: tokens and how many were guessed
+        self.most_cells: int | None = None  # that lanes had at a time; None: nobody asks
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
         self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
@@ -152,6 +153,9 @@ class Scheduler:
             self.threads.advance()
             self._prefill()
             self.threads.advance()
+            if self.most_cells is not None:
+                self.most_cells = max(self.most_cells, self.admission.at_work(
+                    self.lanes.values()))
             ended = self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()

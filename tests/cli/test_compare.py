@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from pipeinfer.cli import compare
-from pipeinfer.cli.compare import Answer, file_prompts, geometric, parse_method, rows_of, superset
+from pipeinfer.cli import comparison
+from pipeinfer.cli.compare import judge_all, parse_method, superset
+from pipeinfer.cli.comparison import Answer, by_kind, geometric, rows_of
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import UsageError
+from pipeinfer.experiments.quality.judge import controlled
+from pipeinfer.experiments.quality.prompt_sets import Prompt
 
 
 def answer(method, seconds, steps, tokens, visible, *, exact=True, text="t"):
@@ -33,9 +38,68 @@ def test_means_are_geometric_and_against_the_plain_answer_to_the_same_prompt():
     assert pasta["exact"] == 0.5
     assert pasta["same_text"] == 1
     assert table["plain"]["speedup"] == pytest.approx(1.0)
-    text = compare.table_text(list(table.values()))
+    text = comparison.table_text(list(table.values()))
     assert len({len(line) for line in text.splitlines()}) == 1
     assert "| pasta " in text
+
+
+def test_judgements_count_against_the_plain_answer_and_by_kind():
+    plain = [answer("plain", 1.0, 9, 9, 9, text="ab"), answer("plain", 1.0, 9, 9, 9, text="a")]
+    cod = [answer("cod", 1.0, 3, 3, 3, text="abcd"), answer("cod", 1.0, 3, 3, 3, text="abc")]
+    asked = [Prompt("Which?", reference="a", kind="x"), Prompt("Why?", kind="y")]
+    for one, prompt in zip([*plain, *cod], asked * 2, strict=True):
+        one.kind = prompt.kind
+    judge = Judge()
+    with judge:
+        assert judge_all(judge.url, "m", "both", asked, {"plain": plain, "cod": cod}) == 1
+    assert [a.rating for a in (*plain, *cod)] == [2, 1, 4, 3]
+    assert [a.won for a in cod] == [1.0, None]  # longer is better, and once it cannot be read
+    rows = {row["method"]: row for row in rows_of({"plain": plain, "cod": cod}, controlled)}
+    assert (rows["cod"]["rating"], rows["cod"]["won"], rows["plain"]["won"]) == (3.5, 1.0, None)
+    kinds = by_kind({"plain": plain, "cod": cod})
+    assert [(r["kind"], r["method"], r["rating"]) for r in kinds] == [
+        ("x", "plain", 2), ("x", "cod", 4), ("y", "plain", 1), ("y", "cod", 3)]
+    assert "| mark |" in comparison.table_text(kinds)
+    assert "| won |" not in comparison.table_text([rows["plain"]])  # nothing is known of it
+    assert "Reference answer: a\n" in judge.asked[0]
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible judge: marks by length, the longer text wins, "Why?" has no winner."""
+
+    def __init__(self, *request):
+        if request:
+            super().__init__(*request)
+            return
+        self.asked = Judge.seen = []
+
+    def __enter__(self):
+        self.served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+        threading.Thread(target=self.served.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.served.server_port}/v1"
+        return self
+
+    def __exit__(self, *_):
+        self.served.shutdown()
+        self.served.server_close()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        Judge.seen.append(text)
+        if "Answer A:" in text:
+            first, second = text.split("Answer A:\n")[1].split("\n\nAnswer B:\n")
+            said = "neither" if "Why?" in text else "A" if len(first) > len(second) else "B 0.9"
+        else:
+            said = f"Reason: 5 of them. Score: {len(text.rsplit('answer: ', 1)[1])}"
+        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
 
 
 def test_methods_are_parts_in_any_order():
@@ -70,23 +134,11 @@ def test_what_is_loaded_is_the_same_on_every_rank():
     assert found == {"apar\n"}
 
 
-def test_prompts_of_a_file(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('plain question\n\n{"question": "2+2?", "answer": 4}\n')
-    first, second = file_prompts(path)
-    assert (first.question, first.score) == ("plain question", None)
-    assert (second.score(" 4\n"), second.exact("5")) == (1.0, False)
-    for bad in ("", '{"answer": 1}', "{"):
-        path.write_text(bad)
-        with pytest.raises(UsageError):
-            file_prompts(path)
-
-
 def test_stage_time_is_counted_by_fate():
     runs = [{"id": 1, "rows": 1}, {"id": 1, "spans": [[0.0, 0.5, "computed"], [1.0, 0.25, "x"]]},
             {"id": 2, "spans": [[0.0, 1.0, "computed"]]}, {"id": 2, "fate": "rejected"},
             {"id": 1, "fate": "non-speculative"}]
-    assert compare.use_of_stages(runs) == (1.75, 1.0)
+    assert comparison.use_of_stages(runs) == (1.75, 1.0)
 
 
 def test_the_mean_of_nothing_is_no_number():
@@ -96,7 +148,7 @@ def test_the_mean_of_nothing_is_no_number():
 def test_results_are_written_with_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     answers = {"plain": [answer("plain", 1.0, 4, 4, 4)], "pdos": [answer("pdos", 0.5, 2, 5, 4)]}
-    compare.write(tmp_path / "out", "title", rows_of(answers), answers)
+    comparison.write(tmp_path / "out", "title", "text", rows_of(answers), answers)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "table.md", "results.json", "speedup.png", "quality.png"}
     found = json.loads((tmp_path / "out" / "results.json").read_text())

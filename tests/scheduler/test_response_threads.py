@@ -238,5 +238,6 @@ def test_pdos_takes_no_more_memory_than_plain_decoding_of_its_text():
     assert pipeline.text == b"\n\n####a:aaaaa\n\n####ab:bba"
     final = 100 + (1 + 3 + 5) + (1 + 4 + 2) + 1
     assert pipeline.max_cells <= final
+    assert pipeline.scheduler.most_cells == final  # the last token, too, which is not computed
     # skeleton: 7 chosen tokens one after the other; 6 for the longer branch; the last one
     assert pipeline.stats.steps == 7 + 6 + 1

@@ -17,8 +17,9 @@ from pipeinfer.strategies.decomposers import (
     skeleton,
 )
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, Specification
-from pipeinfer.strategies.decomposers.factory import Decomposition
+from pipeinfer.strategies.decomposers.factory import Decomposition, vocabulary_of
 from pipeinfer.strategies.decomposers.prompts import opening, texts_of
+from tests.support.threaded import EOS, reference
 
 QUESTION = "What {outline} is {point} and why?"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
@@ -109,3 +110,28 @@ def test_a_method_needs_its_tokens(model):
                 methods.factory(Specification(method), 3)
     with pytest.raises(UsageError, match="magic"):
         methods.factory(Specification("magic"), 3)
+
+
+def test_pdos_stage_by_stage_on_a_models_own_vocabulary(model):
+    """The embedded target has no tokens for the markers: they take several each."""
+    tokenizer, texts = model
+    opened = opening(tokenizer, texts, "pdos", MESSAGES)
+    vocabulary = vocabulary_of(tokenizer)
+    marks = pdos.Markers.of(vocabulary)
+    assert (len(marks.end) > 1) == ("sot.point" not in texts)
+    made = Decomposition(tokenizer, SpeculationConfig(), n_ctx=4096).factory(
+        sent(opened), len(opened.prompt))()
+
+    def tokens(*parts):
+        return [token for part in parts for token in vocabulary.encode(part)]
+
+    scripts = {MAIN: iter(tokens("See.", "\n", "####", "Cost:", "Time:", "%%%%", " So.")),
+               1: iter(tokens(" It is low.", "####")), 2: iter(tokens(" Long.", "####%%%%"))}
+    _, text, graph = reference(
+        None, opened.prompt, made, 900, 4096,
+        lambda graph, row, thread, bans: next(scripts[thread], EOS))
+    assert text == b"See.\n\n\n####Cost: It is low.\n\n####Time: Long. So."
+    steps = tokens("\n\n", "####", "Cost:", " It is low.", "\n\n", "####", "Time:", " Long.",
+                   " So.")
+    last = [graph.tokens[cell] for cell in graph.seen[-1]]
+    assert last == [*opened.prompt, *tokens("See.", "\n"), *steps]  # stage 3 reads this alone

@@ -124,6 +124,8 @@ class ThreadedPipeline(Pipeline):
         self.emitted = []
 
     def feed(self, event):
+        if self.scheduler.most_cells is None:
+            self.scheduler.most_cells = 0
         before = len(self.log)
         super().feed(event)
         for item in self.log[before:]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.transport import http_client
@@ -32,9 +33,13 @@ class Endpoint:
         if not self.url.startswith(("http://", "https://")):
             raise UsageError(f"{self.url!r} is not an http address")
 
-    def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0) -> str:
+    def ask(self, messages: list[dict[str, str]], *, temperature: float = 0.0,
+            max_tokens: int | None = None) -> str:
         """The answer's text; EndpointError when it cannot be had."""
-        body = {"model": self.model, "messages": messages, "temperature": temperature}
+        body: dict[str, Any] = {
+            "model": self.model, "messages": messages, "temperature": temperature}
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
         headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
         problem = "never asked"
         for attempt in range(self.tries):

@@ -13,8 +13,9 @@ from pathlib import Path
 from pipeinfer.errors import UsageError
 from pipeinfer.training.pair.model import Llama
 from pipeinfer.training.pasta import annotate, bonbon, preference
-from pipeinfer.training.pasta.endpoint import Endpoint, EndpointError
+from pipeinfer.training.pasta.endpoint import Endpoint
 from pipeinfer.training.pasta.preference import Pool, Preference, Quality
+from pipeinfer.training.pasta.verdicts import compare
 from pipeinfer.training.tasks import programs, reference, tasks
 from pipeinfer.training.tasks.markup import Codec
 
@@ -73,38 +74,6 @@ def judged(model: Llama, codec: Codec, data: Path, count: int, endpoint: Endpoin
         return bonbon.win_ratio(verdicts)
 
     return Source(prompts, quality)
-
-
-_JUDGE = """\
-Two assistants answered the same question. Say which answer is better, and how sure you are.
-Reply with one line: the letter A or B, a blank, and a number from 0 to 1.
-
-Question:
-{prompt}
-
-Answer A:
-{first}
-
-Answer B:
-{second}"""
-
-
-def compare(endpoint: Endpoint, prompt: str, answer: str, other: str) -> list[tuple[bool, float]]:
-    """Whether ``answer`` wins and the judge's confidence, in both orders; unreadable verdicts are
-    left out."""
-    verdicts = []
-    for swapped in (False, True):
-        first, second = (other, answer) if swapped else (answer, other)
-        text = _JUDGE.format(prompt=prompt, first=first, second=second)
-        try:
-            reply = endpoint.ask([{"role": "user", "content": text}])
-        except EndpointError:
-            continue
-        match = re.match(r"\s*([AB])\b[\s:,]*([01](?:\.\d+)?)?", reply)
-        if match:
-            wins = (match.group(1) == "A") != swapped
-            verdicts.append((wins, min(1.0, float(match.group(2) or 1.0))))
-    return verdicts
 
 
 def one_round(
