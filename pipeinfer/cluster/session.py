@@ -367,7 +367,7 @@ def think(
     """What decides about runs over the stages that are there. first: see `Session`."""
     job = ground.job
     rows = None if policy is Policy.ITERATIVE else row_proposer(
-        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id)
+        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id, first.curve)
     by_turns = rows is None and not config.speculation.decomposer
     draft_share = sharing.draft_share if by_turns else 0.0
     limits, pinned = limits_for(

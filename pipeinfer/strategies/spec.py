@@ -43,6 +43,9 @@ class ProposerSetup:
     vocabulary: for grammars; None where there are none
     adapter: what was learned for it
     prompt_id: sequence id of learned prompts
+    given: names of its own options that the user has set
+    cost: time of a run of so many rows in times of one row, as measured; None where nothing is to
+        be tuned by it
     """
 
     options: Mapping[str, Any]
@@ -52,6 +55,8 @@ class ProposerSetup:
     vocabulary: GrammarVocabulary | None = None
     adapter: BitaAdapter | None = None
     prompt_id: int = 0
+    given: frozenset[str] = frozenset()
+    cost: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

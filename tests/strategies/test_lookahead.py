@@ -21,6 +21,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Window, window_rows
+from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
 from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
 from tests.support import simulated
@@ -28,6 +29,7 @@ from tests.support.sample import examples
 from tests.support.simulated import Pipeline, next_token, plain
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
+PIPELINED = Limits(n_ctx=400, exact_width=16, credit=5, partitions=30)
 
 
 # --- the pool -------------------------------------------------------------------------------------
@@ -352,3 +354,50 @@ def test_rows_that_verify_are_never_wider_than_r_and_windows_come_one_at_a_time(
 def test_settings_that_cannot_be(settings):
     with pytest.raises(ValueError, match="impossible sizes"):
         Lookahead(*settings)
+
+
+# --- what pays ------------------------------------------------------------------------------------
+
+
+def test_candidates_and_windows_are_chosen_by_what_they_bring_and_cost():
+    """Of three candidates the second is right; without windows the pool would have none."""
+    def choice(row, gain=4, **fixed):
+        worth = Worth(lambda rows: 1 + row * (rows - 1), 5, 3, 8, **fixed)
+        came = (1, 2, 3, 4)[:gain] + (0,) * (4 - gain)
+        for _ in range(40):
+            worth.learn(([], [(9,) * 4, (1, 2, 3, 4), (8,) * 4]), came)
+            worth.choose()
+        return [(one.candidates, one.window) for one in (worth.choose() for _ in range(96))]
+
+    free, dear, useless = choice(0.0), choice(5.0), choice(0.1, gain=0)
+    assert (free.count((2, True)), free.count((3, True))) == (80, 16)  # a sixth looks at everything
+    assert (dear.count((0, False)), dear.count((3, True))) == (80, 16)
+    assert useless.count((0, False)) == 80
+    assert choice(0.1).count((2, True)) == 80  # 5 tokens for 17 rows, 2.6 times as long as one
+    assert choice(5.0, fixed_candidates=True, fixed_window=True).count((3, True)) == 96
+
+
+@pytest.mark.parametrize("row", [0.0, 0.3, 9.0])
+def test_no_token_depends_on_what_pays(row):
+    for seed in range(4):
+        rows = Lookahead(3, 3, 2, cost=lambda rows: 1 + row * (rows - 1))
+        pipeline = Pipeline(SYNCHRONOUS if seed % 2 else PIPELINED, seed=seed, n_vocab=5,
+                            rows=rows, drafts=bool(seed > 1))
+        request = Request(0, (1, 2, 3, 1, 2), 120)
+        pipeline.submit(request)
+        pipeline.drain()
+        assert pipeline.output[0] == plain(request.prompt, 120, 5)
+        check_at_rest(pipeline)
+
+
+def test_where_rows_are_dear_fewer_are_issued():
+    def issued(**options):
+        pipeline = Pipeline(SYNCHRONOUS, n_vocab=11, rows=Lookahead(4, 4, 3, **options),
+                            drafts=False)
+        pipeline.submit(Request(0, (1, 2, 3), 300))
+        pipeline.drain()
+        return sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
+
+    dear = {"cost": float}
+    assert issued(**dear) < 0.6 * issued()
+    assert issued(**dear, fixed=("window", "candidates")) == issued()

@@ -12,14 +12,15 @@ row. Pure: knows no run, sequence id, clock or random source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
+from pipeinfer.strategies.proposers import lookahead_worth as worth
 from pipeinfer.strategies.proposers.base import Anchor, HintRow
-from pipeinfer.strategies.spec import ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 #: how likely the newest candidate's first token is right, and a later one if those before it are;
 #: what others add at the same place. Learnt corrections are the scheduler's (calibration)
@@ -28,22 +29,31 @@ FIRST, LATER, OTHER = 0.5, 0.75, 0.12
 
 @dataclass(slots=True)
 class Pool:
-    """N-grams by their first token: at most `most` tails for each, the newest last."""
+    """N-grams by their first token: at most `most` tails for each, the newest last. made: whole
+    n-grams that only windows have brought."""
 
     size: int
     most: int
     tails: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
+    made: set[tuple[int, ...]] = field(default_factory=set)
 
-    def add(self, ngram: Sequence[int]) -> None:
-        """Take in an n-gram of `size` tokens; one that is known becomes the newest."""
+    def add(self, ngram: Sequence[int], *, made: bool = False) -> None:
+        """Take in an n-gram of `size` tokens; one that is known becomes the newest. made: by a
+        window, not by the text."""
         if self.most <= 0:
             return
         tails = self.tails.setdefault(ngram[0], {})
         tail = tuple(ngram[1:])
+        if not made:
+            self.made.discard(tuple(ngram))
+        elif tail not in tails:
+            self.made.add(tuple(ngram))
         tails.pop(tail, None)
         tails[tail] = None
         if len(tails) > self.most:
-            del tails[next(iter(tails))]
+            oldest = next(iter(tails))
+            del tails[oldest]
+            self.made.discard((ngram[0], *oldest))
 
     def add_all(self, tokens: Sequence[int], start: int = 0) -> None:
         """Every n-gram of a text that ends at index `start` or later."""
@@ -126,23 +136,29 @@ class Window:
 
 @dataclass(slots=True)
 class _Lane:
-    """tokens: the path. current, tops: of the window that is out."""
+    """tokens: the path. current, tops: of the window that is out. choice: what the next step does.
+    named: by how many tokens there were, what the pool had then, see `Worth.learn`."""
 
     tokens: list[int]
     pool: Pool
     window: Window
     current: int = -1
     tops: list[int] = field(default_factory=list)
+    choice: worth.Choice | None = None
+    named: dict[int, tuple[list[worth.Tail], list[worth.Tail]]] = field(default_factory=dict)
 
 
 class Lookahead:
     """An `InlineProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is
     of little use and still exact. window 0 makes no window: the pool then has the text's own
-    n-grams. prompt_pool: n-grams of prompt and output go to the pool as well.
+    n-grams. prompt_pool: n-grams of prompt and output go to the pool as well. cost: time of a run
+    of so many rows; with it, steps verify fewer candidates and leave out windows where these do not
+    pay, but for what is `fixed` (of "window", "candidates").
     """
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,
-                 prompt_pool: bool = True) -> None:
+                 prompt_pool: bool = True, cost: Callable[[int], float] | None = None,
+                 fixed: Collection[str] = ()) -> None:
         if window < 0 or ngram < 2 or candidates < 0:
             raise ValueError(f"impossible sizes: a window of {window}, n-grams of {ngram} tokens, "
                              f"{candidates} candidates")
@@ -151,6 +167,8 @@ class Lookahead:
         self.rows = window_rows(window, ngram)
         self.paths = candidates + (window + ngram - 2 if window else 0)
         self._prompt_pool = prompt_pool
+        self._worth = None if cost is None or not candidates else worth.Worth(
+            cost, ngram, candidates, self.rows, "candidates" in fixed, "window" in fixed)
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
@@ -168,11 +186,25 @@ class Lookahead:
         state.tokens += tokens
         if self._prompt_pool:
             state.pool.add_all(state.tokens, start)
+        if self._worth is not None:
+            self._weigh(state, self._worth)
+
+    def _weigh(self, state: _Lane, judge: worth.Worth) -> None:
+        """Compare what the pool had with what has come, and decide about the next step."""
+        tokens, length = state.tokens, len(state.tokens)
+        for at in [at for at in state.named if at + self.ngram - 1 <= length]:
+            judge.learn(state.named.pop(at), tuple(tokens[at : at + self.ngram - 1]))
+        found = state.pool.of(tokens[-1])
+        text = [tail for tail in found if (tokens[-1], *tail) not in state.pool.made]
+        state.named[length] = (text, found)
+        state.choice = judge.choose()
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
         """See `InlineProposer.propose`. Candidates that start alike share their tokens."""
         last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
-        return tuple(trie(self.tails(job.lane, last, job.max_depth, job.stop_ids),
+        choice = self._lanes[job.lane].choice
+        most = self.most if choice is None else choice.candidates
+        return tuple(trie(self.tails(job.lane, last, job.max_depth, job.stop_ids)[:most],
                           job.max_tokens))
 
     def tails(self, lane: int, token: int, depth: int, stop_ids: frozenset[int]
@@ -194,7 +226,8 @@ class Lookahead:
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
         """See `InlineProposer.hints`."""
         state = self._lanes[lane]
-        rows, tops = state.window.rows(anchors) if self.window else ([], [])
+        wanted = self.window and (state.choice is None or state.choice.window)
+        rows, tops = state.window.rows(anchors) if wanted else ([], [])
         if len(rows) > room:
             rows, tops = [], []
         state.current, state.tops = anchors[0].token, tops
@@ -213,7 +246,7 @@ class Lookahead:
                else pick(state.tokens, len(state.tokens) + column)
                for column, choice in enumerate(chosen)]
         for ngram in state.window.step(current, new):
-            state.pool.add(ngram)
+            state.pool.add(ngram, made=True)
 
     def closed(self, lane: int) -> None:
         """See `InlineProposer.closed`."""
@@ -254,22 +287,29 @@ def pick(tokens: Sequence[int], number: int) -> int:
     return tokens[(state ^ state >> 27) % len(tokens)]
 
 
+def _make(setup: ProposerSetup) -> Lookahead:
+    own = {name: f"lookahead_{name}" for name in ("window", "ngram", "candidates")}
+    return Lookahead(
+        *(setup.options[option] for option in own.values()),
+        prompt_pool=setup.options["prompt_pool"], cost=setup.cost,
+        fixed=[name for name, option in own.items() if option in setup.given])
+
+
 SPEC = ProposerSpec(
     "lookahead", "n-grams that the target makes in spare rows (docs/lookahead.md)",
-    inline=lambda setup: Lookahead(
-        setup.options["lookahead_window"], setup.options["lookahead_ngram"],
-        setup.options["lookahead_candidates"], prompt_pool=setup.options["prompt_pool"]),
+    inline=_make,
     options={
         "lookahead_window": OwnOption(2, Option(
             ("--lookahead-window",), "int",
             "With --proposer lookahead: columns of the window (W), each an n-gram "
-            "per step.", 0, 128)),
+            "per step; unless given, left out where it does not pay.", 0, 128)),
         "lookahead_ngram": OwnOption(5, Option(
             ("--lookahead-ngram",), "int",
             "With --proposer lookahead: tokens of an n-gram (N).", 2, 16)),
         "lookahead_candidates": OwnOption(2, Option(
             ("--lookahead-candidates",), "int",
-            "With --proposer lookahead: maximum n-grams verified in a step (G).", 0, 128)),
+            "With --proposer lookahead: maximum n-grams verified in a step (G); unless given, "
+            "fewer where they do not pay.", 0, 128)),
         "prompt_pool": OwnOption(True, Option(
             ("--prompt-pool",), "flag",
             "With --proposer lookahead: the pool holds the n-grams of prompt and answer, too, not "

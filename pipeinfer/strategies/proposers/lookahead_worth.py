@@ -1,0 +1,87 @@
+"""How many candidates of lookahead decoding to verify, and whether to keep a window: what they
+bring against what their rows cost on this machine.
+
+What a candidate would have brought is known afterwards whether it was verified or not: the text
+that came is compared with what the pool had named. Pure: knows no lanes, pools or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Tail: TypeAlias = tuple[int, ...]
+
+_ENOUGH = 16  #: steps after which what was seen is believed
+_RATE = 1 / 32  #: weight of a new step among those before it
+_EVERY, _PROBE = 96, 16  #: of so many steps, so many use everything, to see what it would bring
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a step does: verify so many candidates, and whether its window goes along."""
+
+    candidates: int
+    window: bool
+
+
+@dataclass(slots=True)
+class Worth:
+    """Decides for one proposer, over all its texts.
+
+    cost: time of a run of so many rows, in times of one row
+    ngram, most: N and G
+    window_rows: most rows of the window
+    fixed_candidates, fixed_window: the user has set them
+    """
+
+    cost: Callable[[int], float]
+    ngram: int
+    most: int
+    window_rows: int
+    fixed_candidates: bool = False
+    fixed_window: bool = False
+    _steps: int = 0
+    _seen: int = 0
+    #: tokens that the first g candidates bring to a step, by g: of the text's own n-grams alone,
+    #: and of those of windows, too
+    _gains: tuple[list[float], list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gains = ([0.0] * (self.most + 1), [0.0] * (self.most + 1))
+
+    def learn(self, named: tuple[Sequence[Tail], Sequence[Tail]], came: Tail) -> None:
+        """What came behind a token, and what the pool had named there, the newest first: its text's
+        own n-grams, and all."""
+        self._seen += 1
+        weight = max(_RATE, 1 / self._seen)
+        for gains, tails in zip(self._gains, named, strict=True):
+            longest = 0
+            for g in range(1, self.most + 1):
+                if g <= len(tails):
+                    longest = max(longest, _common(tails[g - 1], came))
+                gains[g] += weight * (longest - gains[g])
+
+    def choose(self) -> Choice:
+        """What the next step does."""
+        self._steps += 1
+        everything = Choice(self.most, self.window_rows > 0)
+        if self._seen < _ENOUGH or self._steps % _EVERY < _PROBE:
+            return everything
+        counts = [self.most] if self.fixed_candidates else range(self.most + 1)
+        windows = {everything.window} if self.fixed_window else {everything.window, False}
+        return max((Choice(g, w) for g in counts for w in sorted(windows)), key=self._speed)
+
+    def _speed(self, choice: Choice) -> float:
+        rows = 1 + choice.candidates * (self.ngram - 1) + choice.window * self.window_rows
+        return (1 + self._gains[choice.window][choice.candidates]) / self.cost(rows)
+
+
+def _common(tail: Tail, came: Tail) -> int:
+    count = 0
+    for a, b in zip(tail, came, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
