@@ -287,6 +287,7 @@ run_mpi_again() {
         sleep "$pause"
         pause=$((pause * 2 < 30 ? pause * 2 : 30))
         end_leftovers
+        ask_hosts_again
     done
 }
 
@@ -307,13 +308,24 @@ end_leftovers() {
     if [ ${#asked[@]} -gt 0 ]; then wait "${asked[@]}" || true; fi
 }
 
+ask_hosts_again() {
+    # A job that starts again takes the hosts that answer now. NP becomes the number of ranks for
+    # which they have slots, at most what was asked for at first.
+    [ -n "${HOSTFILE:-}" ] || return 0
+    local found
+    if found=$(python -m pipeinfer.cli.doctor_hosts "$HOSTFILE" "$ASKED_NP" "$LAUNCHER" "$HOSTS" living); then
+        NP=$found
+        [ "$NP" = "$ASKED_NP" ] || say "$NP ranks instead of $ASKED_NP"
+    fi
+}
+
 run_mpi_once() {
     # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
     # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
     # the running ones end (SIGUSR1); the second ends the job. ASKED counts them.
-    # Rank 0, when it is on this host, writes "up" into a file and later its exit status: where a job
-    # survives deaths, mpirun says nothing of that of rank 0, and a host that cannot be reached keeps
-    # it waiting for ever ("lost").
+    # Rank 0, when it is on this host, writes "up" and its number into a file and later its exit
+    # status: where a job survives deaths, mpirun says nothing of that of rank 0, and a host that
+    # cannot be reached keeps it waiting for ever ("lost", or rank 0 killed without a word).
     local job status ended watcher asked
     ended=$(mktemp)
     PIPEINFER_STATUS="$(uname -n):$ended"
@@ -325,10 +337,20 @@ run_mpi_once() {
     JOB_PID= TOLD=0 HUNG_UP=0  # a signal may come before there is a process to pass it on to
     trap 'ASKED=$((ASKED + 1)); pass_on' INT TERM
     trap 'ASKED=$((ASKED + 1)) HUNG_UP=1; pass_on' HUP
-    setsid "$MPIRUN" "$@" </dev/null &
+    local words=() word
+    for word in "$@"; do
+        if [ "$word" = @NP@ ]; then word=$NP; fi  # hosts may come and go, see ask_hosts_again
+        words+=("$word")
+    done
+    setsid "$MPIRUN" "${words[@]}" </dev/null &
     job=$! JOB_PID=$!
     pass_on
-    (while ! grep -q lost "$ended" && kill -0 "$job" 2>/dev/null; do sleep 0.5; done
+    (missed=0
+     while ! grep -q lost "$ended" && kill -0 "$job" 2>/dev/null && [ "$missed" -lt 16 ]; do
+         read -r word pid <"$ended" || word=
+         if [ "$word" = up ] && ! kill -0 "$pid" 2>/dev/null; then missed=$((missed + 1)); fi
+         sleep 0.5
+     done
      kill -0 "$job" 2>/dev/null || exit 0
      sleep 3
      pkill -KILL -s "$job") &  # its session: mpirun, and ssh to lost hosts
@@ -377,8 +399,10 @@ need_launcher() {
 
 prepare_hosts() {
     # Ask the hosts of hostfile $1 for $2 ranks; HOSTS becomes a hostfile for launcher kind $3,
-    # NETWORK the one network of this host that leads to all of them.
+    # NETWORK the one network of this host that leads to all of them. The number of ranks is @NP@ on
+    # run_mpi's command line.
     local found beside
+    HOSTFILE=$1 ASKED_NP=$2 NP=$2 LAUNCHER=$3
     HOSTS=$(mktemp)
     trap 'rm -f "$HOSTS"' EXIT
     found=$(python -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?

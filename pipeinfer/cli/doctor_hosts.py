@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +86,31 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
             f"rank 0 will run on {entries[0].host}, not on this host: -f, the models and the "
             "nodes file are read there",
             "start the job on that host, or list this host first"))
+    asked = [entry for entry in entries if entry.host in ranks]
+    return found + [finding for _, finding in _ask_all(asked, ranks, nodes)]
+
+
+def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
+    """The hosts that can run ranks now, and what is wrong with the others. Raises UsageError when a
+    file cannot be used, or rank 0's host is not among them."""
+    entries = read_hostfile(hostfile)
+    beside = nodes_file_beside(hostfile)
+    judged = _ask_all(entries, {entry.host: entry.slots for entry in entries},
+                      read_nodes(beside) if beside else None)
+    gone = [finding for _, finding in judged if finding.level == "fail"]
+    found = [entry for entry, finding in judged if finding.level != "fail"]
+    if entries[0] not in found:
+        raise UsageError(f"{gone[0].what}, on which rank 0 runs, {gone[0].detail}")
+    return found, gone
+
+
+def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes | None
+             ) -> list[tuple[HostEntry, Finding]]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(ask, [entry for entry in entries if entry.host in ranks]))
-    mine = _own_facts()
-    seen: dict[str, str] = {}
-    for answer in answers:
-        found.append(_judge(answer, ranks[answer.entry.host], mine, seen, nodes))
-    return found
+        answers = list(pool.map(ask, entries))
+    mine, seen = _own_facts(), dict[str, str]()
+    return [(answer.entry, _judge(answer, ranks[answer.entry.host], mine, seen, nodes))
+            for answer in answers]
 
 
 def ask(entry: HostEntry) -> Answer:
@@ -220,12 +238,19 @@ def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
 
 
 def main() -> None:
-    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
+    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT [living]`: for the launch
+    scripts.
 
     Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
     lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
+    living: hosts that do not answer are left out, and the number of ranks for which there is room
+    is printed, NP at most.
     """
-    hostfile, n_ranks, kind, out = sys.argv[1:]
+    hostfile, n_ranks, kind, out, *how = sys.argv[1:]
+    write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
+    if how:
+        _write_living(hostfile, int(n_ranks), write, Path(out))
+        return
     try:
         if not n_ranks.isdigit() or int(n_ranks) < 1:
             raise UsageError(f"{n_ranks!r} ranks: give a number of at least 1")
@@ -240,12 +265,25 @@ def main() -> None:
               + (f"\n    -> {finding.remedy}" if finding.remedy else ""), file=sys.stderr)
     if any(f.level == "fail" for f in bad):
         raise SystemExit(UsageError.exit_code)
-    write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
     entries = read_hostfile(hostfile)
     Path(out).write_text(write(entries), encoding="utf-8")
     beside = nodes_file_beside(hostfile)
     print(beside.resolve() if beside else "")
     print(common_network(entries))
+
+
+def _write_living(hostfile: str, n_ranks: int, write: Callable[[Sequence[HostEntry]], str],
+                  out: Path) -> None:
+    try:
+        entries, gone = living(hostfile)
+    except UsageError as error:
+        print(f"pipeinfer: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None  # it may be back soon
+    for finding in gone:
+        print(f"pipeinfer: note: {finding.what} {finding.detail}: going on without it",
+              file=sys.stderr)
+    out.write_text(write(entries), encoding="utf-8")
+    print(min(n_ranks, sum(entry.slots for entry in entries)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class _Main(click.Group):
     """Prints pipeinfer's errors as one line and exits with their code; loads commands late."""
 
     elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
+        "ablate": ("pipeinfer.cli.ablate", "ablate_command"),
         "bench": ("pipeinfer.experiments.bench", "bench_command"),
         "cache": ("pipeinfer.cli.cache", "cache_command"),
         "chaos": ("pipeinfer.experiments.chaos.command", "chaos_command"),

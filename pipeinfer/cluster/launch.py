@@ -103,7 +103,7 @@ class JoinedRank:
         config = job.config
         port, thread = _head_port(config, place, job.plan, beats, ranks)
         if survivable(place):
-            write_status("up")
+            write_status(f"up {os.getpid()}")
             atexit.register(skip_finalize)
         session = begin(config, place, job, port, ranks, progress, started, grammars=grammars)
         self.pulse.settle()

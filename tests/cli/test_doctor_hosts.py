@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -173,3 +174,20 @@ def test_for_the_launch_scripts(tmp_path):
         assert done.returncode == 2
         assert says in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_job_that_starts_again_takes_the_hosts_that_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name in ("head", "localhost"))
+    monkeypatch.setenv("PIPEINFER_SSH_ARGS", "-o ProxyCommand=false")  # nobody else does
+    here, gone = doctor_hosts.living(write(tmp_path, "head slots=2\nnode2 slots=3\nnode3\n"))
+    assert [entry.host for entry in here] == ["head"]
+    assert [finding.what for finding in gone] == ["host node2", "host node3"]
+    with pytest.raises(UsageError, match="host node2, on which rank 0 runs, "):
+        doctor_hosts.living(write(tmp_path, "node2\nhead\n"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli.doctor_hosts",
+         write(tmp_path, "localhost slots=2\nnode2.invalid slots=3\n"), "4", "openmpi",
+         str(tmp_path / "out"), "living"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "2\n"
+    assert re.search(r"host node2.invalid .*: going on without it", done.stderr)
+    assert (tmp_path / "out").read_text() == "localhost slots=2\n"

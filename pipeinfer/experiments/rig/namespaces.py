@@ -293,6 +293,10 @@ class Cluster:
         """Cut a node off: its port of the switch goes down."""
         _run("ip", "-n", f"{self.id}sw", "link", "set", f"port{node}", "down")
 
+    def plug(self, node: int) -> None:
+        """Undo `unplug`."""
+        _run("ip", "-n", f"{self.id}sw", "link", "set", f"port{node}", "up")
+
     def separate(self, one: int, other: int) -> None:
         """Cut the link between two nodes, both ways; both go on hearing all others. What they send
         each other goes to an address that no card has, so nobody is told."""
