@@ -84,6 +84,8 @@ def test_generated_questions_have_one_answer():
             float(low) <= float(line.split("GPA of ")[1][:4]) <= float(high)]
     assert len(fits) == 1
     assert student.reference.removeprefix("name: ") in fits[0]
+    assert len(list(task_prompts(None, "planning", 1))) < 20 == len(
+        list(task_prompts(None, "students", 1)))
     for kind, count in (("magic", 1), ("planning", 1000)):
         with pytest.raises(UsageError, match=f"--kind {kind}"):
             list(task_prompts(count, kind, 1))

@@ -114,6 +114,11 @@ _WRITTEN = {
 KINDS = (*_GENERATED, *_WRITTEN)
 
 
+def written(kind: str) -> int:
+    """How many questions of a kind are written by hand; 0 for generated ones."""
+    return len(_WRITTEN.get(kind, ()))
+
+
 def prompts(kind: str, count: int, seed: int = 1) -> list[Prompt]:
     """`count` questions of a kind, or of each kind in turn (`mixed`).
 
