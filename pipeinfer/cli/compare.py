@@ -110,12 +110,15 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         prompt.rouge(out.text))
 
 
-def task_prompts(count: int, kind: str, seed: int) -> Iterator[Prompt]:
+def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:
     """Questions of a kind with their scorers: held-out tasks of those that the task model was
-    trained on, or of those for instruction models. Raises UsageError for an unknown kind."""
+    trained on, or of those for instruction models. count: None for the usual 20, or all there are.
+    Raises UsageError for an unknown kind, or more than there are."""
     from pipeinfer.experiments.quality import task_sets
     from pipeinfer.training.tasks import tasks
 
+    if count is None:
+        count = min(20, task_sets.written(kind) or 20)
     if kind in (*task_sets.KINDS, "mixed"):
         yield from task_sets.prompts(kind, count, seed)
         return
@@ -128,12 +131,16 @@ def task_prompts(count: int, kind: str, seed: int) -> Iterator[Prompt]:
 
 
 def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
-              answers: Mapping[str, Sequence[Answer]]) -> int:
-    """A judge's marks and verdicts into the answers; how many of them could not be had."""
+              answers: Mapping[str, Sequence[Answer]]) -> str:
+    """A judge's marks and verdicts into the answers; what went wrong, empty for nothing."""
     from pipeinfer.experiments.quality import judge
-    from pipeinfer.training.pasta.endpoint import Endpoint
+    from pipeinfer.training.pasta.endpoint import Endpoint, EndpointError
 
     endpoint, missing = Endpoint(address, model), 0
+    try:
+        endpoint.ask([{"role": "user", "content": "Are you there?"}], max_tokens=8)
+    except EndpointError as error:  # the answers are there, and took their time
+        return f"nothing was judged: {error}"
     for name, given in answers.items():
         for number, (prompt, answer) in enumerate(zip(asked, given, strict=True)):
             click.echo(f"\r\x1b[Kjudging {name}: {number + 1}/{len(asked)}", nl=False, err=True)
@@ -146,7 +153,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
                                           answers[PLAIN][number].text)
                 missing += answer.won is None
     click.echo("\r\x1b[K", nl=False, err=True)
-    return missing
+    return f"{missing} judgements could not be had or read" if missing else ""
 
 
 @config_options(*JOB, "sampling", "request")
@@ -154,8 +161,8 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="plain, or [decomposer][+proposer...][@policy], such as pasta, lookahead, "
                    "pasta+lookahead or draft@speculative (repeatable) [default: plain and every "
                    "method that the model supports].")
-@click.option("--tasks", type=click.IntRange(1), default=20, show_default=True,
-              help="How many tasks to answer (without --prompts).")
+@click.option("--tasks", type=click.IntRange(1), help="How many tasks to answer (without "
+              "--prompts) [default: 20, or as many as there are].")
 @click.option("--kind", default="retrieval", show_default=True,
               help="Which kind of tasks: of those that the task model knows, or students, "
                    "documents, planning, general, mixed.")
@@ -170,7 +177,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               show_default=True, help="Marks from 1 to 5, pairs against plain in both orders.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
-def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, kind: str,
+def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
                     prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
                     out: Path | None) -> None:
     """Answer the same prompts by every method and compare.
@@ -208,8 +215,8 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int, ki
         click.echo("\r\x1b[K", nl=False, err=True)
         stages, notes = session.n_stages, session.notes
     memory = sum(report["rss"] for report in session.reports.values() if "rss" in report)
-    if judge and (missing := judge_all(judge, judge_model, judge_by, asked, answers)):
-        notes = [*notes, f"{missing} judgements could not be had or read"]
+    if judge and (trouble := judge_all(judge, judge_model, judge_by, asked, answers)):
+        notes = [*notes, trouble]
     from pipeinfer.experiments.quality.judge import controlled
 
     table, kinds = rows_of(answers, controlled), by_kind(answers)

@@ -43,15 +43,19 @@ def test_means_are_geometric_and_against_the_plain_answer_to_the_same_prompt():
     assert "| pasta " in text
 
 
-def test_judgements_count_against_the_plain_answer_and_by_kind():
+def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):
+    monkeypatch.setattr("pipeinfer.training.pasta.endpoint.time.sleep", lambda seconds: None)
     plain = [answer("plain", 1.0, 9, 9, 9, text="ab"), answer("plain", 1.0, 9, 9, 9, text="a")]
     cod = [answer("cod", 1.0, 3, 3, 3, text="abcd"), answer("cod", 1.0, 3, 3, 3, text="abc")]
     asked = [Prompt("Which?", reference="a", kind="x"), Prompt("Why?", kind="y")]
     for one, prompt in zip([*plain, *cod], asked * 2, strict=True):
         one.kind = prompt.kind
     judge = Judge()
+    assert "Connection refused" in judge_all("http://127.0.0.1:1/v1", "m", "both", asked,
+                                             {"plain": plain, "cod": cod})
     with judge:
-        assert judge_all(judge.url, "m", "both", asked, {"plain": plain, "cod": cod}) == 1
+        assert "1 judgements" in judge_all(judge.url, "m", "both", asked,
+                                           {"plain": plain, "cod": cod})
     assert [a.rating for a in (*plain, *cod)] == [2, 1, 4, 3]
     assert [a.won for a in cod] == [1.0, None]  # longer is better, and once it cannot be read
     rows = {row["method"]: row for row in rows_of({"plain": plain, "cod": cod}, controlled)}
@@ -61,7 +65,7 @@ def test_judgements_count_against_the_plain_answer_and_by_kind():
         ("x", "plain", 2), ("x", "cod", 4), ("y", "plain", 1), ("y", "cod", 3)]
     assert "| mark |" in comparison.table_text(kinds)
     assert "| won |" not in comparison.table_text([rows["plain"]])  # nothing is known of it
-    assert "Reference answer: a\n" in judge.asked[0]
+    assert "Reference answer: a\n" in judge.asked[1]  # the first only asks whether it is there
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
@@ -91,7 +95,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
             first, second = text.split("Answer A:\n")[1].split("\n\nAnswer B:\n")
             said = "neither" if "Why?" in text else "A" if len(first) > len(second) else "B 0.9"
         else:
-            said = f"Reason: 5 of them. Score: {len(text.rsplit('answer: ', 1)[1])}"
+            said = f"Reason: 5 of them. Score: {len(text.rpartition('answer: ')[2])}"
         answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))

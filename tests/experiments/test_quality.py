@@ -77,12 +77,15 @@ def test_generated_questions_have_one_answer():
         if prompt.score is not None:
             assert prompt.score(f"Let us see.\n{prompt.reference}") == 1.0
             assert prompt.score("Let us see.") == 0.0
-    student = asked[0]
+    student, document = asked[:2]
+    assert document.score(document.question.split("Question")[0]) == 0.0  # copied, not answered
     low, high = student.question.split("between ")[1].split("?")[0].split(" and ")
     fits = [line for line in student.question.split("\n") if "GPA of" in line and
             float(low) <= float(line.split("GPA of ")[1][:4]) <= float(high)]
     assert len(fits) == 1
     assert student.reference.removeprefix("name: ") in fits[0]
+    assert len(list(task_prompts(None, "planning", 1))) < 20 == len(
+        list(task_prompts(None, "students", 1)))
     for kind, count in (("magic", 1), ("planning", 1000)):
         with pytest.raises(UsageError, match=f"--kind {kind}"):
             list(task_prompts(count, kind, 1))

@@ -236,6 +236,8 @@ def test_the_worked_example_of_pdos():
     (["a", "####", "T", ":", "S", ":", "T", ":", "b"], {1: ["x"], 2: ["y"]},
      b"a\n\n####T:x\n\n####S:yb"),  # one that goes round in circles
     (["#", " Head", "\n", "##", " b"], {}, b"# Head\n## b"),
+    (["####", "T", ":", "%%%%", "\n\n####", "%%%%", " b"], {1: ["x"]},
+     b"\n\n####T:x b"),  # an end that is written again is no text
 ])
 def test_odd_skeletons_lose_nothing(main, branches, text):
     texts = Texts(*MARKS)

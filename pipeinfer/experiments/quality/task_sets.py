@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.quality.prompt_sets import Prompt, by_answer, by_pattern
+from pipeinfer.experiments.quality.prompt_sets import Prompt, by_pattern
 
 STUDENTS, DOCUMENTS = 10, 6  #: in a question
 #: women's and men's in turn
@@ -85,12 +85,14 @@ def documents(rng: np.random.Generator) -> Prompt:
     chosen = int(rng.integers(half))
     order = rng.permutation(DOCUMENTS)
     passages = "\n\n".join(f"Passage {k}: {texts[i]}" for k, i in enumerate(order, 1))
-    return by_answer(
+    town = towns[chosen]
+    return by_pattern(  # a text that copies the passages has answered nothing
         f"{passages}\n\nQuestion: Where was the wife of {names[half + chosen]} born?\nYou should "
         "check each document one by one (no matter whether it is relevant), and analyze its "
         "content to judge whether it provides information about the question. After analysis, "
         "output your final answer in the format of 'Answer: your concise answer'.",
-        [towns[chosen]], reference=f"Answer: {towns[chosen]}", kind="documents")
+        re.compile(rf"answer(?!.*answer).*\b{town}\b", re.IGNORECASE | re.DOTALL),
+        reference=f"Answer: {town}", kind="documents")
 
 
 def _people(rng: np.random.Generator, count: int, first: Sequence[str] = _FIRST) -> list[str]:
@@ -110,6 +112,11 @@ _WRITTEN = {
                  "form a comprehensive evaluation." for topic, sides in _TOPICS],
     "general": _GENERAL}
 KINDS = (*_GENERATED, *_WRITTEN)
+
+
+def written(kind: str) -> int:
+    """How many questions of a kind are written by hand; 0 for generated ones."""
+    return len(_WRITTEN.get(kind, ()))
 
 
 def prompts(kind: str, count: int, seed: int = 1) -> list[Prompt]:

@@ -190,6 +190,9 @@ class Pdos(Reader):
             return []
         if done:
             return self._fan_out(done)
+        if name.startswith(_END) and self._threads:  # a block's end, written once more behind it
+            for k in range(1, self._main.held + 1):
+                self._main.edit(-k, b"")
         self._titles, self._main.held = None, 0
         return []
 
