@@ -24,7 +24,6 @@ from pipeinfer.experiments.ablations import (
     samples,
 )
 from pipeinfer.experiments.rig import launch
-from tests.support.sample import FULL
 
 
 def sample(speed, tokens=(1, 2)):
@@ -77,7 +76,6 @@ def test_an_emulated_cluster_shows_what_asynchrony_brings(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-@FULL
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_over_ranks(tmp_path):
