@@ -84,22 +84,19 @@ class Entrance:
 
     def _enter(self, link: socket.socket) -> Guest:
         from pipeinfer.server.frames import FIRST, HEADER, Welcome, decode, encode
+        from pipeinfer.server.http_process import exactly
 
         link.settimeout(_ENTER_SECONDS)
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.getuid():
             raise EOFError("it belongs to another user")
         link.sendall(encode(Welcome(self.url)))
-        data, files, _, _ = socket.recv_fds(link, 1 << 16, 1)
+        data, files, _, _ = socket.recv_fds(link, HEADER.size, 1)
         listener = socket.socket(fileno=files[0]) if files else None
         if listener is None and not self.url:
             raise EOFError("it brings no socket for clients")
-        while len(data) < HEADER.size or len(data) < HEADER.size + HEADER.unpack_from(data)[0]:
-            more = link.recv(1 << 16)
-            if not more:
-                raise EOFError("it has gone")
-            data += more
-        settings = decode(data[HEADER.size :], FIRST)
+        (size,) = HEADER.unpack(exactly(link, HEADER.size, data))  # no byte of the next frame
+        settings = decode(exactly(link, size), FIRST)
         link.setblocking(False)
         return Guest(link, settings, listener)
 

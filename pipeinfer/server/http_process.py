@@ -166,12 +166,12 @@ def _connect(sock: socket.socket, path: str) -> None:
 
 def first_frame(sock: socket.socket, kinds: Kinds[T]) -> T:
     """The first frame of a socket that waits. Raises EOFError, OSError, ProtocolError."""
-    (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
-    return decode(_exactly(sock, size), kinds)
+    (size,) = HEADER.unpack(exactly(sock, HEADER.size))
+    return decode(exactly(sock, size), kinds)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
+def exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
+    """So many bytes of a socket that waits, `data` among them. Raises EOFError, OSError."""
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:

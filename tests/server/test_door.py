@@ -19,7 +19,7 @@ from pipeinfer.errors import ClusterError
 from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, Peer
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server import http_process
-from pipeinfer.server.frames import Abort, Bye, Draining, Failed, Ready, Submit
+from pipeinfer.server.frames import Abort, Bye, Draining, Failed, Loading, Ready, Submit
 from pipeinfer.server.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,7 @@ class Door:
         """A new rank 0, ready for requests."""
         child = http_process.enter(str(self.path), settings or self.settings,
                                    lambda: http_process.listen("127.0.0.1", 0, 60.0))
+        child.link.send(Loading({}))  # right behind the settings
         self.url, self.peer = child.url, Peer(child.link, self.tokenizer)
         self.children.append(child)
         self.peer.answer = lambda frame: None
