@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,16 @@ from pipeinfer.errors import ClusterError
 from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, Peer
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server import http_process
-from pipeinfer.server.frames import Abort, Bye, Draining, Failed, Loading, Ready, Submit
+from pipeinfer.server.frames import (
+    GREETING,
+    Abort,
+    Bye,
+    Draining,
+    Failed,
+    Ready,
+    Submit,
+    encode,
+)
 from pipeinfer.server.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -46,7 +56,6 @@ class Door:
         """A new rank 0, ready for requests."""
         child = http_process.enter(str(self.path), settings or self.settings,
                                    lambda: http_process.listen("127.0.0.1", 0, 60.0))
-        child.link.send(Loading({}))  # right behind the settings
         self.url, self.peer = child.url, Peer(child.link, self.tokenizer)
         self.children.append(child)
         self.peer.answer = lambda frame: None
@@ -247,6 +256,17 @@ def test_it_ends_with_every_stream_and_leaves_nothing(door, how):
     assert how != "while nobody is there" or "the disk is full" in error["message"]
     assert door.process.wait(SECONDS) == (0 if how == "goodbye" else 1)
     assert not door.path.parent.exists()
+
+
+def test_what_comes_with_the_settings_is_not_lost(door):
+    door.leave()
+    door.away()
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(door.path))
+        assert http_process.first_frame(link, GREETING).url == door.url
+        link.sendall(encode(door.settings) + encode(Ready(FACTS)))
+        door.until(lambda: door.health()[0] == 200)
+    door.away()
 
 
 def test_without_a_rank_0_it_ends_when_told_to(tmp_path):
