@@ -241,7 +241,8 @@ open_door() {
     (trap '' INT HUP USR1; exec env -u PIPEINFER_JOB "$VENV/bin/python" -m pipeinfer.server.door "$folder/door") \
         </dev/null >/dev/null &
     DOOR_PID=$!
-    export PIPEINFER_DOOR="$(uname -n):$folder/door"
+    PIPEINFER_DOOR="$(uname -n):$folder/door"
+    export PIPEINFER_DOOR
 }
 
 close_door() {
