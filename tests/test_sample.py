@@ -14,6 +14,12 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/namespaces/test_getting_started.py::test_a_newcomer_gets_from_two_machines_to_a_chat":
+        "the same launcher over hosts in tests/namespaces/test_namespaces.py",
+    "benchmarks/serving/test_load.py::test_memory_is_flat_and_slow_readers_hold_nobody_up":
+        "slow readers in tests/server/test_http.py, requests under load beside it",
+    "tests/mpi/test_smollm2.py::test_it_is_what_a_server_takes_when_nothing_is_named":
+        "which model is taken in tests/models/test_locate.py",
     "tests/strategies/test_sampling_law.py::test_the_joint_law_of_three_tokens":
         "the law of one token by 20,000 draws in tests/core/test_sampling.py; every policy writes "
         "what plain decoding writes with the same noise in tests/scheduler/test_scheduler.py",
