@@ -14,6 +14,8 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/server/test_door.py::test_what_has_ended_or_has_lost_its_client_is_not_handed_over":
+        "what is handed over in test_a_stream_goes_on_with_the_next_job",
     "tests/namespaces/test_getting_started.py::test_a_newcomer_gets_from_two_machines_to_a_chat":
         "the same launcher over hosts in tests/namespaces/test_namespaces.py",
     "benchmarks/serving/test_load.py::test_memory_is_flat_and_slow_readers_hold_nobody_up":
