@@ -261,8 +261,9 @@ run_mpi() {
 
 run_mpi_again() {
     # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
-    # 30 s, or after 1 s when it has lived for 20; ten minutes of life count as a success. What somebody ended (Ctrl-C, SIGTERM, exit code
-    # 130) and what cannot be used as it is (2) is not tried again.
+    # 30 s, or after 1 s when it has lived for 20; ten minutes of life count as a success. What
+    # somebody ended (Ctrl-C, SIGTERM, exit code 130) and what cannot be used as it is (2) is not
+    # tried again.
     local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
     case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is not a whole number"; exit 2 ;; esac
     ASKED=0

@@ -17,11 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeinfer.experiments.random_architectures import RECIPES
+from pipeinfer.experiments.random_architectures import RECIPES, stages_of
 from pipeinfer.experiments.random_model import tiny, write_random_model
 from pipeinfer.experiments.rig import launch
-
-_STAGES = {"llama4": 2, "smollm3": 2}  #: that a tiny one can be cut into, where not three
 
 
 def guessed(model: Path, draft: Path) -> str:
@@ -48,7 +46,7 @@ def tokens(n_ranks: int, model: Path, *more: str) -> tuple[list[int], list[str]]
 def recovered(name: str, model: Path) -> str:
     """Whether the text is whole though a stage was killed."""
     plain, _ = tokens(1, model)
-    again, notes = tokens(_STAGES.get(name, 3) + 1, model, "--fault", "kill@2:decode=20",
+    again, notes = tokens(stages_of(name) + 1, model, "--fault", "kill@2:decode=20",
                           "--policy", "pipeinfer", "--proposer", "prompt-lookup")
     if not any("went on after" in note for note in notes):
         return f"was not disturbed: {notes[-1:]}"

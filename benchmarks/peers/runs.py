@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.experiments.rig.launch import run
+from pipeinfer.experiments.rig.launch import free_port, run
 
 _DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
 _COUNT = re.compile(r"\bn_(drafted|accept) += (\d+)")
@@ -134,9 +134,7 @@ def workers(task: Task, count: int) -> Iterator[list[str]]:
 
 @contextmanager
 def _server(programs: Path, threads: int) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(programs / "ggml-rpc-server"), "-p", str(port), "-t", str(threads)]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop it
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -118,9 +117,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = launch.free_port()
     job, rng, rows = f"door-{os.getpid()}", random.Random(given.seed), []
     process = launch.start(
         [str(launch.ROOT / "launch" / "run"), "3", "serve", "--port", str(port), "-c", "2048", "-t",

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import fetch_models, progress_hook
+from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
 from pipeinfer.cluster.generate import draw_seed
 from pipeinfer.cluster.launch import join
-from pipeinfer.config import Resolved
+from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.ablations import (
     TEXTS,
@@ -56,7 +57,7 @@ def ablate_command(resolved: Resolved, rounds: int, texts: Path | None, cluster:
     request = resolved.config.request
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"-o {out}: give the name of a picture, such as ablate.png")
-    configs_of(resolved.config.job)  # says which options are not its own
+    configs = configs_of(resolved.config.job)
     if cluster:
         if host.launched_size() > 1:
             raise UsageError("an emulated cluster needs one process: leave out mpirun")
@@ -64,7 +65,7 @@ def ablate_command(resolved: Resolved, rounds: int, texts: Path | None, cluster:
         title = (f"cluster {cluster}, {pair}, {size or 'all'} nodes, {rounds} texts of "
                  f"{request.n_predict} tokens, virtual time")
     else:
-        answer = _on_ranks(resolved, rounds, texts)
+        answer = _on_ranks(resolved, configs, rounds, texts)
         if answer is None:
             return
         title, found = answer
@@ -80,23 +81,19 @@ def ablate_command(resolved: Resolved, rounds: int, texts: Path | None, cluster:
         raise SystemExit(1)
 
 
-def _on_ranks(resolved: Resolved, rounds: int, texts: Path | None
-              ) -> tuple[str, dict[str, list[Sample]]] | None:
+def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
+              texts: Path | None) -> tuple[str, dict[str, list[Sample]]] | None:
     if host.launched_size() == 1:
         raise UsageError("a single process has no pipeline to take apart: start it with mpirun "
                          "-np N, or emulate a cluster with --cluster")
     chosen = TEXTS if texts is None else tuple(filter(None, texts.read_text(
         encoding="utf-8").splitlines()))
     base, request = resolved.config.job, resolved.config.request
-    configs = configs_of(base)
     fetch_models(base)
     joined = join(base)
     if joined.place.rank:
         joined.serve()
         return None
-
-    def told(text: str) -> None:
-        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
     with joined.lead(progress_hook(request)) as session:
         if not session.draft_name and not base.speculation.proposer:
@@ -108,8 +105,8 @@ def _on_ranks(resolved: Resolved, rounds: int, texts: Path | None
         measure = measured(session, configs, prompts, sampling, draw_seed(sampling),
                            request.n_predict)
         measure(VARIANTS[1], 0)  # what is slow only once
-        found = samples(rounds * len(chosen), measure, told)
-        told("")
+        found = samples(rounds * len(chosen), measure, show_over)
+        show_over("")
         title = (f"{session.model_name}, draft {session.draft_name or 'none'}, "
                  f"{session.n_stages} stages, {rounds * len(chosen)} texts of "
                  f"{request.n_predict} tokens")

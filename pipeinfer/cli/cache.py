@@ -13,6 +13,7 @@ from pipeinfer.files import parse_bytes
 from pipeinfer.models.cache_room import Kept, in_use, kept, limit, mapped, shrink
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard_cache import cache_directory
+from pipeinfer.text_table import aligned
 
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
@@ -58,9 +59,7 @@ def _table(files: Sequence[Kept], held: Collection[tuple[str, int]]) -> list[str
         used = sum(in_use(one.path, held) for one in own)
         rows.append((_name(own[0].path), str(len(own)), _bytes(_sum(own)), _age(own[0].used),
                      str(used or "-")))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows] if by_model else []
+    return aligned(rows) if by_model else []
 
 
 def _name(path: Path) -> str:

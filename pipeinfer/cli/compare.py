@@ -25,7 +25,7 @@ from pipeinfer.cli.comparison import (
     write,
 )
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import fetch_models, progress_hook
+from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
 from pipeinfer.cluster.generate import (
     Generated,
     draw_seed,
@@ -143,7 +143,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
         return f"nothing was judged: {error}"
     for name, given in answers.items():
         for number, (prompt, answer) in enumerate(zip(asked, given, strict=True)):
-            click.echo(f"\r\x1b[Kjudging {name}: {number + 1}/{len(asked)}", nl=False, err=True)
+            show_over(f"judging {name}: {number + 1}/{len(asked)}")
             if by in ("marks", "both"):
                 answer.rating = judge.rate(endpoint, prompt.question, prompt.reference,
                                            answer.text)
@@ -152,7 +152,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
                 answer.won = judge.prefer(endpoint, prompt.question, answer.text,
                                           answers[PLAIN][number].text)
                 missing += answer.won is None
-    click.echo("\r\x1b[K", nl=False, err=True)
+    show_over("")
     return f"{missing} judgements could not be had or read" if missing else ""
 
 
@@ -206,13 +206,13 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | N
         for name in configs:
             session.use(configs[name])
             for number, prompt in enumerate(asked, 1):
-                click.echo(f"\r\x1b[K{name}: {number}/{len(asked)}", nl=False, err=True)
+                show_over(f"{name}: {number}/{len(asked)}")
                 try:
                     answers[name].append(
                         ask(session, configs[name], prompt, name, params, request.n_predict))
                 except RequestError as error:
                     raise UsageError(f"{name}, prompt {number}: {error}") from error
-        click.echo("\r\x1b[K", nl=False, err=True)
+        show_over("")
         stages, notes = session.n_stages, session.notes
     memory = sum(report["rss"] for report in session.reports.values() if "rss" in report)
     if judge and (trouble := judge_all(judge, judge_model, judge_by, asked, answers)):

@@ -18,6 +18,7 @@ from pipeinfer.models import bundled, local_stores
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hub_files import Wanted, size_text
 from pipeinfer.models.local_stores import Stored
+from pipeinfer.text_table import aligned
 
 _COME_ALONG = "pipeinfer"
 
@@ -209,9 +210,7 @@ def table(found: list[Facts]) -> str:
         rows.append((one.name, one.place, size_text(one.size), one.architecture, one.quantisation,
                      str(one.layers), "no" if one.cut else "yes",
                      "no" if one.sliced else f"to {one.slices}", ", ".join(one.decomposers) or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in rows]
+    lines = aligned(rows)
     lines += ["", "cut: over several ranks; slices: of each layer (--grid); more of one: pipeinfer "
               "models NAME", "get more: pipeinfer pull user/repo[:quant]"]
     if not any(one.name == bundled.SMOLLM2 for one in found):

@@ -34,6 +34,7 @@ from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import size_text
 from pipeinfer.planning.planner import ACCEPTANCE
 from pipeinfer.planning.teams import EXCHANGE, SumCost
+from pipeinfer.text_table import aligned
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.session import Job
@@ -206,8 +207,8 @@ def as_text(report: Report) -> str:
         f"{target.title}: {target.n_layers} layers, {size_text(target.weight_bytes)} of weights, "
         f"context {target.cells}; {report.link}",
         "",
-        *_table(["rank", "host", "profile", "memory needed / there", "layers", "stage"],
-                _rows(report)),
+        *aligned([["rank", "host", "profile", "memory needed / there", "layers", "stage"],
+                  *_rows(report)]),
         "",
     ]
     base = report.speeds[Policy.ITERATIVE.value]
@@ -247,12 +248,6 @@ def _rows(report: Report) -> list[list[str]]:
         memory = f"{size_text(need)} / {size_text(machine.memory)}"
         rows.append([str(machine.rank), machine.host, machine.kind, memory, layers, stage])
     return rows
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]]
 
 
 def _draft_lines(report: Report) -> list[str]:

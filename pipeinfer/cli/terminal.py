@@ -99,6 +99,11 @@ def own_terminal() -> int | None:
     return None
 
 
+def show_over(text: str) -> None:
+    """A line on standard error in the place of the one before; empty at the end."""
+    click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
+
 def progress_hook(config: RequestConfig) -> Callable[[Mapping[int, Any]], None] | None:
     """One line on the terminal that shows how far each stage is; none without a terminal.
 

@@ -105,7 +105,7 @@ class JoinedRank:
         if survivable(place):
             write_status(f"up {os.getpid()}")
             atexit.register(skip_finalize)
-        session = begin(config, place, job, port, ranks, progress, started, grammars=grammars)
+        session = begin(place, job, port, ranks, progress, started, grammars=grammars)
         self.pulse.settle()
         try:
             yield session

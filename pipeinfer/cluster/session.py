@@ -310,10 +310,11 @@ class Session:
                      self.sharing)
 
 
-def begin(config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo],
+def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
     reports that the job cannot go on without."""
+    config = job.config
     ground = LoadedCluster.of(config, place, job, port, grammars=grammars)
     assembly = ground.assembly(config, hosts, progress)
     worker = ground.proposers(config, job.policy)

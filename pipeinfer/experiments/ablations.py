@@ -20,6 +20,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.errors import UsageError
+from pipeinfer.text_table import aligned
 
 TUNED, ALL, PLAIN = "all, tuned", "all", "iterative"
 TEXTS = (
@@ -105,10 +106,7 @@ def as_text(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
             row["variant"], f"{row['tokens_per_second']:.2f}", f"{row['ratio']:.2f}{spread}",
             str(row["runs"]), f"{row['cancelled']:.0%}",
             f"{row['right']:.2f}" if row["right"] else "-", "equal" if row["equal"] else "DIFFER"])
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return "\n".join([title, "", *(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table)])
+    return "\n".join([title, "", *aligned(table)])
 
 
 def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -38,6 +38,7 @@ from pipeinfer.experiments.emulation.virtual import (
 )
 from pipeinfer.planning.partition import size_text
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.text_table import aligned
 
 TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree in the grid
 CUTOFFS = (0.0, 0.4)
@@ -273,12 +274,10 @@ def as_text(data: Mapping[str, Any]) -> str:
             LABELS[row["policy"]], f"{row['tokens_per_second']:.2f}{spread}", *ratios,
             f"{1e3 * row['ttft']:.0f} ms", f"{1e3 * row['itl_mean']:.0f} ms",
             size_text(row["memory_mean"]), "equal" if row["tokens_equal"] else "DIFFER"])
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     lines = [
         f"cluster {experiment['cluster']}, {experiment['pair']}, {data['seeds']} x "
         f"{experiment['tokens']} tokens after {experiment['prompt']}, virtual time", "",
-        *("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-          for row in table)]
+        *aligned(table)]
     for row in data["policies"]:
         first = row["runs"][0]
         if row["policy"] == Policy.PIPEINFER:

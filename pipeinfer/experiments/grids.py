@@ -23,6 +23,7 @@ from pipeinfer.experiments.emulation.virtual import Result
 from pipeinfer.experiments.emulation.wide import APART, BESIDE, WideExperiment
 from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.grids import shape as name_of
+from pipeinfer.text_table import aligned
 
 TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree that are tried
 CUTOFFS = (0.0, 0.4)  #: of its drafted tokens
@@ -241,15 +242,12 @@ def cells(row: Row) -> list[str]:
 
 def as_text(table: Table) -> str:
     """For people, without a final newline."""
-    lines = [list(COLUMNS), *map(cells, table.rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(COLUMNS))]
-    shown = ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-             for line in lines]
     return "\n".join([
         f"{table.pair} on {table.nodes} nodes of cluster {table.cluster}, head and draft included; "
         f"sums in {table.sum_type}, {1e6 * table.exchange:.0f} us per exchange besides the wire",
         "tokens/s in virtual time; over plain: the fastest policy over plain decoding on the "
-        "plain pipeline", "", *shown, "", *([table.why] if table.why else [])])
+        "plain pipeline", "", *aligned([COLUMNS, *map(cells, table.rows)]), "",
+        *([table.why] if table.why else [])])
 
 
 def as_data(table: Table) -> dict[str, Any]:

@@ -83,20 +83,19 @@ class Entrance:
             return None
 
     def _enter(self, link: socket.socket) -> Guest:
-        from pipeinfer.server.frames import FIRST, HEADER, Welcome, decode, encode
-        from pipeinfer.server.http_process import exactly
+        from pipeinfer.server.frames import FIRST, HEADER, Welcome, encode
+        from pipeinfer.server.http_process import first_frame
 
         link.settimeout(_ENTER_SECONDS)
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.getuid():
             raise EOFError("it belongs to another user")
         link.sendall(encode(Welcome(self.url)))
-        data, files, _, _ = socket.recv_fds(link, HEADER.size, 1)
+        begun, files, _, _ = socket.recv_fds(link, HEADER.size, 1)
         listener = socket.socket(fileno=files[0]) if files else None
         if listener is None and not self.url:
             raise EOFError("it brings no socket for clients")
-        (size,) = HEADER.unpack(exactly(link, HEADER.size, data))  # no byte of the next frame
-        settings = decode(exactly(link, size), FIRST)
+        settings = first_frame(link, FIRST, begun)
         link.setblocking(False)
         return Guest(link, settings, listener)
 

@@ -79,6 +79,17 @@ class Watcher:
         self.news.set()
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A choice that has not ended. frame: what the engine is asked; handed: whether one was.
+    bits: of the facts of the last one that was."""
+
+    generation: Generation
+    frame: Submit
+    handed: bool = False
+    bits: object = None
+
+
 class Hub:
     """Who is open, and the engine's state; `reason` says why it failed.
 
@@ -94,14 +105,12 @@ class Hub:
         self.facts: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.tokenizer: Tokenizer | None = None
-        self.open: dict[int, Generation] = {}
+        self.open: dict[int, _Open] = {}
         self.left = asyncio.Event()  #: the engine has gone: said bye, failed or died
         self._ids = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._watchers: set[Watcher] = set()
         self._rebalances: dict[int, asyncio.Future[Rebalanced]] = {}
-        self._frames: dict[int, Submit] = {}  #: of those that are open
-        self._computed_by: dict[int, object] = {}  #: "bits" of the facts they began with
         self._patience: asyncio.TimerHandle | None = None
         self._gave_up = False  #: the engine has been away for too long
 
@@ -141,12 +150,11 @@ class Hub:
         tokenizer = self.check_ready()
         request_id = next(self._ids)
         generation = Generation(request_id, index, len(prompt), tokenizer, asked.stops, news)
-        self.open[request_id] = generation
-        self._frames[request_id] = Submit(
+        one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose)
+            asked.ignore_eos, asked.decompose))
         if self.state == "ready":
-            self._hand_over(generation)
+            self._hand_over(one)
         return generation
 
     def abort(self, generation: Generation, reason: str) -> None:
@@ -252,16 +260,17 @@ class Hub:
                 assert_never(frame)
 
     def _item(self, item: NewsItem) -> None:
-        generation = self.open.get(item.id)
-        if generation is None:
+        one = self.open.get(item.id)
+        if one is None:
             return
+        generation = one.generation
         match item:
             case Token():
                 self._token(generation, item)
             case Ended(_, reason, stats):
                 self._end(generation, reason, stats)
-            case Refused(_, kind, message):
-                self._close(generation)
+            case Refused(request_id, kind, message):
+                del self.open[request_id]
                 generation.fail(Failure(kind, message))
                 self.metrics.ended(generation, "error")
             case _:
@@ -279,16 +288,12 @@ class Hub:
         self.metrics.token(generation, before)
 
     def _end(self, generation: Generation, reason: str, stats: dict[str, Any]) -> None:
-        self._close(generation)
+        del self.open[generation.request_id]
         if (failure := _ABORTED.get(reason)) is not None and not generation.stopped:
             generation.stats = stats
             generation.fail(failure)
         generation.end(reason, stats)
         self.metrics.ended(generation, reason)
-
-    def _close(self, generation: Generation) -> None:
-        for table in (self.open, self._frames, self._computed_by):
-            table.pop(generation.request_id, None)
 
     # --- engines that come and go -------------------------------------------------------------
 
@@ -303,21 +308,21 @@ class Hub:
         if self._watchers:
             self._send(Watch(True))
             self._show({"op": "facts", "state": self.state, "facts": facts})
-        for generation in list(self.open.values()):
-            self._hand_over(generation)
+        for one in list(self.open.values()):
+            self._hand_over(one)
 
-    def _hand_over(self, generation: Generation) -> None:
+    def _hand_over(self, one: _Open) -> None:
         """Have the engine work on a choice, from what it has brought on."""
-        frame, bits = self._frames[generation.request_id], self.facts.get("bits")
-        if generation.stopped or len(generation.tokens) >= frame.max_tokens:
+        generation, bits = one.generation, self.facts.get("bits")
+        if generation.stopped or len(generation.tokens) >= one.frame.max_tokens:
             self._end(generation, "length", {})  # its end has got lost with the engine
             return
-        if generation.request_id in self._computed_by:
+        if one.handed:
             generation.restarts += 1
-            if generation.tokens and self._computed_by[generation.request_id] != bits:
+            if generation.tokens and one.bits != bits:
                 generation.same_bits = False
-        self._computed_by[generation.request_id] = bits
-        self._send(dataclasses.replace(frame, output=tuple(generation.tokens)))
+        one.handed, one.bits = True, bits
+        self._send(dataclasses.replace(one.frame, output=tuple(generation.tokens)))
 
     def _lost(self, reason: str) -> None:
         """The engine has gone, or says that it cannot go on."""
@@ -352,12 +357,10 @@ class Hub:
         self.left.set()
 
     def _end_all(self, failure: Failure) -> None:
-        for generation in self.open.values():
-            generation.fail(failure)
-            self.metrics.ended(generation, "error")
+        for one in self.open.values():
+            one.generation.fail(failure)
+            self.metrics.ended(one.generation, "error")
         self.open.clear()
-        self._frames.clear()
-        self._computed_by.clear()
         self._end_rebalances(failure.message, failure.kind)
         self._show_state()
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from pipeinfer.errors import ClusterError, UsageError
 from pipeinfer.server.frames import GREETING, HEADER, Failed, Kinds, decode, encode
@@ -33,7 +34,6 @@ _LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _WORDS_SECONDS = 2.0
 _ENTER_SECONDS = 20.0
 DOOR = "PIPEINFER_DOOR"  #: host:path of the launch script's HTTP process
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 T = TypeVar("T")
 
 
@@ -100,7 +100,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 
 def start(settings: Settings, listener: socket.socket) -> Child:
     """Start the HTTP process on `listener`, which it takes over."""
-    settings = _for_address(settings, listener)
+    url = url_of(listener)
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items()
                if not k.startswith(_LAUNCHER) and k != "PIPEINFER_API_KEY"}
@@ -110,10 +110,9 @@ def start(settings: Settings, listener: socket.socket) -> Child:
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )
     theirs.close()
-    url = url_of(listener)
     listener.close()
     link = Link(ours)
-    link.send(settings)
+    link.send(_for_url(settings, url))
     return Child(process, link, url)
 
 
@@ -132,12 +131,11 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
         _connect(sock, path)
         url = first_frame(sock, GREETING).url
         if url:
-            sock.sendall(encode(_for_address(settings, ipaddress.ip_address(
-                url.rpartition(":")[0].removeprefix("http://").strip("[]")))))
+            sock.sendall(encode(_for_url(settings, url)))
         else:
             with make() as listener:
                 url = url_of(listener)
-                body = encode(_for_address(settings, listener))
+                body = encode(_for_url(settings, url))
                 sent = socket.send_fds(sock, [body], [listener.fileno()])
                 sock.sendall(body[sent:])
     except (OSError, EOFError) as error:
@@ -164,14 +162,14 @@ def _connect(sock: socket.socket, path: str) -> None:
             time.sleep(0.05)
 
 
-def first_frame(sock: socket.socket, kinds: Kinds[T]) -> T:
-    """The first frame of a socket that waits. Raises EOFError, OSError, ProtocolError."""
-    (size,) = HEADER.unpack(exactly(sock, HEADER.size))
-    return decode(exactly(sock, size), kinds)
+def first_frame(sock: socket.socket, kinds: Kinds[T], begun: bytes = b"") -> T:
+    """The first frame of a socket that waits, and no byte of the next one. begun: what was read of
+    its header. Raises EOFError, OSError, ProtocolError."""
+    (size,) = HEADER.unpack(_exactly(sock, HEADER.size, begun))
+    return decode(_exactly(sock, size), kinds)
 
 
-def exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
-    """So many bytes of a socket that waits, `data` among them. Raises EOFError, OSError."""
+def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:
@@ -186,8 +184,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _for_address(settings: Settings, where: socket.socket | _Address) -> Settings:
+def _for_url(settings: Settings, url: str) -> Settings:
     """On a loopback address only the names of this host are taken."""
-    address = ipaddress.ip_address(where.getsockname()[0]) if isinstance(where, socket.socket) \
-        else where
-    return dataclasses.replace(settings, check_hosts=True) if address.is_loopback else settings
+    local = ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
+    return dataclasses.replace(settings, check_hosts=True) if local else settings

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.random_architectures import RECIPES
+from pipeinfer.experiments.random_architectures import RECIPES, stages_of
 from pipeinfer.experiments.random_model import tiny, write_random_model
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
@@ -15,8 +15,6 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.support.sample import mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-#: stages that a tiny model of these can be cut into, where not three
-_STAGES = {"llama4": 2, "smollm3": 2}
 
 
 def tokens(n_ranks, path, *more):
@@ -30,7 +28,7 @@ def tokens(n_ranks, path, *more):
 @pytest.mark.parametrize("name", mostly_full(RECIPES, "qwen3moe", "gemma3"))
 def test_stages_write_what_one_process_writes(name, tmp_path):
     path = write_random_model(tmp_path / "model.gguf", tiny(name, qtype="Q8_0"))
-    count = _STAGES.get(name, 3)
+    count = stages_of(name)
     whole = tokens(1, path, "--temp", "0")
     assert tokens(count, path, "--temp", "0", "--head-stage") == whole
     chosen = ["--temp", "1", "--seed", "5"]

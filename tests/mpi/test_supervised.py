@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -165,12 +164,6 @@ def test_the_batch_script_may_be_requeued():
 # --- a real server ----------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 ASK = {"prompt": "import os\n", "temperature": 0.8, "seed": 5, "ignore_eos": True,
        "pipeinfer": {"detail": True}}
 
@@ -211,7 +204,7 @@ def job_processes(job):
 
 
 def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
-    port, job = free_port(), f"test-{os.getpid()}-{time.monotonic_ns()}"
+    port, job = launch.free_port(), f"test-{os.getpid()}-{time.monotonic_ns()}"
     process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1",
                             "--pace-ms", "5"],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)

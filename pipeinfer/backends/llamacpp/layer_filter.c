@@ -51,15 +51,20 @@ static const void *source_of(const struct filter *filter, const char *tensor, in
     return ((void *const *)(tensor + filter->source))[which];
 }
 
+/* The name of the layer's tensor that a tensor is made of first, NULL where it is made of another:
+   see weight_of in tensors.py. */
+static const char *weight_of(const struct filter *filter, const char *tensor)
+{
+    const void *source = source_of(filter, tensor, 0);
+    const char *name = source == NULL ? "" : filter->name_of(source);
+    return strncmp(name, "blk.", 4) == 0 ? name : NULL;
+}
+
 /* See is_router in routers.py. */
 static bool is_router(const struct filter *filter, const char *tensor)
 {
-    const void *source = source_of(filter, tensor, 0);
-    const char *name;
-    if (source == NULL)
-        return false;
-    name = filter->name_of(source);
-    return strncmp(name, "blk.", 4) == 0
+    const char *name = weight_of(filter, tensor);
+    return name != NULL
         && (ends(name, ".ffn_gate_inp.weight") || ends(name, ".ffn_gate_inp_shexp.weight"));
 }
 
@@ -83,12 +88,8 @@ static bool by_rows(const struct filter *filter, char *tensor)
 /* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
 static int place_of(const struct filter *filter, const char *tensor)
 {
-    const void *source = source_of(filter, tensor, 0);
-    const char *name;
-    if (source == NULL)
-        return -1;
-    name = filter->name_of(source);
-    if (strncmp(name, "blk.", 4) != 0)
+    const char *name = weight_of(filter, tensor);
+    if (name == NULL)
         return -1;
     if (ends(name, ".attn_output.weight"))
         return 2 * (filter->first + atoi(name + 4));

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeinfer.backends.llamacpp import routers
+from pipeinfer.backends.llamacpp.tensors import source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c
@@ -181,11 +182,8 @@ class LayerProbe:
 
     def _place_of(self, tensor: int) -> int:
         """Which sum a tensor is a part of, -1 for none."""
-        source = ctypes.c_void_p.from_address(tensor + self._filter.source).value
-        if not source:
-            return -1
-        name = llama_c.ggml_get_name(source)
-        if not name.startswith(b"blk.") or not name.endswith(_SUMMED):
+        name = weight_of(tensor, self._filter.source)
+        if not name.endswith(_SUMMED):
             return -1
         layer = self._filter.first + int(name.split(b".", 2)[1])
         return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
@@ -206,28 +204,6 @@ class LayerProbe:
 def place_of(layer: int, *, feed_forward: bool) -> int:
     """The number of one of the model's sums: two a layer, attention's and the feed forward's."""
     return 2 * layer + feed_forward
-
-
-@cache
-def source_offset() -> int:
-    """Where a tensor of llama.cpp's has the address of its first source, in bytes.
-
-    Found by looking at a product of two tensors, as no function tells it. Raises BackendError.
-    """
-    room = 4 * llama_c.ggml_tensor_overhead() + 4096
-    context = llama_c.ggml_init(llama_c.ggml_init_params(room, None, True))
-    try:
-        first, second = (llama_c.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
-        product = llama_c.ggml_mul_mat(context, first, second)
-        words = llama_c.ggml_tensor_overhead() // 8
-        values = list((ctypes.c_uint64 * words).from_address(product))
-    finally:
-        llama_c.ggml_free(context)
-    found = [8 * i for i, value in enumerate(values) if value == first]
-    if len(found) != 1 or values.count(second) != 1 or values.index(second) != found[0] // 8 + 1:
-        raise BackendError("tensors of this llama.cpp are laid out in an unknown way, so it cannot "
-                           "hold slices: install the version that constraints.txt names")
-    return found[0]
 
 
 def compiled_filter() -> Any | None:

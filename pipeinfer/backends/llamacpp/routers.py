@@ -9,11 +9,11 @@ Knows tensors by their names; `layer_filter.c` does the same in C.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from functools import cache
 from typing import Any
 
+from pipeinfer.backends.llamacpp.tensors import source_of, weight_of
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c
 from pipeinfer.models.gguf import ModelFile
@@ -37,19 +37,14 @@ def single_row_dot() -> Any | None:
 
 
 def is_router(tensor: int, source: int) -> bool:
-    """Whether a tensor is a router's product. source: see `layer_probe.source_offset`."""
-    first = ctypes.c_void_p.from_address(tensor + source).value
-    if not first:
-        return False
-    name = llama_c.ggml_get_name(first)
-    return bool(name.startswith(b"blk.") and name.endswith(_NAMES))
+    """Whether a tensor is a router's product. source: see `tensors.source_offset`."""
+    return weight_of(tensor, source).endswith(_NAMES)
 
 
 def by_rows(tensor: int, source: int) -> None:
     """Overwrite a router's product with those of single rows. Raises BackendError for rows that do
     not lie one behind the other."""
-    weights, inputs = (ctypes.c_void_p.from_address(tensor + source + 8 * which).value or 0
-                       for which in (0, 1))
+    weights, inputs = (source_of(tensor, source, which) for which in (0, 1))
     if llama_c.ggml_nbytes(inputs) != 4 * llama_c.ggml_nelements(inputs):
         raise BackendError("this llama.cpp hands rows to routers in an unknown way: install the "
                            "version that constraints.txt names")

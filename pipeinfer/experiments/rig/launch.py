@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,13 @@ def mpirun_path() -> str | None:
     beside = Path(sys.executable).with_name("mpirun")
     return os.environ.get("PIPEINFER_MPIRUN") or (str(beside) if beside.exists() else None) or \
         shutil.which("mpirun")
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:

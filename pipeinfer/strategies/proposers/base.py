@@ -90,3 +90,13 @@ class InlineProposer(Protocol):
 
     def closed(self, lane: int) -> None:
         """The lane has ended. Harmless for one that was never opened."""
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

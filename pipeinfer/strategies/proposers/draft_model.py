@@ -22,6 +22,7 @@ from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.constraint import Constraints
+from pipeinfer.strategies.proposers.base import common_prefix
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class DraftModel:
         if path.lane == job.lane:
             path.agreed = common
         if common == base:
-            common += _common_prefix(tokens[base:], job.suffix)
+            common += common_prefix(tokens[base:], job.suffix)
         return common
 
     def _cut(self, length: int) -> None:
@@ -333,15 +334,6 @@ def _top(ids: Any, scores: Any, count: int) -> tuple[Any, Any]:
     keep = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
     keep = keep[np.argsort(-scores[keep], kind="stable")]
     return ids[keep], scores[keep]
-
-
-def _common_prefix(a: list[int], b: tuple[int, ...]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
 
 
 def _make(setup: ProposerSetup) -> list[DraftModel]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from pipeinfer.strategies.proposers.base import common_prefix
+
 Tail: TypeAlias = tuple[int, ...]
 
 _ENOUGH = 16  #: steps after which what was seen is believed
@@ -60,7 +62,7 @@ class Worth:
             longest = 0
             for g in range(1, self.most + 1):
                 if g <= len(tails):
-                    longest = max(longest, _common(tails[g - 1], came))
+                    longest = max(longest, common_prefix(tails[g - 1], came))
                 gains[g] += weight * (longest - gains[g])
 
     def choose(self) -> Choice:
@@ -76,12 +78,3 @@ class Worth:
     def _speed(self, choice: Choice) -> float:
         rows = 1 + choice.candidates * (self.ngram - 1) + choice.window * self.window_rows
         return (1 + self._gains[choice.window][choice.candidates]) / self.cost(rows)
-
-
-def _common(tail: Tail, came: Tail) -> int:
-    count = 0
-    for a, b in zip(tail, came, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
