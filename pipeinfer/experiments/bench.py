@@ -5,8 +5,9 @@
 
 Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
 cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
-best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting; "published" is
-the setting of the paper. Knows nothing of figures.
+best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting;
+"speculative-published" has the setting of the paper, and "published" is PipeInfer by the paper.
+Knows nothing of figures.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles, lookup
@@ -41,9 +42,11 @@ from pipeinfer.scheduler.settings import Limits
 
 TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree in the grid
 CUTOFFS = (0.0, 0.4)
+BASELINE = "speculative-published"
 PUBLISHED = (("tree_max", 4), ("p_min", 0.1))  #: the paper: trees of four tokens, cutoff 0.1
-LABELS = {"iterative": "iterative", "published": "synchronous, tree of 4, cutoff 0.1",
-          "speculative": "synchronous, best", "pipeinfer": "pipeinfer"}
+LABELS = {"iterative": "iterative", BASELINE: "synchronous, tree of 4, cutoff 0.1",
+          "speculative": "synchronous, best", "published": "pipeinfer, as published",
+          "pipeinfer": "pipeinfer"}
 _FIXED = ("policy", "ablations", "n_ctx")  #: limits that other options set
 
 
@@ -61,7 +64,7 @@ def synchronous_grid(experiment: Experiment) -> list[Experiment]:
 
 def as_policy(experiment: Experiment, policy: str) -> Experiment:
     """The experiment under a policy of the table but "speculative", which needs the grid."""
-    if policy == "published":
+    if policy == BASELINE:
         chosen = dict(experiment.limits) | dict(PUBLISHED)
         return dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value,
                                    limits=tuple(chosen.items()))
@@ -238,8 +241,10 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
     for policy in policies:
         candidates = (synchronous_grid(experiment) if policy == Policy.SPECULATIVE
                       else [as_policy(experiment, policy)])
-        if policy != Policy.PIPEINFER:
-            candidates = [dataclasses.replace(one, ablate=()) for one in candidates]
+        if experiment.ablate:
+            candidates = [dataclasses.replace(one, ablate=tuple(
+                name for name in one.ablate if name in COMPONENTS[Policy(one.policy)]))
+                for one in candidates]
         chosen, runs = max(
             ((one, [measure(profiles, dataclasses.replace(one, prompt_seed=seed))
                     for seed in range(seeds)]) for one in candidates),

@@ -37,8 +37,8 @@ def test_the_table_has_every_policy_and_the_gains():
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0] == "cluster c, dolphin-tinyllama, 1 x 32 tokens after 16, virtual time"
-    assert [line.split("  ")[0] for line in lines[3:7]] == list(bench.LABELS.values())
-    assert done.stdout.count("equal") == 4
+    assert [line.split("  ")[0] for line in lines[3:8]] == list(bench.LABELS.values())
+    assert done.stdout.count("equal") == 5
     assert "3 stages, slowest" in done.stdout
 
 
@@ -47,7 +47,8 @@ def test_json_carries_every_run():
     assert found["seeds"] == 2
     assert found["experiment"]["tokens"] == 32
     rows = {row["policy"]: row for row in found["policies"]}
-    assert list(rows) == ["iterative", "published", "speculative", "pipeinfer"]
+    assert list(rows) == ["iterative", "speculative-published", "speculative", "published",
+                          "pipeinfer"]
     for row in rows.values():
         assert row["tokens_equal"]
         assert len(row["runs"]) == 2
