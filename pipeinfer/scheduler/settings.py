@@ -144,7 +144,7 @@ class Limits:
 #: for which the program's default is 0; and what they do not have
 PUBLISHED: dict[str, Any] = {
     "draft_max": 3, "p_min": 0.1, "p_recovery": 0.0, "p_decay": 0.0, "path_min": 0.0,
-    "alternatives": 0, "eager": True, "join_tip": False,
+    "tree_max": 4, "alternatives": 0, "eager": True, "join_tip": False,
 }
 
 
