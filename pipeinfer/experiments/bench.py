@@ -99,6 +99,11 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
     }
 
 
+def is_tuned(profiles: Profiles, experiment: Experiment) -> bool:
+    """Whether a controller has a say; without `async` or `continuous` it has none."""
+    return scenarios.controller_of(wide.build_any(profiles, experiment), experiment) is not None
+
+
 def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
          ) -> tuple[Experiment, Mapping[str, Any]]:
     """The entry of `found` with the most tokens per second."""
@@ -258,7 +263,7 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
             "memory_mean": statistics.fmean(runs[0]["memory"]),
             "tokens_equal": all(run["tokens_equal"] for run in runs),
             "setting": setting_text(chosen) if chosen.policy == Policy.SPECULATIVE else "",
-            "runs": runs,
+            "ablated": list(chosen.ablate), "tuned": is_tuned(profiles, chosen), "runs": runs,
         })
     return {"experiment": dataclasses.asdict(experiment), "seeds": seeds, "policies": rows}
 
@@ -291,6 +296,11 @@ def as_text(data: Mapping[str, Any]) -> str:
                       f"{1e3 * max(first['stage_seconds']):.1f} ms, a further row "
                       f"+{first['row_cost']:.0%}; draft {1e3 * first['draft_seconds']:.1f} ms per "
                       f"token; {first['runs']} runs, {first['cancelled_runs']} cancelled"]
+        if row["ablated"]:
+            tuned = "tuned" if row["tuned"] else "not tuned: compare with --no-adapt"
+            lines.append(f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}, {tuned}"
+                         if row["policy"] == Policy.PIPEINFER else
+                         f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}")
         if row["setting"] and row["policy"] == Policy.SPECULATIVE:
             lines.append(f"{LABELS[row['policy']]}: {row['setting']}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.experiments import bench
 from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.scenarios import Experiment
+from tests.support.sample import mostly_full
 
 FAST = ("--nodes", "4", "--tokens", "32", "--prompt-tokens", "16")
 
@@ -88,6 +89,28 @@ def test_options_reach_the_experiment():
     assert (found["cluster"], found["pair"], found["link"]) == ("a", "goliath-xwin7b", "wan-50ms")
     assert (found["split"], found["adapt"], found["ablate"]) == ("equal", False, ["cancel"])
     assert found["acceptance"] == pytest.approx(0.4)
+
+
+def test_what_an_ablation_changes_besides_is_said():
+    done = invoke("--ablate", "continuous", "--policy", "pipeinfer")
+    assert "without continuous, not tuned: compare with --no-adapt" in done.stdout
+    found = data("--ablate", "cancel")["policies"]
+    ablated = {row["policy"]: (row["ablated"], row["tuned"]) for row in found}
+    assert ablated["pipeinfer"] == (["cancel"], True)
+    assert ablated["published"] == (["cancel"], False)
+    assert ablated["iterative"] == ([], False)
+
+
+@pytest.mark.parametrize("pair", mostly_full(
+    ["dolphin-tinyllama", "dolphin-orca2", "goliath-xwin7b", "goliath-xwin13b", "falcon-7b",
+     "falcon-40b"], "dolphin-tinyllama", "falcon-40b"))
+def test_the_papers_policy_has_the_papers_gain(pair):
+    """PipeInfer over synchronous speculation, both as published, at 8 nodes of cluster C."""
+    profiles, one = load_profiles(), Experiment("c", pair, nodes=8)
+    ours, theirs = (bench.measure(profiles, bench.as_policy(one, policy))
+                    for policy in ("published", bench.BASELINE))
+    assert ours["tokens_equal"]
+    assert 1.5 <= ours["tokens_per_second"] / theirs["tokens_per_second"] <= 2.15
 
 
 def test_a_slow_node_and_a_delay_show():

@@ -167,7 +167,8 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     """What tunes this run, None when nothing does."""
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
-    return Controller(built.scenario.limits, built.pinned, built.curve)
+    controller = Controller(built.scenario.limits, built.pinned, built.curve)
+    return controller if controller.active else None
 
 
 def stage_members(
