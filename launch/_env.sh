@@ -160,7 +160,7 @@ compile_llama() {
 show_progress() {
     # Stage, percentage and rough minutes left from a build's output: one line that is written over
     # on a terminal, else a line for each tenth.
-    local line stage= started=0 done_ all percent shown=-10 left end=$'\n' clear=
+    local line stage='' started=0 done_ all percent shown=-10 left end=$'\n' clear=''
     if [ -t 2 ]; then end='' clear=$'\r\e[K'; fi
     while IFS= read -r line; do
         if [[ $line =~ ^[[:space:]]*\[([0-9]+)/([0-9]+)\] ]]; then
@@ -241,7 +241,8 @@ open_door() {
     (trap '' INT HUP USR1; exec env -u PIPEINFER_JOB "$VENV/bin/python" -m pipeinfer.server.door "$folder/door") \
         </dev/null >/dev/null &
     DOOR_PID=$!
-    export PIPEINFER_DOOR="$(uname -n):$folder/door"
+    PIPEINFER_DOOR="$(uname -n):$folder/door"
+    export PIPEINFER_DOOR
 }
 
 close_door() {
@@ -334,7 +335,7 @@ run_mpi_once() {
         PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
         export PIPEINFER_TERMINAL
     fi
-    JOB_PID= TOLD=0 HUNG_UP=0  # a signal may come before there is a process to pass it on to
+    JOB_PID='' TOLD=0 HUNG_UP=0  # a signal may come before there is a process to pass it on to
     trap 'ASKED=$((ASKED + 1)); pass_on' INT TERM
     trap 'ASKED=$((ASKED + 1)) HUNG_UP=1; pass_on' HUP
     local words=() word

@@ -14,6 +14,29 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/server/test_door.py::test_what_has_ended_or_has_lost_its_client_is_not_handed_over":
+        "what is handed over in test_a_stream_goes_on_with_the_next_job",
+    "tests/namespaces/test_getting_started.py::test_a_newcomer_gets_from_two_machines_to_a_chat":
+        "the same launcher over hosts in tests/namespaces/test_namespaces.py",
+    "benchmarks/serving/test_load.py::test_memory_is_flat_and_slow_readers_hold_nobody_up":
+        "slow readers in tests/server/test_http.py, requests under load beside it",
+    "tests/mpi/test_smollm2.py::test_it_is_what_a_server_takes_when_nothing_is_named":
+        "which model is taken in tests/models/test_locate.py",
+    "tests/strategies/test_sampling_law.py::test_the_joint_law_of_three_tokens":
+        "the law of one token by 20,000 draws in tests/core/test_sampling.py; every policy writes "
+        "what plain decoding writes with the same noise in tests/scheduler/test_scheduler.py",
+    "tests/mpi/test_torch_wide.py::test_stages_of_a_grid_may_be_on_different_backends":
+        "ranks on different backends in tests/mpi/test_torch.py, grids on torch beside it",
+    "tests/namespaces/test_namespaces.py::test_settings_of_single_hosts":
+        "tests/test_nodes.py, a host of the nodes file in tests/mpi/test_plans.py",
+    "tests/mpi/test_hub.py::test_a_model_in_parts_is_the_model":
+        "a model in parts over ranks in test_hosts_get_no_byte_of_layers_that_they_do_not_hold",
+    "tests/server/test_page_status.py::test_a_key_is_asked_for_on_the_operators_page":
+        "the same form in tests/server/test_page.py",
+    "tests/mpi/test_distribute.py::test_a_spare_that_dies_while_it_receives_costs_the_other_nothing":
+        "test_a_stage_killed_midway_leaves_its_layers_to_the_other",
+    "tests/mpi/test_proposers.py::test_random_masks_and_prompts_change_no_token":
+        "random adapters in tests/strategies, the embedded one over ranks beside it",
     "tests/namespaces/test_door.py::test_a_stream_outlives_a_host_and_rank_0":
         "rank 0 killed under a stream in tests/mpi/test_supervised.py, hosts that do not answer in "
         "tests/cli/test_doctor_hosts.py",

@@ -11,6 +11,7 @@ from benchmarks.serving.client import complete
 from pipeinfer.experiments.rig.launch import mpirun_path
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
+from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,
               pytest.mark.skipif(mpirun_path() is None, reason="no mpirun")]
@@ -56,6 +57,7 @@ def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):
     assert counted == len(requests)
 
 
+@FULL
 def test_memory_is_flat_and_slow_readers_hold_nobody_up(asked):
     requests, _ = asked
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer.experiments.inflate import inflate
 from pipeinfer.experiments.rig import launch
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -168,6 +168,7 @@ def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares,
     assert received(out)[2] == 0
 
 
+@FULL
 def test_a_spare_that_dies_while_it_receives_costs_the_other_nothing(head, tmp_path, tokens):
     hosts = [tmp_path / name for name in ("one", "two", "dies", "lives")]
     command = [*FAULTY, "3", "receive", *REQUEST, "--distribute", "--spares", "2"]

@@ -12,7 +12,7 @@ from pipeinfer.experiments.rig import launch
 from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
 from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"
@@ -38,6 +38,7 @@ def tokens(np, *args):
     return json.loads(done.stdout)["tokens"]
 
 
+@FULL
 def test_a_model_in_parts_is_the_model(parts):
     """Whole by llama.cpp, cut over stages, and in slices."""
     whole = tokens(1, "-m", str(EMBEDDED / "target.gguf"))

@@ -92,7 +92,7 @@ def adapter_at(path, prompts):
 
 
 @pytest.mark.parametrize(("ranks", "prompts", "drafts"), [
-    full(1, 16, ()), (2, 0, ("draft",)), full(4, 16, ())])
+    full(1, 16, ()), full(2, 0, ("draft",)), full(4, 16, ())])
 def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, drafts):
     """In one run with the rows that verify, behind them, and under policies that do not wait."""
     for package in ("torch", "transformers", "safetensors"):

@@ -11,6 +11,7 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models import bundled
 from tests.mpi.test_jobs import PIPEINFER
+from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     bundled.smollm2() is None,
@@ -34,6 +35,7 @@ def test_it_answers_coherently_and_the_same_over_ranks():
     assert all(word in text for word in ("plants", "light", "energy", "carbon dioxide"))
 
 
+@FULL
 def test_it_is_what_a_server_takes_when_nothing_is_named():
     with serve(3, "-c", "512", PIPEINFER_DEFAULT_MODEL="") as served:
         served.wait_until_ready()

@@ -15,7 +15,7 @@ from pipeinfer.experiments.rig.embedded_folder import write_folder
 from tests.mpi.test_decomposers import compare, texts
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -79,7 +79,8 @@ def test_the_members_of_a_stage_are_on_one_backend():
     assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
 
 
-@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), full("2", "3")])
+@FULL
+@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
 def test_stages_of_a_grid_may_be_on_different_backends(few, many):
     """Slices on torch before a whole stage on llama.cpp, and the other way round."""
     answers = []

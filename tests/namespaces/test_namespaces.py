@@ -14,6 +14,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch, namespaces
 from pipeinfer.experiments.rig.namespaces import Cluster
+from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 GENERATE = ["generate", "-p", "class Queue:\n    def __init__(self):\n", "-n", "24", "--temp",
@@ -48,6 +49,7 @@ def test_three_hosts_give_one_process_tokens(one_process):
     assert not traces(cluster.id)
 
 
+@FULL
 def test_settings_of_single_hosts(tmp_path):
     with Cluster(3) as cluster:
         (cluster.state / "hosts.toml").write_text(

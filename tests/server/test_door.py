@@ -31,6 +31,7 @@ from pipeinfer.server.frames import (
     encode,
 )
 from pipeinfer.server.settings import Settings
+from tests.support.sample import FULL
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -179,6 +180,7 @@ def test_who_failed_last_is_said_and_another_arithmetic_too(door):
     assert client.last["timings"]["same_arithmetic"] is False
 
 
+@FULL
 def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     def open_now():
         figures = requests.get(f"{door.url}/metrics", timeout=SECONDS).text

@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.experiments.rig.served import serve
 from tests.server.pages import CHROMIUM, Page
+from tests.support.sample import FULL
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.mpi,
@@ -91,6 +92,7 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         status.close()
 
 
+@FULL
 def test_a_key_is_asked_for_on_the_operators_page(browser):
     with serve(1, "--api-key", "sesame") as served:
         served.wait_until_ready()

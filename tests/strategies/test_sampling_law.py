@@ -20,7 +20,7 @@ from pipeinfer.core.types import ALL_SEQS, END, SamplingParams, make_rows
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from tests.support.driver import Driver
-from tests.support.sample import full
+from tests.support.sample import FULL
 
 pytestmark = pytest.mark.slow
 SPEC = ToySpec(n_vocab=8, n_layers=2, n_embd=8, seed=4)
@@ -73,7 +73,8 @@ def law():
     return exact_law()
 
 
-@pytest.mark.parametrize("policy", [full(Policy.ITERATIVE), Policy.PIPEINFER])
+@FULL
+@pytest.mark.parametrize("policy", [Policy.ITERATIVE, Policy.PIPEINFER])
 def test_the_joint_law_of_three_tokens(law, policy):
     limits = Limits(n_ctx=64, policy=policy, exact_width=4, credit=4, p_min=0.0, draft_max=2,
                     branches=2, p_split=0.2)
