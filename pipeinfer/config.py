@@ -166,10 +166,10 @@ class ClusterConfig:
                               high=60_000,
                               help="With --pace-ms: milliseconds to add for each further row of a "
                                    "decode.")
-    cancel_path: str = _opt("direct", "--cancel-path", kind="str",
-                            choices=("direct", "backward"),
+    cancel_path: str = _opt("auto", "--cancel-path", kind="str",
+                            choices=("auto", "direct", "backward"),
                             help="How cancellations travel: directly to every stage, or backward "
-                                 "from stage to stage as in the paper.")
+                                 "from stage to stage; auto: backward with --policy published.")
     head_stage: bool = _opt(False, "--head-stage", kind="flag",
                             help="Give rank 0 the first layers, too.")
     keep_binding: bool = _opt(False, "--keep-binding", kind="flag",
@@ -233,10 +233,10 @@ class SpeculationConfig:
     """What is guessed, issued and kept in the cache, for how many requests at a time."""
 
     policy: str = _opt("", "--policy", kind="str",
-                       choices=("", "iterative", "speculative", "pipeinfer"),
+                       choices=("", "iterative", "speculative", "pipeinfer", "published"),
                        help="How to decode: one token at a time, with synchronous or with "
-                            "asynchronous speculation [default: pipeinfer with a draft, else "
-                            "iterative].")
+                            "asynchronous speculation, or as PipeInfer's paper does, to compare "
+                            "with [default: pipeinfer with a draft, else iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
                                      help="Source of guesses (repeatable: asked in the given order "
                                           "until one is confident).")
@@ -252,8 +252,10 @@ class SpeculationConfig:
                                   help="Maximum number of threads of a response that are at work "
                                        "beside its main one; further ones wait for room.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
-                                   choices=("async", "continuous", "multibuffer", "cancel"),
-                                   help="Switch off a component of pipeinfer (repeatable).")
+                                   choices=("async", "continuous", "multibuffer",
+                                            "alternatives", "cancel"),
+                                   help="Switch off a component of pipeinfer, or of published "
+                                        "(repeatable).")
     draft_max: int = _opt(0, "--draft-max", "--draft", low=0, high=64,
                           help="Maximum guesses per micro-batch; 0: tuned while running.")
     tree_max: int = _opt(0, "--tree-max", low=0, high=256,

@@ -33,12 +33,16 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.planning.wide import shares_of
+from pipeinfer.scheduler.settings import PUBLISHED
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (
     {"policy": "iterative"}, {"policy": "speculative"}, {"policy": "pipeinfer"},
     {"policy": "pipeinfer", "take_turns": True},
     *({"policy": "pipeinfer", "ablations": [a]}
+      for a in ("async", "continuous", "alternatives", "cancel")),
+    {"policy": "published", **PUBLISHED},
+    *({"policy": "published", **PUBLISHED, "ablations": [a]}
       for a in ("async", "continuous", "multibuffer", "cancel")),
 )
 SHAPES = ({"branches": 1, "alternatives": 0}, {"branches": 3, "p_split": 0.1},

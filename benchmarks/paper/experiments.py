@@ -31,8 +31,8 @@ from pipeinfer.errors import PipeinferError
 from pipeinfer.experiments.emulation.profiles import lookup
 from pipeinfer.files import write_atomically
 
-MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "gpu", "acceptance", "controller",
-        "time", "timeline")
+MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "ablations-published", "gpu",
+        "acceptance", "controller", "time", "timeline")
 OUT = Path(__file__).parents[1] / "results" / "paper"
 
 

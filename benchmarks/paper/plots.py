@@ -23,12 +23,14 @@ from pipeinfer.experiments.emulation.scenarios import Experiment
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-POLICIES = ("iterative", "published", "speculative", "pipeinfer")
-COLOUR = {"iterative": "#7a8594", "published": "#e3a857", "speculative": "#c2601c",
-          "pipeinfer": "#2563c9"}
-NAME = {"iterative": "iterative", "published": "synchronous, as published",
-        "speculative": "synchronous, best of grid", "pipeinfer": "PipeInfer"}
-MARK = {"iterative": "s", "published": "v", "speculative": "^", "pipeinfer": "o"}
+POLICIES = ("iterative", bench.BASELINE, "speculative", "published", "pipeinfer")
+COLOUR = {"iterative": "#7a8594", bench.BASELINE: "#e3a857", "speculative": "#c2601c",
+          "published": "#3f9c74", "pipeinfer": "#2563c9"}
+NAME = {"iterative": "iterative", bench.BASELINE: "synchronous, as published",
+        "speculative": "synchronous, best of grid", "published": "PipeInfer, as published",
+        "pipeinfer": "PipeInfer"}
+MARK = {"iterative": "s", bench.BASELINE: "v", "speculative": "^", "published": "D",
+        "pipeinfer": "o"}
 BAND = "#2563c91c"
 TABLE_I = ("dolphin-tinyllama", "dolphin-orca2", "goliath-xwin7b", "goliath-xwin13b", "falcon-7b",
            "falcon-40b")
@@ -51,6 +53,9 @@ PAPER = {
     "constrained-ttft": "PipeInfer in some cases below iterative",
     "ablations": "slower without cancellation, severely without continuous (Falcon moderately)",
     "ablations-itl": "longer without cancellation",
+    "ablations-published": "slower without cancellation, severely without continuous (Falcon "
+                           "moderately)",
+    "ablations-published-itl": "longer without cancellation",
     "gpu": "faster than synchronous in all cases but one (Dolphin 2.9)",
     "prompts": "PipeInfer consistent from prompt to prompt, synchronous erratic",
     "cancellation": "cancellations travel backwards from stage to stage",

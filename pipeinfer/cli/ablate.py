@@ -21,7 +21,6 @@ from pipeinfer.config import JobConfig, Resolved
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.ablations import (
     TEXTS,
-    VARIANTS,
     Sample,
     as_text,
     configs_of,
@@ -30,6 +29,8 @@ from pipeinfer.experiments.ablations import (
     measured,
     rows_of,
     samples,
+    variants_of,
+    whose,
 )
 
 
@@ -53,15 +54,17 @@ def ablate_command(resolved: Resolved, rounds: int, texts: Path | None, cluster:
     \b
     mpirun -np 4 pipeinfer ablate -m big.gguf -md small.gguf --rounds 3
     pipeinfer ablate --cluster c --pair goliath-xwin7b --size 8 --rounds 10
+    pipeinfer ablate --policy published --cluster c --size 8    # the paper's own components
     """
     request = resolved.config.request
     if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"-o {out}: give the name of a picture, such as ablate.png")
-    configs = configs_of(resolved.config.job)
+    configs, policy = configs_of(resolved.config.job), whose(resolved.config.job)
     if cluster:
         if host.launched_size() > 1:
             raise UsageError("an emulated cluster needs one process: leave out mpirun")
-        found = samples(rounds, emulated(cluster, pair, size, request.n_predict))
+        found = samples(rounds, emulated(cluster, pair, size, request.n_predict),
+                        variants=variants_of(policy))
         title = (f"cluster {cluster}, {pair}, {size or 'all'} nodes, {rounds} texts of "
                  f"{request.n_predict} tokens, virtual time")
     else:
@@ -89,6 +92,7 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
     chosen = TEXTS if texts is None else tuple(filter(None, texts.read_text(
         encoding="utf-8").splitlines()))
     base, request = resolved.config.job, resolved.config.request
+    variants = variants_of(whose(base))
     fetch_models(base)
     joined = join(base)
     if joined.place.rank:
@@ -104,8 +108,8 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
         sampling = resolved.config.sampling
         measure = measured(session, configs, prompts, sampling, draw_seed(sampling),
                            request.n_predict)
-        measure(VARIANTS[1], 0)  # what is slow only once
-        found = samples(rounds * len(chosen), measure, show_over)
+        measure(variants[1], 0)  # what is slow only once
+        found = samples(rounds * len(chosen), measure, show_over, variants)
         show_over("")
         title = (f"{session.model_name}, draft {session.draft_name or 'none'}, "
                  f"{session.n_stages} stages, {rounds * len(chosen)} texts of "

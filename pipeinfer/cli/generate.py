@@ -144,7 +144,7 @@ def _write(text: str) -> None:
 def _report(
     config: RequestConfig, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]
 ) -> None:
-    from pipeinfer.cli.summary import summary
+    from pipeinfer.cli.summary import memory_figures, summary
 
     figures = out.stats()
     stages = {node: {**ready, **reports.get(node, {})} for node, ready in session.stages.items()}
@@ -154,12 +154,14 @@ def _report(
             stage["busy_share"] = min(1.0, (stage["busy"] - stage["waited"]) / span)
             stage["waited_share"] = min(1.0, stage["waited"] / span)
         stage.pop("events", None)
+    figures |= memory_figures(out.tokens_per_second, stages, host.memory_parts()["rss"])
     if config.json:
         limits = session.limits
         head = session.head.stats
         figures |= {
             "model": session.model_name, "draft": session.draft_name,
             "policy": limits.policy.value, "ablations": sorted(limits.ablations),
+            "tuned": session.head.tuned,
             "stages": stages, "exact_width": limits.exact_width, "notes": session.notes,
             "load_seconds": session.load_seconds,
             "head_seconds_per_token": head.busy / max(1, len(out.tokens)),

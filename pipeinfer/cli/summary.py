@@ -10,10 +10,11 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
             notes: list[str]) -> str:
     """What `generate` prints to standard error after the text: speed, runs and stages."""
     ttft, itl = figures["time_to_first_token"], figures["inter_token_latency_mean"]
+    after = figures["time_to_first_after_prompt"]
     lines = [
         f"{figures['n_output']} tokens at {figures['tokens_per_second']:.1f} tokens/s, first after "
-        f"{_ms(ttft)}, then every {_ms(itl)} (prompt {figures['n_prompt']} tokens, ended by "
-        f"{figures['reason']}, seed {figures['seed']})",
+        f"{_ms(ttft)} (next {_ms(after)} after the prompt's end), then every {_ms(itl)} (prompt "
+        f"{figures['n_prompt']} tokens, ended by {figures['reason']}, seed {figures['seed']})",
     ]
     if figures.get("issued_speculative"):
         lines.append(
@@ -34,7 +35,26 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
                 f"{stage['host']}, busy {stage['busy_share']:.0%}{waited}, sent "
                 f"{stage['sent_bytes'] / 1e6:.2f} MB, memory {stage['rss'] / 2**20:.0f} MiB"
             )
+    if figures.get("resident_bytes"):
+        gib = figures["resident_bytes"] / 2**30
+        lines.append(f"memory: {gib:.2f} GiB resident over all ranks, "
+                     f"{figures['tokens_per_second_per_gib']:.1f} tokens/s per GiB")
     return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, Any]], own: int
+                   ) -> dict[str, float]:
+    """Measured memory of all ranks, draft and head included, and speed relative to it; nothing
+    where a stage did not report. own: resident bytes of rank 0, which may have a stage, too."""
+    if not stages or not all("rss" in stage for stage in stages.values()):
+        return {}
+    ranks = {0: own}
+    for node, stage in stages.items():
+        rank = stage.get("rank", node)
+        ranks[rank] = max(ranks.get(rank, 0), stage["rss"])
+    total = sum(ranks.values())
+    return {"resident_bytes": total,
+            "tokens_per_second_per_gib": tokens_per_second / (total / 2**30)}
 
 
 def name_of(node: int, stage: Mapping[str, Any]) -> str:

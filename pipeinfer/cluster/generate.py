@@ -74,13 +74,18 @@ class Generated:
         return self.lane.accepted_speculative / tested if tested else 0.0
 
     def stats(self) -> dict[str, Any]:
-        """Figures for `--json` and the summary."""
+        """Figures for `--json` and the summary.
+
+        time_to_first_token: seconds from submission. time_to_first_after_prompt: from the end of
+        the prompt, whose token is there by then, to the token after that, as in PipeInfer's paper.
+        """
         gaps = [b - a for a, b in itertools.pairwise(self.times)]
         return {
             "n_prompt": self.n_prompt, "n_output": len(self.tokens), "reason": self.reason,
             "seed": self.seed,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token": self.times[0] if self.times else None,
+            "time_to_first_after_prompt": gaps[0] if gaps else None,
             "inter_token_latency_mean": statistics.fmean(gaps) if gaps else None,
             "inter_token_latency_median": statistics.median(gaps) if gaps else None,
             "acceptance": self.acceptance, **dataclasses.asdict(self.lane),

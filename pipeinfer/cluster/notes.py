@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeinfer.config import ModelConfig, SpeculationConfig
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.scheduler.controller import TUNABLE
 from pipeinfer.strategies import registry
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
                      "pipeinfer works like speculative")
     notes += _without_effect(config, job.policy)
+    if config.ablate and COMPONENTS[job.policy]:
+        notes += _beside(config, job)
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
                      "another run up to near-ties (docs/decomposers.md)")
@@ -51,12 +54,9 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
 
 
 def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
-    """Options that change nothing here, and what an ablation changes besides."""
+    """Options that change nothing here."""
     notes = []
-    if config.ablate and policy is Policy.PIPEINFER and config.adapt:
-        notes.append(f"--ablate {' --ablate '.join(config.ablate)} also switches tuning off: "
-                     "compare with a run with --no-adapt")
-    if config.ablate and policy is not Policy.PIPEINFER:
+    if config.ablate and not COMPONENTS[policy]:
         notes.append(f"--ablate has no effect with policy {policy}")
     if config.branches > 1 and policy is not Policy.SPECULATIVE and "async" not in config.ablate:
         notes.append(f"--branches has no effect with policy {policy}: it is for synchronous trees "
@@ -65,6 +65,20 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
             and policy is Policy.PIPEINFER:
         notes.append("--p-decay has no effect here: it lowers a cutoff, which is 0 without "
                      "--draft-p-min or --p-recovery")
+    return notes
+
+
+def _beside(config: SpeculationConfig, job: Job) -> list[str]:
+    """What else is different with --ablate, so that nobody compares two changes as one."""
+    notes, asked = [], f"--ablate {' --ablate '.join(config.ablate)}"
+    own = job.policy is Policy.PIPEINFER
+    if own and config.adapt and not TUNABLE.issuperset(config.ablate):
+        notes.append(f"{asked} also switches tuning off: compare with a run with --no-adapt")
+    if Ablation.ASYNC in config.ablate:
+        notes.append(f"{asked} also ends continuous speculation: draft and target take turns")
+    elif own and len(job.plan.ranks) == 1:
+        notes.append(f"{asked} also makes draft and target compute at the same time: on one rank "
+                     "they take turns without it")
     return notes
 
 

@@ -29,6 +29,7 @@ from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
+    cancel_path,
     cells_for,
     choose_policy,
     chunk_of,
@@ -44,7 +45,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.cluster.wide_stage import drawing
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import PortName, Setup
-from pipeinfer.core.policy import CancelPath, Policy
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
@@ -343,7 +344,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
             assembly.grid,
             scheduler,
             worker,
-            cancel_path=CancelPath(config.cluster.cancel_path),
+            cancel_path=cancel_path(config),
             trace=bool(config.cluster.trace),
             timeout=config.cluster.timeout,
             controller=brain.controller,

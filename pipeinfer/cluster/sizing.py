@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
@@ -28,7 +28,7 @@ from pipeinfer.scheduler.controller import (
     least_confidence,
     turns,
 )
-from pipeinfer.scheduler.settings import Limits, lanes_per_response
+from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
@@ -96,6 +96,14 @@ def partitions_for(config: SpeculationConfig, credit: int) -> int:
     if config.partitions >= 0:
         return config.partitions
     return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
+
+
+def cancel_path(config: JobConfig) -> CancelPath:
+    """How cancellations travel; the same on every rank."""
+    if config.cluster.cancel_path != "auto":
+        return CancelPath(config.cluster.cancel_path)
+    published = config.speculation.policy == Policy.PUBLISHED
+    return CancelPath.BACKWARD if published else CancelPath.DIRECT
 
 
 def lanes_of(config: SpeculationConfig) -> int:
@@ -166,6 +174,7 @@ def limits_for(
     same cores and may take turns; else 0.
     """
     pinned: dict[str, Any] = {}
+    buffered = policy is Policy.PUBLISHED
     if config.credit:
         pinned["credit"] = config.credit
     if config.draft_max:
@@ -195,13 +204,17 @@ def limits_for(
         size = turns(timing, _USUAL, exact - 1) or 1
         values |= {"draft_max": size, "tree_max": size,
                    "p_min": least_confidence(timing, _USUAL, size)}
+    values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
+    if buffered:
+        values |= PUBLISHED
+        values |= {name: value for name, value in (("p_recovery", config.p_recovery),
+                                                   ("p_decay", config.p_decay)) if value}
     values |= pinned
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,
         partitions=partitions_for(config, credit), branches=config.branches,
         take_turns=take_turns,
         p_split=_given(config.p_split, 0.2 if synchronous else 0.02),
-        p_recovery=config.p_recovery, p_decay=config.p_decay,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
         share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
@@ -298,6 +311,7 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
             raise UsageError(f"--proposer {spec.name} needs an adapter: give one with "
                              f"--{spec.adapter.replace('_', '-')}")
     guesses = draft is not None or bool(named)
+    _check_components(config.speculation)
     inline = registry.inline(config.speculation)
     synchronous = inline is not None and inline.synchronous
     if config.speculation.policy:
@@ -308,9 +322,22 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
         policy = Policy.SPECULATIVE
     else:
         policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
+    if inline is not None and policy is Policy.PUBLISHED:
+        raise UsageError(f"--policy published issues one chain of a draft's guesses, so it cannot "
+                         f"be combined with --proposer {inline.name}: leave one out")
     if synchronous and policy is Policy.PIPEINFER:
         return Policy.SPECULATIVE
     return policy
+
+
+def _check_components(config: SpeculationConfig) -> None:
+    """Raise UsageError for a component that the policy does not have."""
+    policy = Policy(config.policy or Policy.PIPEINFER)
+    for name in config.ablate:
+        if COMPONENTS[policy] and Ablation(name) not in COMPONENTS[policy]:
+            others = ", ".join(one for one, parts in COMPONENTS.items() if name in parts)
+            raise UsageError(f"--ablate {name} names no component of --policy {policy} (it has "
+                             f"{', '.join(COMPONENTS[policy])}), but one of {others}")
 
 
 def _check_replicas(config: JobConfig) -> None:

@@ -53,6 +53,7 @@ from pipeinfer.cluster.faults import (
 )
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.cluster.shutdown import end_job
+from pipeinfer.cluster.sizing import cancel_path
 from pipeinfer.cluster.wide_stage import paced_team, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
@@ -66,7 +67,6 @@ from pipeinfer.core.control import (
 )
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag, WorkerFailed
-from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
 from pipeinfer.host import Place, threads_of
@@ -283,7 +283,7 @@ class StageProcess:
             Grid.plain(port.node) if whole else Grid(setup.widths),
             faulty_backend(backend, self._faults, self._place.rank),
             team=team,
-            cancel_path=CancelPath(config.cluster.cancel_path),
+            cancel_path=cancel_path(config),
             trace=bool(config.cluster.trace),
             timeout=config.cluster.timeout,
             pulse=self._pulse,

@@ -11,15 +11,32 @@ class Policy(enum.StrEnum):
     ITERATIVE = "iterative"
     SPECULATIVE = "speculative"
     PIPEINFER = "pipeinfer"
+    PUBLISHED = "published"  #: PipeInfer as its paper has it, to compare with
+
+
+#: what one would decode with: all but PUBLISHED, which is there to be compared with
+PRACTICAL = (Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER)
 
 
 class Ablation(enum.StrEnum):
-    """A component of PipeInfer that can be switched off; no ablation changes a token."""
+    """A component that can be switched off (who has which: COMPONENTS); no token changes."""
 
     ASYNC = "async"
     CONTINUOUS = "continuous"
     MULTIBUFFER = "multibuffer"
+    ALTERNATIVES = "alternatives"
     CANCEL = "cancel"
+
+
+#: the components of each policy, in the order of tables
+COMPONENTS: dict[Policy, tuple[Ablation, ...]] = {
+    Policy.ITERATIVE: (),
+    Policy.SPECULATIVE: (),
+    Policy.PIPEINFER: (Ablation.ASYNC, Ablation.CONTINUOUS, Ablation.ALTERNATIVES,
+                       Ablation.CANCEL),
+    Policy.PUBLISHED: (Ablation.ASYNC, Ablation.CONTINUOUS, Ablation.MULTIBUFFER,
+                       Ablation.CANCEL),
+}
 
 
 class CancelPath(enum.StrEnum):

@@ -1,8 +1,8 @@
 """What each of PipeInfer's components brings: one job, the same tuning for all.
 
-A single `--ablate` elsewhere switches tuning off, too, so it changes two things at once. Here
-nothing but the first line is tuned: all components, and all without each, take turns text by text,
-and speeds are compared pair by pair. With --cluster the cluster is emulated, in virtual time.
+Nothing but the line "all, tuned" is tuned: all components, and all without each, take turns text by
+text, and speeds are compared pair by pair. With --policy published the components are those of the
+paper's own policy. With --cluster the cluster is emulated, in virtual time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from pipeinfer.cluster.generate import run_request, sampling_params
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import JobConfig, SamplingConfig
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.text_table import aligned
 
-TUNED, ALL, PLAIN = "all, tuned", "all", "iterative"
+TUNED, ALL, PLAIN, AS_PUBLISHED = "all, tuned", "all", "iterative", "as published"
 TEXTS = (
     "def fibonacci(n):\n", "import os\nimport sys\n\n\ndef main():\n",
     "class Stack:\n    def __init__(self):\n", "The old bridge over the river was built in",
@@ -40,11 +40,18 @@ class Variant:
     policy: Policy = Policy.PIPEINFER
 
 
-VARIANTS = (
-    Variant(TUNED, tuned=True), Variant(ALL),
-    *(Variant(f"without {one.value}", (one.value,)) for one in Ablation),
-    Variant(PLAIN, policy=Policy.ITERATIVE),
-)
+def variants_of(policy: Policy) -> tuple[Variant, ...]:
+    """The lines of the table for a policy with components."""
+    own = tuple(Variant(f"without {one.value}", (one.value,), policy=policy)
+                for one in COMPONENTS[policy])
+    plain = Variant(PLAIN, policy=Policy.ITERATIVE)
+    if policy is Policy.PUBLISHED:
+        return Variant(ALL, policy=policy), *own, plain
+    return (Variant(TUNED, tuned=True), Variant(ALL), *own,
+            Variant(AS_PUBLISHED, policy=Policy.PUBLISHED), plain)
+
+
+VARIANTS = variants_of(Policy.PIPEINFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +68,14 @@ class Sample:
 Measure = Callable[[Variant, int], Sample]
 
 
-def samples(count: int, measure: Measure, told: Callable[[str], None] = lambda _: None
-            ) -> dict[str, list[Sample]]:
+def samples(count: int, measure: Measure, told: Callable[[str], None] = lambda _: None,
+            variants: Sequence[Variant] = VARIANTS) -> dict[str, list[Sample]]:
     """Every variant on every text, in turns; the turn's order goes round, so that no variant always
     follows the same one."""
-    found: dict[str, list[Sample]] = {one.name: [] for one in VARIANTS}
+    found: dict[str, list[Sample]] = {one.name: [] for one in variants}
     for number in range(count):
-        first = number % len(VARIANTS)
-        for variant in (*VARIANTS[first:], *VARIANTS[:first]):
+        first = number % len(variants)
+        for variant in (*variants[first:], *variants[:first]):
             told(f"text {number + 1}/{count}: {variant.name}")
             found[variant.name].append(measure(variant, number))
     return found
@@ -78,13 +85,12 @@ def rows_of(found: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
     """A row for each variant: mean speed, and its ratio to all components without tuning, text by
     text (geometric mean; spread: standard deviation of the ratios). equal: whether tokens are."""
     base, rows = found[ALL], []
-    for variant in VARIANTS:
-        own = found[variant.name]
+    for name, own in found.items():
         ratios = [one.tokens_per_second / other.tokens_per_second
                   for one, other in zip(own, base, strict=True) if other.tokens_per_second > 0]
         runs = sum(one.runs for one in own)
         rows.append({
-            "variant": variant.name,
+            "variant": name,
             "tokens_per_second": statistics.fmean(one.tokens_per_second for one in own),
             "ratio": math.exp(statistics.fmean(math.log(max(r, 1e-9)) for r in ratios))
             if ratios else 0.0,
@@ -134,11 +140,20 @@ def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def configs_of(base: JobConfig) -> dict[str, JobConfig]:
     """A config for each variant. Raises UsageError for options that the command decides."""
     own = base.speculation
-    if own.ablate or own.policy or own.decomposer:
-        raise UsageError("ablate decides about --ablate, --policy and --decomposer: leave them "
-                         "out")
+    if own.ablate or own.decomposer:
+        raise UsageError("ablate decides about --ablate and --decomposer: leave them out")
     return {one.name: base.replace(
-        ablate=one.ablate, adapt=one.tuned, policy=one.policy.value) for one in VARIANTS}
+        ablate=one.ablate, adapt=one.tuned, policy=one.policy.value)
+        for one in variants_of(whose(base))}
+
+
+def whose(base: JobConfig) -> Policy:
+    """The policy whose components are left out. Raises UsageError for one that has none."""
+    policy = Policy(base.speculation.policy or Policy.PIPEINFER)
+    if not COMPONENTS[policy]:
+        raise UsageError(f"--policy {policy} has no components to leave out: give pipeinfer or "
+                         "published, or leave it out")
+    return policy
 
 
 def measured(session: Session, configs: Mapping[str, JobConfig], prompts: Sequence[Sequence[int]],

@@ -5,8 +5,9 @@
 
 Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
 cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
-best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting; "published" is
-the setting of the paper. Knows nothing of figures.
+best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting;
+"speculative-published" has the setting of the paper, and "published" is PipeInfer by the paper.
+Knows nothing of figures.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles, lookup
@@ -42,9 +43,11 @@ from pipeinfer.text_table import aligned
 
 TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree in the grid
 CUTOFFS = (0.0, 0.4)
+BASELINE = "speculative-published"
 PUBLISHED = (("tree_max", 4), ("p_min", 0.1))  #: the paper: trees of four tokens, cutoff 0.1
-LABELS = {"iterative": "iterative", "published": "synchronous, tree of 4, cutoff 0.1",
-          "speculative": "synchronous, best", "pipeinfer": "pipeinfer"}
+LABELS = {"iterative": "iterative", BASELINE: "synchronous, tree of 4, cutoff 0.1",
+          "speculative": "synchronous, best", "published": "pipeinfer, as published",
+          "pipeinfer": "pipeinfer"}
 _FIXED = ("policy", "ablations", "n_ctx")  #: limits that other options set
 
 
@@ -62,7 +65,7 @@ def synchronous_grid(experiment: Experiment) -> list[Experiment]:
 
 def as_policy(experiment: Experiment, policy: str) -> Experiment:
     """The experiment under a policy of the table but "speculative", which needs the grid."""
-    if policy == "published":
+    if policy == BASELINE:
         chosen = dict(experiment.limits) | dict(PUBLISHED)
         return dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value,
                                    limits=tuple(chosen.items()))
@@ -95,6 +98,11 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
         "draft_busy": result.draft_busy, "sent_bytes": result.sent_bytes,
         "bytes_per_token": result.bytes_per_token, **stats,
     }
+
+
+def is_tuned(profiles: Profiles, experiment: Experiment) -> bool:
+    """Whether a controller has a say; without `async` or `continuous` it has none."""
+    return scenarios.controller_of(wide.build_any(profiles, experiment), experiment) is not None
 
 
 def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
@@ -239,8 +247,10 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
     for policy in policies:
         candidates = (synchronous_grid(experiment) if policy == Policy.SPECULATIVE
                       else [as_policy(experiment, policy)])
-        if policy != Policy.PIPEINFER:
-            candidates = [dataclasses.replace(one, ablate=()) for one in candidates]
+        if experiment.ablate:
+            candidates = [dataclasses.replace(one, ablate=tuple(
+                name for name in one.ablate if name in COMPONENTS[Policy(one.policy)]))
+                for one in candidates]
         chosen, runs = max(
             ((one, [measure(profiles, dataclasses.replace(one, prompt_seed=seed))
                     for seed in range(seeds)]) for one in candidates),
@@ -254,7 +264,7 @@ def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str
             "memory_mean": statistics.fmean(runs[0]["memory"]),
             "tokens_equal": all(run["tokens_equal"] for run in runs),
             "setting": setting_text(chosen) if chosen.policy == Policy.SPECULATIVE else "",
-            "runs": runs,
+            "ablated": list(chosen.ablate), "tuned": is_tuned(profiles, chosen), "runs": runs,
         })
     return {"experiment": dataclasses.asdict(experiment), "seeds": seeds, "policies": rows}
 
@@ -285,6 +295,11 @@ def as_text(data: Mapping[str, Any]) -> str:
                       f"{1e3 * max(first['stage_seconds']):.1f} ms, a further row "
                       f"+{first['row_cost']:.0%}; draft {1e3 * first['draft_seconds']:.1f} ms per "
                       f"token; {first['runs']} runs, {first['cancelled_runs']} cancelled"]
+        if row["ablated"]:
+            tuned = "tuned" if row["tuned"] else "not tuned: compare with --no-adapt"
+            lines.append(f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}, {tuned}"
+                         if row["policy"] == Policy.PIPEINFER else
+                         f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}")
         if row["setting"] and row["policy"] == Policy.SPECULATIVE:
             lines.append(f"{LABELS[row['policy']]}: {row['setting']}")
     return "\n".join(lines)

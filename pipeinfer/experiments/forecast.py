@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeinfer import nodes
 from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import PRACTICAL, Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, Profiles
@@ -233,7 +233,7 @@ def report_of(
     speed, best, draft, acceptance, _ = max(ranked, key=lambda entry: entry[0])
     scene = _Scene(target, draft, acceptance, machines, mean)
     speeds = {policy.value: scene.speed(best.split, best.candidates, policy)
-              for policy in Policy if policy is Policy.ITERATIVE or draft is not None}
+              for policy in PRACTICAL if policy is Policy.ITERATIVE or draft is not None}
     drafts = [facts for *_, facts in ranked if facts]
     if plan is None and draft is not None and not (given["layers"] or whole):
         notes += _other_heads(scene, given, speed)

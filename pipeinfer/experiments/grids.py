@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import PRACTICAL, Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles
@@ -154,7 +154,7 @@ def _plain(profiles: Profiles, base: WideExperiment, seeds: int) -> Row:
     asked = Experiment(**{name: getattr(base, name) for name in names})
     speeds: dict[Policy, float] = {}
     tree, memory, prompt = 0, 0.0, 0.0
-    for policy in Policy:
+    for policy in PRACTICAL:
         for one, size in _trees(asked, policy):
             result = _mean(scenarios.run, profiles, one, seeds)
             if result.speed > speeds.get(policy, 0.0):
@@ -191,7 +191,7 @@ def _grid(profiles: Profiles, experiment: WideExperiment, grid: GridPlan, plain:
           ) -> Row:
     found: dict[Policy, tuple[float, _Mean, int]] = {}
     memory = 0.0
-    for policy in Policy:
+    for policy in PRACTICAL:
         for one, size in _trees(experiment, policy):
             result = _mean(wide.run, profiles, one, seeds)
             if policy not in found or result.speed > found[policy][0]:

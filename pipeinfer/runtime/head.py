@@ -100,6 +100,11 @@ class Head:
         self._set_controller(controller)
         self.on_loss: Callable[[RankLost | WorkerFailed], None] | None = None
 
+    @property
+    def tuned(self) -> bool:
+        """Whether a controller chooses sizes and credits."""
+        return self._tuner is not None
+
     def _set_controller(self, controller: Controller | None) -> None:
         self._tuner = None if controller is None else Tuner(self.scheduler, controller)
         self._attach()

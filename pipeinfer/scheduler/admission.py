@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import Request
+from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.prefix_cache import Block, Prefixes
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -96,7 +97,9 @@ class Admission:
         last = len(accepted) - 1
         root = Node(accepted[-1], last + (jumps[-1][1] if jumps else 0), None, (seq_id,), NO_RUN,
                     speculative=False)
-        lane = Lane(lane_id, ticket, Tree(lane_id, self.pool, root), accepted, self.prefixes.root,
+        tree = BufferedTree(lane_id, self.pool, root, shares=self.limits.shares_early) \
+            if self.limits.buffered else Tree(lane_id, self.pool, root)
+        lane = Lane(lane_id, ticket, tree, accepted, self.prefixes.root,
                     next_row=base, thread=thread, own=own, base=base, jumps=jumps)
         self._running[lane_id] = lane
         self._reserve()

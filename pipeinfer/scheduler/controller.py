@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from pipeinfer.core.messages import Spans
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
@@ -33,6 +33,8 @@ _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
 NEVER = 1.1  #: a cutoff at which the draft is not even asked
+#: without these the model above still says what a setting brings, beside other settings
+TUNABLE = frozenset({Ablation.CANCEL, Ablation.ALTERNATIVES})
 
 
 Curve: TypeAlias = tuple[tuple[int, float], ...]
@@ -230,7 +232,7 @@ class Controller:
         limits = self.limits
         if limits.policy is Policy.ITERATIVE:
             return limits.parallel > 1
-        return limits.policy is Policy.PIPEINFER and not limits.ablations
+        return limits.policy is Policy.PIPEINFER and limits.ablations <= TUNABLE
 
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
                      gaps: Sequence[float] | None = ()) -> None:
@@ -368,7 +370,7 @@ class Controller:
                     if size + join <= limits.exact_width]
         options = options or [Setting(1)]
         value = {option: speed(timing, acceptance, option, self._credit(timing, option.size),
-                               limits.alternatives, second) for option in options}
+                               limits.wanted_alternatives, second) for option in options}
         best = max(options, key=lambda option: value[option])
         if Setting(0) in value and value[best] < _SWITCH * value[Setting(0)]:
             best = Setting(0)  # a gain this small is lost to what guesses get in the way of

@@ -66,8 +66,15 @@ class Run:
 
     @property
     def guesses(self) -> int:
-        """How many of its rows are guesses."""
+        """How many of its rows are guesses, or are repeated for guesses that need them."""
+        if self.speculative and not self.hint:
+            return self.n_rows
         return sum(node.speculative for node in self.nodes)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is there for accepted tokens alone."""
+        return not (self.speculative or self.chunk or self.hint)
 
     @property
     def cancelled(self) -> bool:

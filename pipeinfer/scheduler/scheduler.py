@@ -9,6 +9,7 @@ can change them (docs/algorithms.md 2.1).
     speculative  draft while nothing is in flight, issue tip and tree in one run (SpecInfer)
     pipeinfer    issue the accepted token at once, draft meanwhile, keep issuing micro-batches
                  below the tip while results are out (docs/algorithms.md 4)
+    published    the same by the paper's own rules (docs/algorithms.md 4.10)
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from pipeinfer.scheduler.events import (
     Submit,
 )
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
+from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
@@ -306,6 +308,7 @@ class Scheduler:
 
     def _walk(self, lane: Lane) -> None:
         dead: list[Node] = []
+        before = lane.tree.frontier
         while not (lane.done or lane.closing) and (choice := lane.tree.frontier.choice) is not None:
             if lane.has_threads:
                 choice = self.threads.of(lane).choice(lane.thread, choice)
@@ -348,6 +351,8 @@ class Scheduler:
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
         self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+        if self.limits.buffered and lane.tree.frontier is not before:
+            repeat_tip(self.state, lane)
 
     def _miss(self, lane: Lane, token: int) -> None:
         """The accepted token is not in flight: it becomes the frontier and the new tip."""
@@ -428,6 +433,8 @@ class Scheduler:
             for lane, _ in tips:
                 lane.unsent = False
             self.state.send(tips, NO_RUN, speculative=False)
+            for lane, node in tips:
+                lane.tree.sent(node)
 
     def _prefill(self) -> None:
         """Chunks of prompts, lane after lane.

@@ -65,13 +65,23 @@ class SequencePool:
         """An id that holds the first `length` positions of `parent_id`, of the same lane."""
         seq_id = self._take(lane)
         start = self.warm.pop(seq_id, 0)
-        if start and (self.warm_lane[seq_id] != lane or start > length):
+        if start and self.warm_lane[seq_id] != lane:
             self.ops.append(SeqRemove(seq_id, 0, END))
             start = 0
+        elif start > length:
+            self.ops.append(SeqRemove(seq_id, length, END))
+            start = length
         if start < length:
             self.ops.append(SeqCopy(parent_id, seq_id, start, length))
         self.owner[seq_id] = lane
         return seq_id
+
+    def propagate(self, lane: int, src: int, length: int) -> None:
+        """Give the lane's warm ids what they lack of the first `length` positions of `src`."""
+        for seq_id, warm in self.warm.items():
+            if self.warm_lane[seq_id] == lane and warm < length:
+                self.ops.append(SeqCopy(src, seq_id, warm, length))
+                self.warm[seq_id] = length
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Drop what a live id holds from position `length` on."""

@@ -6,6 +6,7 @@ Plain data; what a knob does is the scheduler's affair.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipeinfer.core.policy import Ablation, Policy
 
@@ -80,7 +81,7 @@ class Limits:
     def synchronous(self) -> bool:
         """Whether drafting happens only while nothing is in flight."""
         return self.policy is Policy.SPECULATIVE or (
-            self.policy is Policy.PIPEINFER
+            self.policy in (Policy.PIPEINFER, Policy.PUBLISHED)
             and (self.take_turns or Ablation.ASYNC in self.ablations)
         )
 
@@ -116,17 +117,35 @@ class Limits:
 
     @property
     def max_branches(self) -> int:
-        """Paths of a synchronous tree after ablation."""
-        if Ablation.MULTIBUFFER in self.ablations or not self.synchronous:
+        """Paths of a tree that is drafted at once."""
+        if self.policy is Policy.PUBLISHED or not self.synchronous:
             return 1
         return self.branches
 
     @property
     def wanted_alternatives(self) -> int:
         """Alternatives wanted beside each first guess."""
-        if Ablation.MULTIBUFFER in self.ablations or self.synchronous or not self.partitions:
+        if Ablation.ALTERNATIVES in self.ablations or self.policy is Policy.PUBLISHED:
             return 0
-        return self.alternatives
+        return 0 if self.synchronous or not self.partitions else self.alternatives
+
+    @property
+    def buffered(self) -> bool:
+        """Whether every speculative run has a sequence id of its own."""
+        return self.policy is Policy.PUBLISHED
+
+    @property
+    def shares_early(self) -> bool:
+        """Whether runs read what earlier runs in flight compute (with `buffered`)."""
+        return Ablation.MULTIBUFFER not in self.ablations
+
+
+#: what PipeInfer's published experiments were started with: micro-batches of 3, cutoff 0.1, factors
+#: for which the program's default is 0; and what they do not have
+PUBLISHED: dict[str, Any] = {
+    "draft_max": 3, "p_min": 0.1, "p_recovery": 0.0, "p_decay": 0.0, "path_min": 0.0,
+    "tree_max": 4, "alternatives": 0, "eager": True, "join_tip": False,
+}
 
 
 def lanes_per_response(threads: int) -> int:

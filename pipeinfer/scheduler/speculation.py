@@ -17,6 +17,7 @@ from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
+from pipeinfer.scheduler.published import buffer_free
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
@@ -187,13 +188,17 @@ class Speculation:
             lane = open_lanes[best]
             if chances[best] <= 0.0:
                 return
-            taken = lane.reserve.take(most, self.state.pool.available, self._floor(lane))
+            count, first = most, lane.reserve.best()
+            if first is not None and first.parent is not None:
+                count = min(most, lane.tree.rows_left(first.parent, limits.exact_width))
+            taken = lane.reserve.take(count, self.state.pool.available, self._floor(lane))
             nodes = lane.tree.issue(taken, self.state.next_run)
             if not nodes:
                 del open_lanes[best]
                 continue
             assert nodes[0].parent is not None
-            self.state.send([(lane, node) for node in nodes], nodes[0].parent.run_id,
+            rows = [*lane.tree.repeated(nodes), *nodes]
+            self.state.send([(lane, node) for node in rows], nodes[0].parent.run_id,
                              speculative=True)
             lane.runs_since_accept += 1
 
@@ -228,11 +233,12 @@ class Speculation:
         if (lane.useful if limits.alone else self.state.useful) >= limits.credit:
             return 0.0
         if Ablation.CONTINUOUS in limits.ablations and any(
-                run.speculative and run.useful and lane in run.owners
+                run.guesses and run.useful and lane in run.owners
                 for run in self.state.runs.values()):
             return 0.0
         best = lane.reserve.best()
-        if best is None or best.priority < self._floor(lane):
+        if best is None or best.priority < self._floor(lane) \
+                or not buffer_free(self.state, lane, best):
             return 0.0
         chance = probability(best.priority, frontier)
         if lane.job_node is not None and not limits.eager and \

@@ -89,7 +89,7 @@ class SchedulerState:
         self.runs[run_id] = run
         self.useful += 1
         self.chunks += chunk
-        self.plain += not (speculative or chunk)
+        self.plain += run.plain
         self.guess_rows += run.guesses
         for lane in run.lanes:
             lane.useful += 1
@@ -128,6 +128,6 @@ class SchedulerState:
             run.useful = False
             self.useful -= 1
             self.chunks -= run.chunk
-            self.plain -= not (run.speculative or run.chunk)
+            self.plain -= run.plain
             for lane in run.lanes:
                 lane.useful -= 1

@@ -188,6 +188,19 @@ class Tree:
             ids.update(dict.fromkeys(node.seq_ids))
         tip.seq_ids = tuple(ids)
 
+    def rows_left(self, base: Node, width: int) -> int:
+        """How many guesses fit into a run of at most `width` rows below `base`."""
+        del base
+        return width
+
+    def repeated(self, nodes: Sequence[Node]) -> list[Node]:
+        """Rows that newly issued `nodes` need before them in their run."""
+        del nodes
+        return []
+
+    def sent(self, tip: Node) -> None:
+        """The run of an accepted token was issued."""
+
     def step(self, token: int) -> tuple[Node | None, list[Node]]:
         """Accept `token` after the frontier.
 

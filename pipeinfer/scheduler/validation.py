@@ -41,7 +41,7 @@ def _counts(state: SchedulerState) -> None:
     for name, kept, counted in (
         ("useful runs", state.useful, len(useful)),
         ("chunks", state.chunks, sum(run.chunk for run in useful)),
-        ("plain runs", state.plain, sum(not (run.speculative or run.chunk) for run in useful)),
+        ("plain runs", state.plain, sum(run.plain for run in useful)),
         ("guesses in flight", state.guess_rows, sum(run.guesses for run in runs)),
     ):
         _check(kept == counted, f"{kept} {name} are noted and {counted} are there")

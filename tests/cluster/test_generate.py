@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipeinfer.cli.summary import summary
+from pipeinfer.cli.summary import memory_figures, summary
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
@@ -91,12 +91,24 @@ def test_the_summary_and_its_figures():
     figures = out.stats()
     assert figures["tokens_per_second"] == pytest.approx(2 / 0.3)
     assert figures["inter_token_latency_mean"] == pytest.approx(0.15)
-    text = summary(figures, {1: {"layers": [0, 4], "host": "a", "busy_share": 0.5,
-                                 "sent_bytes": 10, "rss": 2**20}}, ["careful"])
+    assert figures["time_to_first_after_prompt"] == pytest.approx(0.1)
+    stages = {1: {"layers": [0, 4], "host": "a", "busy_share": 0.5, "sent_bytes": 10,
+                  "rss": 2**28, "rank": 1}}
+    figures |= memory_figures(figures["tokens_per_second"], stages, 2**28)
+    text = summary(figures, stages, ["careful"])
+    assert "next 100.0 ms after the prompt's end" in text
+    assert "0.50 GiB resident over all ranks, 13.3 tokens/s per GiB" in text
     assert "3 tokens at 6.7 tokens/s" in text
     assert "layers 0-3 on a, busy 50%" in text
     assert "note: careful" in text
     assert summary(Generated().stats(), {}, []).startswith("0 tokens")
+
+
+def test_memory_counts_a_rank_once_and_only_where_all_were_measured():
+    stages = {1: {"rank": 0, "rss": 300}, 2: {"rank": 1, "rss": 200}}
+    assert memory_figures(1.0, stages, 310)["resident_bytes"] == 510
+    assert memory_figures(1.0, {**stages, 3: {"rank": 2}}, 310) == {}
+    assert memory_figures(1.0, {}, 310) == {}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.sizing import (
+    cancel_path,
     cells_for,
     choose_policy,
     chunk_of,
@@ -19,7 +20,7 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
 )
 from pipeinfer.config import JobConfig, SpeculationConfig
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
 
 CURVE = ((2, 1.2), (4, 1.6), (8, 2.4), (16, 4.0))
@@ -123,15 +124,60 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
 
 
 @pytest.mark.parametrize(("policy", "options", "says"), [
-    ("pipeinfer", {"ablate": ("cancel",)}, "--ablate cancel also switches tuning off"),
-    ("pipeinfer", {"ablate": ("cancel",), "adapt": False}, ""),
+    ("pipeinfer", {"ablate": ("continuous",)}, "--ablate continuous also switches tuning off"),
+    ("pipeinfer", {"ablate": ("cancel",)}, ""),
+    ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, ""),
+    ("pipeinfer", {"ablate": ("async",), "adapt": False}, "also ends continuous speculation"),
+    ("published", {"ablate": ("multibuffer",)}, ""),
+    ("published", {"p_decay": 0.1}, ""),
     ("iterative", {"ablate": ("cancel",)}, "--ablate has no effect"),
     ("pipeinfer", {"branches": 4}, "--branches has no effect"),
-    ("pipeinfer", {"branches": 4, "ablate": ("async",), "adapt": False}, ""),
+    ("speculative", {"branches": 4, "ablate": ()}, ""),
     ("speculative", {"branches": 4}, ""),
     ("pipeinfer", {"p_decay": 0.1}, "--p-decay has no effect"),
     ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
 def test_options_without_effect_are_named(policy, options, says):
-    job = SimpleNamespace(policy=Policy(policy), gaps=False)
+    job = SimpleNamespace(policy=Policy(policy), gaps=False, plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)
+
+
+def test_on_one_rank_an_ablation_ends_the_turns():
+    job = SimpleNamespace(policy=Policy.PIPEINFER, gaps=False, plan=SimpleNamespace(ranks=(0,)))
+    (note,) = doubts(JobConfig.of(ablate=("cancel",)).speculation, job)
+    assert "at the same time" in note
+
+
+def published(**options):
+    config = JobConfig.of(policy="published", **options)
+    limits, _ = limits_for(config.speculation, choose_policy(config, DRAFT),
+                           sizes_for(0.9), n_ctx=100, chunk=64, exact=8, n_stages=3, curve=FOURS,
+                           spare=100)
+    return limits, controller_for(config.speculation, limits, frozenset(), FOURS, 100)
+
+
+def test_the_published_policy_starts_as_its_experiments_did():
+    limits, controller = published()
+    assert controller is None
+    assert (limits.draft_max, limits.p_min, limits.credit) == (3, 0.1, 4)
+    assert (limits.p_recovery, limits.p_decay, limits.path_min) == (0.0, 0.0, 0.0)
+    limits, _ = published(draft_max=4, draft_p_min=0.001, p_recovery=0.4, p_decay=0.01)
+    assert (limits.draft_max, limits.p_min) == (4, 0.001)
+    assert (limits.p_recovery, limits.p_decay) == (0.4, 0.01)
+
+
+def test_the_published_policy_cancels_from_the_last_stage_backward():
+    assert cancel_path(JobConfig.of(policy="published")) is CancelPath.BACKWARD
+    assert cancel_path(JobConfig.of(policy="pipeinfer")) is CancelPath.DIRECT
+    assert cancel_path(JobConfig.of(policy="published", cancel_path="direct")) is CancelPath.DIRECT
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"policy": "pipeinfer", "ablate": ("multibuffer",)}, "one of published"),
+    ({"ablate": ("multibuffer",)}, "one of published"),
+    ({"policy": "published", "ablate": ("alternatives",)}, "one of pipeinfer"),
+    ({"policy": "published", "proposer": ("lookahead",)}, "one chain of a draft's guesses"),
+])
+def test_what_a_policy_does_not_have(options, says):
+    with pytest.raises(UsageError, match=says):
+        choose_policy(JobConfig.of(**options), DRAFT)

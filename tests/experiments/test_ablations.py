@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.cli.options import JOB, parse
-from pipeinfer.core.policy import Ablation
+from pipeinfer.core.policy import COMPONENTS, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.ablations import (
     ALL,
@@ -22,6 +22,7 @@ from pipeinfer.experiments.ablations import (
     emulated,
     rows_of,
     samples,
+    variants_of,
 )
 from pipeinfer.experiments.rig import launch
 
@@ -57,13 +58,27 @@ def test_every_variant_meets_every_text_and_nobody_always_comes_first():
 def test_only_the_component_differs():
     base = parse(["-m", "x.gguf", "-md", "y.gguf"], *JOB).config.job
     configs = configs_of(base)
-    for one in Ablation:
+    for one in COMPONENTS[Policy.PIPEINFER]:
         own = configs[f"without {one.value}"]
         assert own.replace(ablate=()) == configs[ALL]
         assert own.speculation.ablate == (one.value,)
     assert configs[TUNED].replace(adapt=False) == configs[ALL]
     with pytest.raises(UsageError, match="leave them out"):
         configs_of(base.replace(ablate=("cancel",)))
+    with pytest.raises(UsageError, match="has no components"):
+        configs_of(base.replace(policy="speculative"))
+
+
+def test_the_published_policy_has_components_of_its_own():
+    base = parse(["-m", "x.gguf", "-md", "y.gguf", "--policy", "published"], *JOB).config.job
+    assert list(configs_of(base)) == [
+        ALL, "without async", "without continuous", "without multibuffer", "without cancel", PLAIN]
+    rows = {row["variant"]: row for row in rows_of(samples(
+        1, emulated("c", "dolphin-tinyllama", 8, 64), variants=variants_of(Policy.PUBLISHED)))}
+    assert all(row["equal"] for row in rows.values())
+    for off in ("async", "continuous", "multibuffer", "cancel"):
+        assert rows[f"without {off}"]["ratio"] < 1.0
+    assert rows["without cancel"]["cancelled"] > 0  # dead, and not signalled
 
 
 def test_an_emulated_cluster_shows_what_asynchrony_brings(tmp_path):

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.experiments.emulation import scenarios
 from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.scenarios import Experiment
@@ -54,7 +54,10 @@ def test_every_policy_and_ablation_gives_the_plain_tokens(acceptance, seed):
                  for tree, p, branches in ((1, 0.0, 1), (4, 0.4, 1), (8, 0.0, 2))]
     variants += [{"draft_max": size, "join_tip": join} for size in (1, 4) for join in (0, 1)]
     variants += [{"ablations": frozenset({off}), "draft_max": 2, "tree_max": 4}
-                 for off in Ablation]
+                 for off in COMPONENTS[Policy.PIPEINFER]]
+    variants += [{"policy": Policy.PUBLISHED, "path_min": 0.0, "draft_max": 3, "p_min": 0.1,
+                  "ablations": frozenset(off)}
+                 for off in ((), *((one,) for one in COMPONENTS[Policy.PUBLISHED]))]
     for values in variants:
         for direct in (False, True):
             spec = scenario(acceptance=acceptance, seed=seed, tokens=48, direct=direct, **values)

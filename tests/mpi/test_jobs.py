@@ -18,6 +18,7 @@ import pytest
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.scheduler.settings import PUBLISHED
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -47,9 +48,11 @@ def cases(count=40):
                 {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
                 {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
                 {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
-                {"policy": "pipeinfer", "ablations": ["multibuffer"], "p_min": 0.1},
+                {"policy": "pipeinfer", "ablations": ["alternatives"], "p_min": 0.1},
+                {"policy": "published", **PUBLISHED},
+                {"policy": "published", **PUBLISHED, "ablations": ["multibuffer"]},
             ):
-                if i == 0 or limits["policy"] == "pipeinfer":
+                if i == 0 or limits["policy"] in ("pipeinfer", "published"):
                     out.append({"prompt": prompt, "params": params, "limits": limits,
                                 "count": count})
     return out

@@ -110,12 +110,22 @@ def test_no_advice_before_measurements_or_without_a_change():
 
 @pytest.mark.parametrize("limits", [
     replace(LIMITS, policy=Policy.ITERATIVE), replace(LIMITS, policy=Policy.SPECULATIVE),
-    replace(LIMITS, ablations=frozenset({Ablation.CANCEL})),
+    replace(LIMITS, policy=Policy.PUBLISHED),
+    replace(LIMITS, ablations=frozenset({Ablation.ASYNC})),
+    replace(LIMITS, ablations=frozenset({Ablation.CANCEL, Ablation.CONTINUOUS})),
 ])
-def test_baselines_and_ablations_are_left_alone(limits):
+def test_what_the_model_does_not_describe_is_left_alone(limits):
     controller = told(limits)
     assert not controller.active
     assert controller.advise(0.7, 0.4) is None
+
+
+@pytest.mark.parametrize("ablation", [Ablation.CANCEL, Ablation.ALTERNATIVES])
+def test_a_component_alone_is_switched_off(ablation):
+    """The controller goes on, or `--ablate` would compare two changes at once."""
+    advised = told(replace(LIMITS, ablations=frozenset({ablation}))).advise(0.7, 0.4)
+    assert advised is not None
+    assert advised.draft_max == told(LIMITS).advise(0.7, 0.4).draft_max
 
 
 def test_a_joined_tip_with_a_useless_draft_is_given_up():

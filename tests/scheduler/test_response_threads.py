@@ -72,7 +72,11 @@ LIMITS = {
     "no cancel": Limits(n_ctx=N_CTX, exact_width=4, credit=6, threads=6,
                         ablations=frozenset({Ablation.CANCEL})),
     "single id": Limits(n_ctx=N_CTX, exact_width=4, credit=6, threads=4,
-                        ablations=frozenset({Ablation.MULTIBUFFER})),
+                        ablations=frozenset({Ablation.ALTERNATIVES})),
+    "published": Limits(n_ctx=N_CTX, policy=Policy.PUBLISHED, exact_width=4, credit=6, threads=4,
+                        path_min=0.0),
+    "no buffers": Limits(n_ctx=N_CTX, policy=Policy.PUBLISHED, exact_width=8, credit=6, threads=4,
+                         path_min=0.0, ablations=frozenset({Ablation.MULTIBUFFER})),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core.drafting import Proposal, StartDraft
-from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqRemove
 from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError
 from pipeinfer.scheduler.events import (
@@ -185,7 +185,7 @@ def test_no_run_is_issued_twice_for_a_path():
     assert issued == len(request.prompt) + len(accepted) - 1 + wasted
 
 
-@pytest.mark.parametrize("ablation", list(Ablation))
+@pytest.mark.parametrize("ablation", COMPONENTS[Policy.PIPEINFER])
 def test_what_an_ablation_switches_off(ablation):
     limits = Limits(n_ctx=400, ablations=frozenset({ablation}), exact_width=8, credit=6,
                     branches=3, draft_max=2)
@@ -198,7 +198,7 @@ def test_what_an_ablation_switches_off(ablation):
     match ablation:
         case Ablation.CANCEL:
             assert not cancels
-        case Ablation.MULTIBUFFER:
+        case Ablation.ALTERNATIVES:
             assert widest == 1
         case Ablation.ASYNC:
             assert not speculative

@@ -32,7 +32,7 @@ from pipeinfer.experiments.emulation.virtual import (
 )
 from pipeinfer.planning.partition import Load, Member, Split, measure, partition
 from pipeinfer.scheduler.controller import Controller, Curve, alternatives_for, cutoff
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import PUBLISHED, Limits
 
 CHUNK = 64
 EXACT = 16  #: rows of a run that emulated backends compute exactly
@@ -59,7 +59,7 @@ class Experiment:
     prompt_seed: another seed, another text
     prompt: tokens of the prompt
     tokens: tokens to generate
-    direct_cancel: whether cancellations go to every stage at once
+    direct_cancel: whether cancellations go to every stage at once (never with `published`)
     """
 
     cluster: str
@@ -121,7 +121,7 @@ def assemble(
 ) -> Built:
     """A scenario on given machines; see `build`."""
     policy = Policy(experiment.policy)
-    alone = policy is Policy.PIPEINFER and len(nodes) > 1
+    alone = policy in (Policy.PIPEINFER, Policy.PUBLISHED) and len(nodes) > 1
     if policy is not Policy.ITERATIVE and draft is None:
         raise UsageError(f"--policy {policy} needs a draft model")
     head, stages = nodes[0], list(nodes[1:] if alone else nodes)
@@ -143,7 +143,8 @@ def assemble(
         virtual, (wire,) * (len(virtual) + 1), draft_time(draft, head), limits,
         SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
-        overheads=Overheads(), draft_paths=8, direct_cancel=experiment.direct_cancel,
+        overheads=Overheads(), draft_paths=8,
+        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
     )
     memory = [0.0] * len(nodes)
     for index, size in enumerate(split.sizes):
@@ -166,7 +167,8 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     """What tunes this run, None when nothing does."""
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
-    return Controller(built.scenario.limits, built.pinned, built.curve)
+    controller = Controller(built.scenario.limits, built.pinned, built.curve)
+    return controller if controller.active else None
 
 
 def stage_members(
@@ -232,6 +234,8 @@ def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experi
         alternatives=alternatives_for(credit), path_min=cutoff(credit),
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )
+    if policy is Policy.PUBLISHED:
+        base = replace(base, **PUBLISHED)
     unknown = [name for name in chosen if not hasattr(base, name)]
     if unknown:
         raise UsageError(f"there is no limit named {', '.join(unknown)}")

@@ -181,7 +181,8 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
         limits, SyntheticPair(ground.acceptance, seed=experiment.prompt_seed,
                               claimed=experiment.claimed),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
-        overheads=Overheads(), draft_paths=8, direct_cancel=experiment.direct_cancel)
+        overheads=Overheads(), draft_paths=8,
+        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED)
     memory = [size for sizes in grid.memory for size in sizes]
     if policy is not Policy.ITERATIVE:
         draft = ground.draft

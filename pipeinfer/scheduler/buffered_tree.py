@@ -1,0 +1,111 @@
+"""The tree of `--policy published`: one chain, and a private sequence id for each speculative run.
+
+PipeInfer's pipelined multibuffering of the cache (paper, section IV-C; docs/algorithms.md 4.10).
+Accepted tokens lie under the lane's first id, the canonical sequence (the front buffer), which
+never changes. Each speculative run takes a further id, first in, first out (a back buffer), with
+copies of what it has to see. What is accepted is copied to the canonical sequence and from there to
+the lane's other ids; then the run's id is free again. It decides nothing about runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.scheduler.token_tree import Node, Tree
+
+
+@dataclass(slots=True)
+class BufferedTree(Tree):
+    """See the module docstring; the frontier's first id is the canonical one.
+
+    shares: whether runs read cells of earlier runs that are in flight. Without that
+    (multibuffering switched off) a run repeats every row of its path that is not accepted.
+    """
+
+    shares: bool = True
+    _own: dict[int, int] = field(default_factory=dict)  # ids with repeats: where those begin
+
+    def rows_left(self, base: Node, width: int) -> int:
+        """See `Tree.rows_left`."""
+        return width if self.shares else width - len(self._path(base))
+
+    def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
+        """Issue the chain that begins with the first of `nodes`; nothing without a free id."""
+        chain: list[Node] = []
+        for node in nodes:
+            if not chain or node.parent is chain[-1]:
+                chain.append(node)
+        base = chain[0].parent if chain else None
+        if base is None or base.children or not self.pool.available:
+            return []
+        repeats = not self.shares and base.run_id != NO_RUN
+        here = self.frontier
+        seq_id = self.pool.branch(self.lane, here.seq_ids[0], here.pos) if repeats \
+            else self._branch(base)
+        self._own.pop(seq_id, None)
+        if repeats:
+            self._own[seq_id] = here.pos
+        for node in chain:
+            assert node.parent is not None
+            node.parent.children.append(node)
+            node.seq_ids, node.run_id = (seq_id,), run_id
+        return chain
+
+    def repeated(self, nodes: Sequence[Node]) -> list[Node]:
+        """See `Tree.repeated`."""
+        base, ids = nodes[0].parent, nodes[0].seq_ids
+        if base is None or ids[0] not in self._own:
+            return []
+        return [Node(node.token, node.pos, None, ids, NO_RUN, speculative=False, wanted=False)
+                for node in self._path(base)]
+
+    def sent(self, tip: Node) -> None:
+        """Early sharing: behind the tip's run every id of the lane has its cell."""
+        if self.shares:
+            self.pool.propagate(self.lane, tip.seq_ids[0], tip.pos + 1)
+
+    def again(self) -> Node | None:
+        """The frontier as a row of a further run, under an id that it has for itself."""
+        here = self.frontier
+        if not self.pool.available:
+            return None
+        seq_id = self.pool.branch(self.lane, here.seq_ids[0], here.pos)
+        return Node(here.token, here.pos, None, (seq_id,), NO_RUN, speculative=False, hint=True)
+
+    def drop(self, node: Node) -> None:
+        """What `again` gave was issued: behind its run the id is free."""
+        self.pool.release(node.seq_ids[0], node.pos)
+
+    def step(self, token: int) -> tuple[Node | None, list[Node]]:
+        """See `Tree.step`. The survivor's cell is copied to the canonical sequence."""
+        here = self.frontier
+        survivor = here.child(token)
+        dead = [n for child in here.children if child is not survivor for n in child.subtree()]
+        left = [i for n in dead for i in n.seq_ids]
+        end = here
+        if survivor is not None:
+            canonical, end = here.seq_ids[0], survivor
+            left += survivor.seq_ids
+            self.pool.share(survivor.seq_ids[0], canonical, survivor.pos, survivor.pos + 1)
+            survivor.seq_ids, survivor.accepted = (canonical,), True
+            self.frontier = survivor
+        for node in dead:
+            node.alive = False
+        here.children = [] if survivor is None else [survivor]
+        used = {end.seq_ids[0], *(i for n in end.subtree() if n is not end for i in n.seq_ids)}
+        for seq_id in dict.fromkeys(i for i in left if i not in used):
+            length = end.pos + 1
+            self.pool.release(seq_id, min(length, self._own.pop(seq_id, length)))
+        self.pool.propagate(self.lane, self.frontier.seq_ids[0], end.pos + self.shares)
+        return survivor, dead
+
+    def _path(self, base: Node) -> list[Node]:
+        """The rows from the frontier to `base`, whose results are not known."""
+        path = [base]
+        while path[-1] is not self.frontier:
+            parent = path[-1].parent
+            assert parent is not None
+            path.append(parent)
+        return path[::-1]

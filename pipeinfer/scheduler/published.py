@@ -1,0 +1,37 @@
+"""What `--policy published` does beside the other policies' rules (docs/algorithms.md 4.10).
+
+It decides about single runs only; ids and copies are the tree's affair.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.scheduler.buffered_tree import BufferedTree
+from pipeinfer.scheduler.lanes import Lane
+from pipeinfer.scheduler.state import SchedulerState
+from pipeinfer.scheduler.token_tree import Node
+
+
+def repeat_tip(state: SchedulerState, lane: Lane) -> None:
+    """The paper's run of the last accepted token, where that is in flight as a guess: computed in
+    full, and of no use, for the guess's run is ahead of it."""
+    tree, tip = lane.tree, lane.tree.frontier
+    in_flight = tip.run_id >= 0 and tip.choice is None
+    if lane.done or lane.closing or not in_flight or not isinstance(tree, BufferedTree):
+        return
+    if (node := tree.again()) is not None:
+        state.send([(lane, node)], NO_RUN, speculative=False, hint=True)
+        tree.drop(node)
+
+
+def buffer_free(state: SchedulerState, lane: Lane, best: Node) -> bool:
+    """Whether a run of guesses has an id of its own, and room for the rows that it repeats.
+
+    Those of a prompt are not repeated: they were computed in wider runs."""
+    if not state.limits.buffered:
+        return True
+    if not state.pool.available or best.parent is None:
+        return False
+    return state.limits.shares_early or (
+        len(lane.accepted) > lane.given
+        and lane.tree.rows_left(best.parent, state.limits.exact_width) > 0)

@@ -1,0 +1,198 @@
+"""`--policy published`: a private sequence per speculative run, fixed micro-batches, reactive
+cutoffs, the accepted token's run in every round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.core.types import Choice, Request, SeqCopy, SeqRemove
+from pipeinfer.scheduler.buffered_tree import BufferedTree
+from pipeinfer.scheduler.events import CancelRuns, Drafted, Finish, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import PUBLISHED, Limits
+from tests.support.sample import examples
+from tests.support.simulated import Pipeline, plain
+
+START = replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6, partitions=6),
+                **PUBLISHED)
+
+
+def without(ablation):
+    return replace(START, ablations=frozenset({ablation}))
+
+
+def long_run(limits, accuracy=0.8, **options):
+    pipeline = Pipeline(limits, n_vocab=7, accuracy=accuracy, **{"n_stages": 4, **options})
+    pipeline.submit(Request(0, (1, 2, 3, 4, 5), 150))
+    pipeline.drain()
+    assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
+    return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
+
+
+@given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]), credit=st.sampled_from([1, 2, 4, 9]),
+       partitions=st.sampled_from([0, 1, 2, 5, 12]), kept=st.sampled_from([0, 2]),
+       ablations=st.frozensets(st.sampled_from(COMPONENTS[Policy.PUBLISHED]), max_size=2),
+       factors=st.sampled_from([(0.0, 0.0), (0.4, 0.01), (0.05, 0.1)]),
+       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
+@examples(150)
+def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitions, kept,
+                                                   ablations, factors, accuracy, seed):
+    limits = replace(START, exact_width=width, credit=credit, partitions=partitions, kept=kept,
+                     ablations=ablations, p_recovery=factors[0], p_decay=factors[1], parallel=2)
+    pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed)
+    for k in range(3):
+        pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
+            pipeline.step(pick)
+    pipeline.drain()
+    for k in range(3):
+        assert pipeline.output[k] == plain(tuple(range(1 + 3 * k, 4 + 3 * k)), 40, 7)
+    assert pipeline.scheduler.idle
+    if not kept:
+        assert not any(stage.kv.cells for stage in pipeline.stages)
+
+
+def begin(limits=START):
+    """A request whose first token is 7, at position 2, and the draft's first job."""
+    scheduler = Scheduler(limits, validate=True)
+    scheduler.handle(Submit(Request(0, (5, 6), 30)))
+    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    return scheduler, *(next(i for i in out if isinstance(i, kind))
+                        for kind in (IssueRun, StartDraft))
+
+
+def guess(scheduler, job, tokens):
+    """The draft's chain of tokens: the run that it becomes, and the next job."""
+    out = scheduler.handle(Drafted(job.job_id, tuple(
+        Proposal(k - 1, token, 0.9) for k, token in enumerate(tokens))))
+    return (next((i for i in out if isinstance(i, kind)), None) for kind in (IssueRun, StartDraft))
+
+
+def test_buffers_by_hand():
+    """A run's own id, copies of what is before it, the swap, and the token's run once more."""
+    scheduler, tip, job = begin()
+    assert tip.rows.seq_ids == ((0,),)
+    first, job = guess(scheduler, job, (8, 9))
+    assert first.rows.seq_ids == ((1,), (1,))
+    assert first.ops == (SeqCopy(0, 1, 0, 3),)  # the tip's own cell with it: early sharing
+    second, job = guess(scheduler, job, (10,))
+    assert second.rows.seq_ids == ((2,),)
+    assert second.ops == (SeqCopy(1, 2, 0, 5),)
+    out = scheduler.handle(RunDone(tip.run_id, (Choice(8),)))
+    (again,) = [i for i in out if isinstance(i, IssueRun)]
+    assert (again.rows.tokens.tolist(), again.rows.positions.tolist()) == ([8], [3])
+    assert not again.speculative
+    assert SeqCopy(1, 0, 3, 4) in again.ops  # accepted: into the front buffer
+    assert again.rows.seq_ids == ((3,),)
+    out = scheduler.handle(RunDone(first.run_id, (Choice(9), Choice(4))))
+    assert [i for i in out if isinstance(i, CancelRuns)] == [CancelRuns((second.run_id,))]
+    (right,) = [i for i in out if isinstance(i, IssueRun)]
+    assert right.rows.tokens.tolist() == [4]
+    assert right.rows.seq_ids == ((0,),)
+    assert SeqCopy(1, 0, 4, 5) in right.ops
+    assert SeqRemove(2, 5) in right.ops  # what the dead run has put there
+    assert SeqCopy(0, 3, 3, 5) in right.ops  # every other id hears of what was accepted
+    assert sorted(scheduler.pool.free) == [1, 2, 3, 4, 5, 6]
+
+
+def test_ids_are_taken_in_turn():
+    pipeline, _ = long_run(START)
+    used = [i.rows.seq_ids[0][0] for i in pipeline.log if isinstance(i, IssueRun) and i.speculative]
+    assert set(used) == set(range(1, 7))
+    for run in (i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative):
+        assert len({s for ids in run.rows.seq_ids for s in ids}) == 1
+
+
+def test_a_missing_swap_is_noticed(monkeypatch):
+    """Negative control: canonical runs that do not find what was accepted."""
+    monkeypatch.setattr("pipeinfer.scheduler.sequence_pool.SequencePool.share",
+                        lambda *_: None)
+    with pytest.raises(AssertionError):
+        long_run(START)
+
+
+def test_a_missing_propagation_is_only_slower(monkeypatch):
+    """It brings copies forward; what an id still lacks is copied when it is taken."""
+    monkeypatch.setattr("pipeinfer.scheduler.sequence_pool.SequencePool.propagate",
+                        lambda *_: None)
+    long_run(START)
+
+
+def test_every_round_computes_the_accepted_token_once_more():
+    pipeline, stats = long_run(START)
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    cancelled = {run for i in pipeline.log if isinstance(i, CancelRuns) for run in i.run_ids}
+    plain_runs = {i.run_id for i in runs if not i.speculative}
+    misses = stats.accepted - stats.accepted_speculative
+    assert len(plain_runs) > misses + 10
+    end = next(k for k, i in enumerate(pipeline.log) if isinstance(i, Finish))
+    before = {run for i in pipeline.log[:end] if isinstance(i, CancelRuns) for run in i.run_ids}
+    assert cancelled
+    assert not before & plain_runs  # never cut while the request runs
+
+
+@pytest.mark.parametrize("ablation", COMPONENTS[Policy.PUBLISHED])
+def test_what_an_ablation_switches_off(ablation):
+    pipeline, stats = long_run(without(ablation))
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    speculative = [i for i in runs if i.speculative]
+    match ablation:
+        case Ablation.CANCEL:
+            assert not [i for i in pipeline.log if isinstance(i, CancelRuns)]
+            assert stats.skipped_runs == 0
+        case Ablation.MULTIBUFFER:
+            repeated = [i for i in speculative if not i.rows.outputs.all()]
+            assert len(repeated) == len(speculative) > 20
+            assert max(len(i.rows) for i in speculative) == START.exact_width
+        case Ablation.ASYNC:
+            assert not speculative
+            assert max(len(i.rows) for i in runs) > 1
+        case Ablation.CONTINUOUS:
+            assert max(len(i.rows) for i in speculative) > START.draft_max
+
+
+def test_without_multibuffering_a_prompt_is_not_repeated():
+    """Its rows were computed in a wider run, so their bits may differ."""
+    scheduler = Scheduler(without(Ablation.MULTIBUFFER), validate=True)
+    out = scheduler.handle(Submit(Request(0, (5, 6), 30)))
+    job = next(i for i in reversed(out) if isinstance(i, StartDraft))
+    run, _ = guess(scheduler, job, (8, 9))
+    assert run is None
+    out = scheduler.handle(RunDone(0, (Choice(8),)))
+    assert next(i for i in out if isinstance(i, IssueRun)).rows.tokens.tolist() == [8]
+
+
+def cutoffs(limits, answers):
+    """The cutoff of each job, when the draft's answers have so many tokens."""
+    scheduler, _, job = begin(limits)
+    found = []
+    for count in answers:
+        if job is None:
+            break
+        found.append(round(job.p_min, 3))
+        _, job = guess(scheduler, job, range(10, 10 + count))
+    return found
+
+
+def test_recovery_asks_more_of_every_further_run():
+    assert cutoffs(START, (3, 3, 3)) == [0.1, 0.1, 0.1]
+    assert cutoffs(replace(START, p_recovery=0.4), (3,) * 5) == [0.1, 0.5, 0.9]  # then it waits
+
+
+def test_decay_asks_less_after_every_empty_draft():
+    assert cutoffs(START, (0, 0)) == [0.1]  # without it: until a result is back
+    assert cutoffs(replace(START, p_min=0.4, p_decay=0.15), (0,) * 6) == [0.4, 0.25, 0.1]
+
+
+def test_the_tree_is_a_chain():
+    scheduler, _, job = begin()
+    out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8, 0.9), Proposal(-1, 9, 0.8))))
+    assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[8]]
+    (lane,) = scheduler.lanes.values()
+    assert isinstance(lane.tree, BufferedTree)
