@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.cluster.fault_wrappers import faulty_backend
+from pipeinfer.cluster.faults import Fault
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import MismatchError, ModelError, UsageError
@@ -83,14 +86,16 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
 class DraftLoader:
     """Loads what a setup says on a rank of the draft."""
 
-    def __init__(self, config: JobConfig, place: Place) -> None:
-        self._config, self._place = config, place
+    def __init__(self, config: JobConfig, place: Place, faults: Sequence[Fault] = ()) -> None:
+        self._config, self._place, self._faults = config, place, faults
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
         """See `Loader.layers`. Raises ModelError, MismatchError and BackendError."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
-        return load_draft(config, self._place, _own_file(setup), (setup.start, setup.stop), {
-            "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
+        backend, threads = load_draft(
+            config, self._place, _own_file(setup), (setup.start, setup.stop), {
+                "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
+        return faulty_backend(backend, self._faults, self._place.rank), threads
 
     def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
         """See `Loader.proposer`."""

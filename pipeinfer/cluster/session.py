@@ -273,6 +273,7 @@ class Session:
                       validate=config.cluster.debug), worker,
                           brain.controller)
         self.limits, self.config, self.draft = brain.limits, config, self.head.draft
+        self.watch_draft()
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """Deal the layers out by what stages take now, if that promises `need` times the speed and
@@ -295,8 +296,6 @@ class Session:
             # What has made several stages fail would take the next one along, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")
         else:
-            if (remote := remote_of(self.draft)) is not None and remote.lost:
-                self.notes.append(f"{remote.lost}: tokens come without its guesses")
             self.on_change()
 
     def resume(self, reason: str = "") -> None:
@@ -307,6 +306,15 @@ class Session:
         self.watch_pace()
         self.notes.append(str(self.assembly.changes[-1]))
         self.on_change()
+
+    def watch_draft(self) -> None:
+        """Note when ranks of the draft are lost."""
+        def note(why: str) -> None:
+            self.notes.append(f"{why}: tokens come without its guesses")
+            self.on_change()
+
+        if (remote := remote_of(self.draft)) is not None:
+            remote.told = note
 
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""
@@ -365,6 +373,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         sharing, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
+    session.watch_draft()
     return session
 
 

@@ -189,7 +189,7 @@ class StageProcess:
     def _wait(self) -> NoReturn:
         """A rank without layers of the target; it may hold the draft. Ends by an exception only."""
         drafting = self._drafting = self._drafting or DraftRank(
-            self._port, self._place.rank, DraftLoader(self._config, self._place),
+            self._port, self._place.rank, DraftLoader(self._config, self._place, self._faults),
             self._config.cluster.timeout, self._pulse)
         while True:
             self._port.take(Tag.TRANSACTION)

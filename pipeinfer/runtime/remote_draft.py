@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -33,6 +33,7 @@ class RemoteDraft:
     def __init__(self, port: Port, setups: Sequence[DraftSetup]) -> None:
         self.busy_seconds = 0.0
         self.lost = ""  #: why there are no guesses any more
+        self.told: Callable[[str], None] = lambda _: None  #: called with that, when it is found
         self.ready: dict[int, DraftReady] = {}
         self._port = port
         self._ranks = setups[-1].ranks
@@ -142,3 +143,4 @@ class RemoteDraft:
         self.lost = why
         self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting)]
         self._waiting.clear()
+        self.told(why)
