@@ -57,6 +57,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding
+from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.replica_head import ReplicaHead
@@ -308,13 +309,15 @@ class Session:
         self.on_change()
 
     def watch_draft(self) -> None:
-        """Note when ranks of the draft are lost."""
+        """Note when ranks of the draft are lost; tell two drafts what stages take."""
         def note(why: str) -> None:
             self.notes.append(f"{why}: tokens come without its guesses")
             self.on_change()
 
         if (remote := remote_of(self.draft)) is not None:
             remote.told = note
+        if isinstance(self.draft, DraftTeam):
+            self.draft.slot = lambda: max(self.head.times.pace.seconds, default=0.0)
 
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""

@@ -1,13 +1,15 @@
 """Two drafts at work at once: a quick one's guesses go out at once, a better one's correct them.
 
 The better one always has the newest job that it can begin with: where it is slower, jobs between
-are answered by the quick one alone. Knows no models.
+are answered by the quick one alone. Where it is quick enough to keep the stages busy by itself, the
+other one's guesses would only take up room, and wait until it has nothing to say. Knows no models.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable
 
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
@@ -15,15 +17,21 @@ from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 
 _REMEMBERED = 64  #: jobs
+_KEEPS_UP = 0.6  #: of a stage's time, in which a draft that names a guess holds nobody up
+_EVERY = 8  #: jobs between two looks at what stages take
 
 
 class DraftTeam:
-    """See the module docstring, and `Drafts`."""
+    """See the module docstring, and `Drafts`. slot: seconds of the slowest stage for a run, 0 while
+    that is not known."""
 
     local = True
 
     def __init__(self, quick: Drafts, better: RemoteDraft) -> None:
         self.free = quick.free
+        self.slot: Callable[[], float] = lambda: 0.0
+        self._slot, self._asked, self._guess_seconds = 0.0, 0, 0.0
+        self._held: dict[int, Drafted] = {}
         self._quick, self._better = quick, better
         self._next: StartDraft | None = None
         self._at = 0  #: the job that the better one has
@@ -41,6 +49,9 @@ class DraftTeam:
 
     def start(self, job: StartDraft) -> None:
         """Ask both for guesses."""
+        if self._asked % _EVERY == 0:
+            self._slot = self.slot()
+        self._asked += 1
         self._quick.start(job)
         self._next = job
         self._go_on()
@@ -48,6 +59,7 @@ class DraftTeam:
     def stop(self, job_id: int) -> None:
         """Nobody's answer is wanted any more."""
         self._quick.stop(job_id)
+        self._held.pop(job_id, None)
         if self._next is not None and self._next.job_id == job_id:
             self._next = None
         self._better.stop(job_id)
@@ -58,15 +70,21 @@ class DraftTeam:
             if found.job_id in self._answered:
                 continue
             awaited = self._awaited(found.job_id)
-            if found.proposals or not awaited:
-                self._note(found.job_id)
-                return dataclasses.replace(found, more=awaited)
+            if awaited and (self._waits or not found.proposals):
+                self._held[found.job_id] = found
+                continue
+            self._note(found.job_id)
+            return dataclasses.replace(found, more=awaited)
         while (found := self._better.take()) is not None:
+            self._learn(found)
             self._go_on()
             if found.job_id not in self._answered:
+                held = self._held.pop(found.job_id, None)
+                if held is None and not found.proposals:
+                    continue  # the quick one still looks
                 self._note(found.job_id)
                 self._quick.stop(found.job_id)
-                return found
+                return found if found.proposals or held is None else held
             if found.proposals:
                 return dataclasses.replace(found, further=True)
         self._go_on()
@@ -88,6 +106,18 @@ class DraftTeam:
             job, self._next = self._next, None
             self._at = job.job_id
             self._better.start(job)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the quick one's guesses would be in the way of better ones."""
+        return 0.0 < self._guess_seconds < _KEEPS_UP * self._slot
+
+    def _learn(self, found: Drafted) -> None:
+        guesses = sum(not one.alternative for one in found.proposals)
+        if guesses:
+            seconds = found.seconds / guesses
+            before = self._guess_seconds or seconds
+            self._guess_seconds = before + (seconds - before) / _EVERY
 
     def _awaited(self, job_id: int) -> bool:
         """Whether the better one will answer it, too."""

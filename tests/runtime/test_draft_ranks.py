@@ -182,6 +182,24 @@ def test_of_two_drafts_the_quick_one_answers_and_the_better_one_corrects():
         assert rest[3].proposals
 
 
+def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        quick = Quick()
+        team = DraftTeam(quick, ranks.draft)
+        team.slot = lambda: 1e3
+        team.start(job([3, 1], number=1))
+        assert ranks.answer(team).proposals  # from here on its speed is known
+        for number in (2, 3):
+            team.start(job([3, 1], [2], number=number, max_tokens=(0, 4)[number - 2]))
+            quick.answers = [Drafted(number, (Proposal(-1, 7),))]
+            found = ranks.answer(team)
+            assert (found.job_id, found.more, found.further) == (number, False, False)
+            guesses = {one.token for one in found.proposals}
+            assert guesses == {7} if number == 2 else len(found.proposals) == 4
+        assert quick.stopped == [1, 2, 3]
+
+
 def test_a_better_draft_that_is_first_is_the_answer():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)
