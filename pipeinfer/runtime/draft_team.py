@@ -17,7 +17,8 @@ from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 
 _REMEMBERED = 64  #: jobs
-_KEEPS_UP = 0.6  #: of a stage's time, in which a draft that names a guess holds nobody up
+_KEEPS_UP = 2.0  #: of the slowest stage's time; so slow may a draft be and still be waited for
+_FEW_ROWS = 8  #: at most of a job from which one learns how long a guess takes
 _EVERY = 8  #: jobs between two looks at what stages take
 
 
@@ -110,12 +111,11 @@ class DraftTeam:
     @property
     def _waits(self) -> bool:
         """Whether the quick one's guesses would be in the way of better ones."""
-        return 0.0 < self._guess_seconds < _KEEPS_UP * self._slot
+        return not self._slot or self._guess_seconds < _KEEPS_UP * self._slot
 
     def _learn(self, found: Drafted) -> None:
-        guesses = sum(not one.alternative for one in found.proposals)
-        if guesses:
-            seconds = found.seconds / guesses
+        if 0 < found.rows <= _FEW_ROWS:  # a row for each guess, and for what had to be caught up on
+            seconds = found.seconds / found.rows
             before = self._guess_seconds or seconds
             self._guess_seconds = before + (seconds - before) / _EVERY
 
