@@ -75,6 +75,7 @@ class DraftRank:
         self._params: dict[int, SamplingParams] = {}
         self._tokens: dict[int, list[int]] = {}
         self._stopped: set[int] = set()
+        self._at = 0  # the job at hand
         self._heard = -_LIVE_SECONDS
         self._threads = 0
 
@@ -122,8 +123,10 @@ class DraftRank:
         match message:
             case DraftSetup() | DraftJob():
                 self._todo.append(message)
-            case DraftStop(job_id):
-                self._stopped.add(job_id)
+            case DraftStop(job_id):  # else it was answered, and its number may come again
+                if job_id == self._at or any(isinstance(task, DraftJob) and task.job_id == job_id
+                                             for task in self._todo):
+                    self._stopped.add(job_id)
             case LaneOpen(lane, params):
                 self._params[lane], self._tokens[lane] = params, []
             case LaneClose(lane):
@@ -163,11 +166,13 @@ class DraftRank:
             raise ProtocolError(f"rank {self._rank} was asked for guesses in lane {job.lane}, of "
                                 f"whose first {job.start} tokens it has not heard")
         tokens[job.start:] = job.tokens
+        self._at = job.job_id
         start, rows = time.perf_counter(), self._proposer.rows_evaluated
         found: tuple[Proposal, ...] | None = None
         if job.job_id not in self._stopped:
             found = self._proposer.propose(_asked(job, tokens, params),
                                            lambda: self._is_stopped(job.job_id))
+        self._at = 0
         self._stopped.discard(job.job_id)
         self._port.post(0, DraftDone(
             job.job_id, None if found is None else tuple(

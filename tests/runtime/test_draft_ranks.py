@@ -48,9 +48,10 @@ class Ranks:
         self.head, self.running = self.ports[0], True
         names = tuple(range(1, count + 1))
         ends = [SPEC.n_layers * k // count for k in range(count + 1)]
-        self.draft = RemoteDraft(self.head, [
+        self.setups = [
             DraftSetup(names, model, "", SPEC.n_layers, start, stop, 512, 64, 64, paths,
-                       SPEC.n_vocab, {}) for start, stop in itertools.pairwise(ends)])
+                       SPEC.n_vocab, {}) for start, stop in itertools.pairwise(ends)]
+        self.draft = RemoteDraft(self.head, self.setups)
         self.threads = [threading.Thread(target=self.work, args=(rank, n_ctx), daemon=True)
                         for rank in names]
         for thread in self.threads:
@@ -119,6 +120,24 @@ def test_a_stopped_job_is_not_answered_and_the_next_one_is():
             answers.append(ranks.answer())
         assert ranks.draft.idle
         assert ranks.draft.take() is None
+
+
+def test_numbers_of_jobs_may_come_again():
+    """Another policy in the same job: a new scheduler counts from 1, over the same ranks."""
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        for _ in range(5):
+            before = ranks.draft
+            for number in (1, 2, 3):
+                before.start(job([3, 1], number=number))
+            ranks.head.wait(0.005)
+            ranks.draft = RemoteDraft(ranks.head, ranks.setups)
+            ranks.draft.await_ready(SECONDS)
+            before.close(SECONDS)
+            ranks.draft.start(job([3, 1, 4], number=2))
+            found = ranks.answer()
+            wanted = DraftModel(ToyBackend.load(SPEC)).propose(job([3, 1, 4]), lambda: False)
+            assert (found.job_id, found.proposals) == (2, wanted)
 
 
 def test_a_draft_that_cannot_be_loaded_is_said_with_its_rank_and_exit_code():
