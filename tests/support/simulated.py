@@ -294,7 +294,7 @@ class Pipeline:
         if self.rng.random() < 0.1:
             proposals, spares = [], []
         spares = [p for p in spares if p.parent < len(proposals)]
-        more = not further and self.rng.random() < self.second
+        more = bool(self.second) and not further and self.rng.random() < self.second
         if more:
             self.later[job.job_id] = job
         self.feed(Drafted(job.job_id, (*proposals, *spares), more=more, further=further))
