@@ -215,7 +215,7 @@ class Journal:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self.size)
-            self._fail(error)
+            self.failed(error)
 
     def sync(self) -> OSError | None:
         """Wait until the disk has it; what went wrong."""
@@ -225,7 +225,8 @@ class Journal:
             return error
         return None
 
-    def _fail(self, error: OSError) -> None:
+    def failed(self, error: OSError) -> None:
+        """Nothing can be written, until `replace` has worked."""
         if not self.problem:
             _log.error("--journal %s cannot be written (%s): requests go on without it, and it is "
                        "tried again", self.path, error.strerror)
@@ -260,7 +261,7 @@ class Journal:
         """Put what `render` has made in the file's place; if it has made nothing, all stays."""
         since, self._since = self._since or [], None
         if isinstance(made, OSError):
-            self._fail(made)
+            self.failed(made)
             return
         beside = self.path.with_name(self.path.name + ".new")
         try:
@@ -269,7 +270,7 @@ class Journal:
             os.replace(beside, self.path)
         except OSError as error:
             os.close(made[0])
-            self._fail(error)
+            self.failed(error)
             return
         os.close(self._file)
         self._file, self.size = made[0], size
