@@ -298,6 +298,8 @@ class Follower:
     def abort(self, reason: str) -> None:
         """This reader has gone. A request that nobody else can ask for ends with it."""
         kept = self._kept
+        if self._news not in kept.readers:
+            return
         kept.readers.discard(self._news)
         if kept.alone and not kept.ended and not kept.readers:
             kept.archive.drop(kept, reason)

@@ -91,11 +91,11 @@ def test_after_a_kill_who_asks_again_gets_the_rest(door):
     first = begin(items, 5)
     name, text_name = first[0][1]["response"]["id"], begin(whole, 1)[0][1]["id"]
     asked = {frame.id: frame for frame in door.peer.seen if isinstance(frame, Submit)}
-    door.wrote('"op":"tokens"')
+    door.until(lambda: door.journal.read_text().count('"op":"tokens"') >= 3)
     door.killed()
     door.enter(answer=lambda frame: door.peer.say(
         frame.id, "", "length", door.tokens[len(frame.output):]))
-    frames = [frame for frame in door.peer.seen if isinstance(frame, Submit)]
+    frames = [door.peer.wait_for(Submit, count) for count in (1, 2, 3)]
     assert {(f.prompt, f.max_tokens, f.params) for f in frames} == {
         (f.prompt, f.max_tokens, f.params) for f in asked.values()}
 
