@@ -427,6 +427,17 @@ class ServeConfig:
                                             "a loopback address other names are refused.")
     log_requests: bool = _opt(False, "--log-requests", kind="flag",
                               help="Log one line per request to standard error (without contents).")
+    journal: str = _opt("", "--journal", kind="str",
+                        help="File in which requests outlive a crash of the HTTP process: it keeps "
+                             "prompts and answers, readable for this user alone.")
+    journal_sync: float = _opt(1.0, "--journal-sync", kind="float", low=0.01, high=3600,
+                               help="Seconds between two times that the disk is made to have the "
+                                    "journal.")
+    journal_keep: float = _opt(3600.0, "--journal-keep", kind="float", low=0, high=1e7,
+                               help="Seconds for which an answer that is complete can be asked for "
+                                    "again.")
+    journal_size: int = _opt(64, "--journal-size", low=1, high=1 << 16,
+                             help="MiB of the journal beyond which the oldest complete answers go.")
 
 
 class _Sections:

@@ -26,7 +26,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.config import AUTO, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import advice, open_model, targeted
-from pipeinfer.server import http_process
+from pipeinfer.server import http_process, journal
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
 from pipeinfer.server.settings import Settings
@@ -151,6 +151,9 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),
         decomposer=job.speculation.decomposer, decomposers=tuple(methods_for(job)),
+        journal=str(journal.check(config.journal)) if config.journal else "",
+        journal_sync=config.journal_sync, journal_keep=config.journal_keep,
+        journal_size=config.journal_size,
     )
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -28,6 +29,8 @@ from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.frames import FIRST
 from pipeinfer.server.http_process import first_frame
+from pipeinfer.server.journal import Journal
+from pipeinfer.server.kept import Archive
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 
@@ -93,6 +96,8 @@ async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, liste
     if hub.left.is_set():
         following.cancel()
     await asyncio.gather(serving, following, loading, return_exceptions=True)
+    if hub.archive is not None:
+        await hub.archive.close()
     return int(failed)
 
 
@@ -102,6 +107,10 @@ async def load(hub: Hub) -> None:
     try:
         tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)
         await asyncio.to_thread(lambda: (tokenizer.eog_ids, tokenizer.marks.pattern))
+        if hub.settings.journal and hub.archive is None:
+            journal = await asyncio.to_thread(Journal, Path(hub.settings.journal))
+            hub.archive = Archive(hub, journal)
+            hub.archive.go_on(tokenizer)
         hub.tokenizer = tokenizer
     except PipeinferError as error:
         logging.getLogger("pipeinfer.server").error("%s", error)

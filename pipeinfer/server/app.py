@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -25,13 +26,13 @@ from pipeinfer.server import chat, prompts, requests
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.asking_again import Again, Kind
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
-from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
@@ -48,7 +49,9 @@ _ERRORS: _Responses = {
         (401, "No valid API key."), (404, "No such model, or nothing that this server does."),
         (403, "A page of another site, or a host name that is not the server's."),
         (408, "The request's body did not arrive in time."),
+        (409, "The answer was begun by another model."),
         (413, "The request is too long."),
+        (422, "Another request came with this Idempotency-Key."),
         (431, "The request's headers are too long."),
         (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
         (503, "Loading, shutting down or failed; see Retry-After."),
@@ -73,6 +76,7 @@ class Server:
         self.settings = hub.settings
         self.created = int(time.time())
         self._grammars: Grammars | None = None
+        self.again = Again(hub)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             description="A large language model over a cluster, with the OpenAI API.",
@@ -91,30 +95,35 @@ class Server:
 
     async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
+        if (before := await self.again.known("text", body, request)) is not None:
+            return before
         tokenizer = self._ready(body)
         wanted = await requests.completion(body, self.settings, tokenizer,
                                            self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
-            wanted, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
+            "text", body, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
 
     async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
+        if (before := await self.again.known("chat", body, request)) is not None:
+            return before
         tokenizer = self._ready(body)
         found = await requests.conversation(body, self.settings, tokenizer,
                                             self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
-            found.asked,
-            Writer(found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools),
-            request)
+            "chat", body, Writer(found.asked, self.settings.name, tokenizer, is_chat=True,
+                                 tools=found.tools), request)
 
     async def responses(self, body: items.ResponseRequest, request: Request) -> Response:
-        """Answer items as OpenAI's Responses API does, without storing anything."""
+        """Answer items as OpenAI's Responses API does."""
+        if (before := await self.again.known("items", body, request)) is not None:
+            return before
         asked = items.to_chat(body)
         tokenizer = self._ready(asked)
         with items.own_names():
             found = await requests.conversation(asked, self.settings, tokenizer,
                                                 self._compiler(tokenizer), self._n_ctx)
-        return await self._answer(found.asked, ItemWriter(
+        return await self._answer("items", body, ItemWriter(
             found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools,
             request=body), request)
 
@@ -124,10 +133,13 @@ class Server:
                             "server for them, such as llama-server --embedding with an embedding "
                             "model", code="not_supported")
 
-    async def _answer(self, wanted: Asked, writer: Writer, request: Request) -> Response:
-        job = Job(self.hub, wanted)
+    async def _answer(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
+                      ) -> Response:
+        if (kept := await self.again.keep(kind, body, writer, request)) is not None:
+            return kept
+        job = Job(self.hub, writer.asked)
         writer.start(job.generations)
-        if wanted.stream:
+        if writer.asked.stream:
             return EventStream(events(job, writer), self.settings.client_timeout,
                                lambda: job.abort("disconnected"))
         return Reply(await whole(job, writer, request))
@@ -284,11 +296,19 @@ class Server:
             self.app.add_api_route(path, call, methods=["POST"], response_model=model,
                                    responses={**_ASKED, **more})
 
-        busy: _Responses = {k: _ERRORS[k] for k in (404, 429, 504)}
+        busy: _Responses = {k: _ERRORS[k] for k in (404, 409, 422, 429, 504)}
         post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
         post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
         post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
+        kept: _Responses = {k: _ERRORS[k] for k in (400, 404, 409, 503)}
+        for path, model in (("/v1/responses", dict[str, Any]),
+                            ("/v1/chat/completions", replies.ChatCompletion),
+                            ("/v1/completions", replies.Completion)):
+            get(f"{path}/{{name}}", self.again.retrieve, model, {**kept, **_STREAM})
+            self.app.add_api_route(
+                f"{path}/{{name}}", self.again.delete, methods=["DELETE"],
+                response_model=replies.Deleted, responses={**_READ, **kept})
         post("/v1/embeddings", self.embeddings, None, {404: _ERRORS[404]})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})

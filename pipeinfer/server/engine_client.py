@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -51,6 +51,9 @@ from pipeinfer.server.frames import (
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
+
+if TYPE_CHECKING:
+    from pipeinfer.server.kept import Archive
 
 State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
@@ -106,6 +109,7 @@ class Hub:
         self.status: dict[str, Any] = {}
         self.tokenizer: Tokenizer | None = None
         self.open: dict[int, _Open] = {}
+        self.archive: Archive | None = None  #: of the journal, where there is one
         self.left = asyncio.Event()  #: the engine has gone: said bye, failed or died
         self._ids = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
@@ -148,20 +152,31 @@ class Hub:
         returned. Check room before.
         """
         tokenizer = self.check_ready()
-        request_id = next(self._ids)
-        generation = Generation(request_id, index, len(prompt), tokenizer, asked.stops, news)
+        generation = Generation(self.new_id(), index, len(prompt), tokenizer, asked.stops, news)
+        self.add(generation, asked)
+        return generation
+
+    def new_id(self) -> int:
+        """The id of one more choice."""
+        return next(self._ids)
+
+    def add(self, generation: Generation, asked: Asked, handed: bool = False, bits: object = None
+            ) -> None:
+        """Send a choice of a request to the engine. handed: an earlier one has brought tokens of
+        it, which `generation` has; bits: of that one's facts."""
+        index, request_id = generation.index, generation.request_id
+        prompt = asked.prompts[index // asked.n]
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose))
+            asked.ignore_eos, asked.decompose), handed, bits)
         if self.state == "ready":
             self._hand_over(one)
-        return generation
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a choice that nobody waits for; harmless when it has ended."""
         if generation.request_id not in self.open or generation.ended:
             return
-        if self.state == "restarting":
+        if self.state in ("restarting", "loading"):
             self._end(generation, reason, {})
         else:
             self._send(Abort(generation.request_id, reason))

@@ -24,13 +24,14 @@ class ItemWriter(Writer):
     """Writes the one choice of a request. request: what the answer repeats of it."""
 
     request: ResponseRequest = field(kw_only=True)
+    kept: bool = field(default=False, kw_only=True)  #: whether it can be asked for again
     ends_with_mark: ClassVar[bool] = False
     items: list[dict[str, Any]] = field(default_factory=list)
     _events: list[Mapping[str, Any]] = field(default_factory=list)
     _count: int = 0
 
     def __post_init__(self) -> None:
-        self.answer_id = f"resp_{secrets.token_hex(14)}"
+        self.answer_id = self.answer_id or f"resp_{secrets.token_hex(14)}"
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -58,8 +59,14 @@ class ItemWriter(Writer):
         """The last event of a stream that went wrong."""
         response = self._response("failed")
         response["error"] = {"code": error.code or "server_error", "message": error.message}
+        if self.kept:  # the event with this number may still come, to who asks again
+            self._count = max(0, self._count - 1)
         self._tell("response.failed", response=response)
         return self._told()[0]
+
+    def now(self) -> dict[str, Any]:
+        """The answer while it is not complete."""
+        return self._response("in_progress")
 
     # --- whole answers ------------------------------------------------------------------------
 
@@ -78,7 +85,7 @@ class ItemWriter(Writer):
         for call in calls:
             if isinstance(call, Call):
                 choice.told += 1
-                self._begin({"id": f"fc_{secrets.token_hex(14)}", "type": "function_call",
+                self._begin({"id": self._new_id("fc"), "type": "function_call",
                              "status": "in_progress", "call_id": call.call_id, "name": call.name,
                              "arguments": ""})
             self._arguments(call)
@@ -89,7 +96,7 @@ class ItemWriter(Writer):
 
     def _words(self, text: str) -> None:
         if not self.items or self.items[-1]["type"] != "message":
-            self._begin({"id": f"msg_{secrets.token_hex(14)}", "type": "message",
+            self._begin({"id": self._new_id("msg"), "type": "message",
                          "status": "in_progress", "role": "assistant", "content": []})
             self.items[-1]["content"] = [_part("")]
             self._of_item("response.content_part.added", content_index=0, part=_part(""))
@@ -107,6 +114,9 @@ class ItemWriter(Writer):
         self.items.append(item)
         self._tell("response.output_item.added", output_index=len(self.items) - 1,
                    item=dict(item))
+
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}_{self.name_of(self.choices[0], kind, len(self.items))}"
 
     def _finish(self, status: str) -> None:
         if not self.items:
@@ -151,7 +161,7 @@ class ItemWriter(Writer):
             "metadata": request.get("metadata", {}), "model": self.model,
             "output": [dict(item) for item in self.items] if status != "in_progress" else [],
             "parallel_tool_calls": request.get("parallel_tool_calls", True),
-            "previous_response_id": None, "store": False,
+            "previous_response_id": None, "store": self.kept,
             "temperature": self.asked.params.temperature, "top_p": self.asked.params.top_p,
             "text": request.get("text", {"format": {"type": "text"}}),
             "tool_choice": request.get("tool_choice", "auto"), "tools": request.get("tools", []),

@@ -76,6 +76,9 @@ class Metrics:
         self._recoveries = Gauge("recoveries", "How often the job recovered from "
                                                "lost ranks.", **make)
         self._lost = Gauge("ranks_lost", "Ranks that the job has lost.", **make)
+        self._journal = Gauge("journal_bytes", "Size of the file of --journal.", **make)
+        self._unwritten = Gauge("journal_failing", "1 while the file of --journal cannot be "
+                                                   "written.", **make)
         self._arranged: list[Any] = []
         self._open = Gauge("open_choices", "Choices that clients are waiting for.", **make)
 
@@ -91,6 +94,11 @@ class Metrics:
     def restarted(self) -> None:
         """Another job took over."""
         self._restarts.inc()
+
+    def journal(self, size: int, failing: bool) -> None:
+        """The journal has so many bytes, and can be written or not."""
+        self._journal.set(size)
+        self._unwritten.set(failing)
 
     def refused(self) -> None:
         """A request was turned away before it reached the engine."""

@@ -11,7 +11,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import h11
@@ -108,10 +108,7 @@ class Guard:
     def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> None:
         if not self._keys or path in self._public:
             return
-        given = headers.get(b"x-api-key", b"")
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer":
-            given = token.strip()
+        given = key_of(headers)
         # Digests have one length, so that time tells neither a key nor how long it is; what is not
         # given is compared, too.
         digest = self._digest(given)
@@ -151,6 +148,12 @@ class Guard:
             return message
 
         return bounded
+
+
+def key_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """The key that a request brings, empty for none."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -5,6 +5,8 @@ Knows choices and their text, no HTTP and no engine.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -49,6 +51,7 @@ class Choice:
     parser: CallParser | None = None
     text: str = ""
     told: int = 0  #: calls told so far
+    called: int = 0  #: calls found so far
     done: bool = False
 
 
@@ -68,7 +71,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         kind = "chatcmpl" if self.is_chat else "cmpl"
-        self.answer_id = f"{kind}-{secrets.token_hex(14)}"
+        self.answer_id = self.answer_id or f"{kind}-{secrets.token_hex(14)}"
 
     def start(self, generations: Sequence[Generation]) -> None:
         """Begin to write the choices, which come in the order of their indices."""
@@ -213,7 +216,19 @@ class Writer:
         if ended:
             more, rest = choice.parser.finish()
             content, calls = content + more, calls + rest
-        return content, calls
+        return content, [self._named(choice, call) for call in calls]
+
+    def _named(self, choice: Choice, call: Call | More) -> Call | More:
+        if isinstance(call, More):
+            return call
+        choice.called += 1
+        name = f"call_{self.name_of(choice, 'call', choice.called)}"
+        return dataclasses.replace(call, call_id=name)
+
+    def name_of(self, choice: Choice, kind: str, number: int) -> str:
+        """A name for a part of the answer, the same whenever that is written again."""
+        text = f"{self.answer_id} {choice.generation.index} {kind} {number}"
+        return hashlib.blake2b(text.encode(), digest_size=14).hexdigest()
 
     def _reason(self, choice: Choice) -> Finish:
         end = _end(choice)

@@ -157,11 +157,11 @@ class ResponseRequest(Strict):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
+    store: bool | None = None
     # accepted without effect
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: JsonValue = None
     metadata: JsonValue = None
-    store: JsonValue = None
     user: JsonValue = None
     service_tier: JsonValue = None
     safety_identifier: JsonValue = None

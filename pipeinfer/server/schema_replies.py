@@ -330,6 +330,14 @@ class Rebalanced(TypedDict):
     stages: list[dict[str, Any]]
 
 
+class Deleted(TypedDict):
+    """An answer that nobody can ask for any more."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
 class RebalancePlan(TypedDict):
     """What a rebalance would change: the stages then, and the judged gain in speed (times)."""
 

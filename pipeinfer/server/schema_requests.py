@@ -25,7 +25,6 @@ from pipeinfer.strategies import registry
 IGNORED = {
     "user": "this server has no accounts",
     "metadata": "nothing is stored",
-    "store": "nothing is stored",
     "service_tier": "there is only one service tier",
     "safety_identifier": "this server has no accounts",
     "prompt_cache_key": "prompts with the same beginning share it automatically",
@@ -153,10 +152,10 @@ class Sampling(Strict):
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     pipeinfer: Extras | None = None
+    store: bool | None = None
     # accepted without effect
     user: JsonValue = None
     metadata: JsonValue = None
-    store: JsonValue = None
     service_tier: JsonValue = None
     safety_identifier: JsonValue = None
     prompt_cache_key: JsonValue = None

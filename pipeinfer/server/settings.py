@@ -30,6 +30,10 @@ class Settings:
     defaults: for sampling fields that a request leaves out
     decomposer: method of chat requests that name none; "" for none
     decomposers: methods that a request may name
+    journal: file in which requests outlive the process; "" for none
+    journal_sync: seconds between two times that the disk has it
+    journal_keep: seconds for which ended requests stay in it
+    journal_size: MiB of it beyond which the oldest of them go
     """
 
     op: ClassVar[str] = "settings"
@@ -51,6 +55,10 @@ class Settings:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     decomposer: str = ""
     decomposers: tuple[str, ...] = ()
+    journal: str = ""
+    journal_sync: float = 1.0
+    journal_keep: float = 3600.0
+    journal_size: int = 64
 
     @property
     def most_open(self) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -32,6 +33,24 @@ T = TypeVar("T")
 
 class Left(Exception):
     """The client disconnected before its answer was complete."""
+
+
+class Work(Protocol):
+    """The choices of a request, as its answer's writers see them."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the request cannot be answered."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+
+    def abort(self, reason: str) -> None:
+        """Nobody waits any more; harmless after the end."""
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news, whether some came. Raises ApiError."""
 
 
 class Job:
@@ -81,7 +100,7 @@ class Job:
         return True
 
 
-async def whole(job: Job, writer: Writer, request: Request) -> Mapping[str, Any]:
+async def whole(job: Work, writer: Writer, request: Request) -> Mapping[str, Any]:
     """Wait for the end of every choice. Raises ApiError, or Left when the client goes."""
     try:
         await unless_left(_until_ended(job), request)
@@ -92,7 +111,7 @@ async def whole(job: Job, writer: Writer, request: Request) -> Mapping[str, Any]
     return writer.whole()
 
 
-async def _until_ended(job: Job) -> None:
+async def _until_ended(job: Work) -> None:
     while not job.ended and job.failure is None:
         await job.wait(_PING_SECONDS)
 
@@ -117,24 +136,40 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
-    """The stream of a request. An error is the last event on its own stream, and on no other."""
+async def events(job: Work, writer: Writer, after: int | None = None
+                 ) -> AsyncGenerator[bytes, None]:
+    """The stream of a request. An error is the last event on its own stream, and on no other.
+
+    after: number of the last event that its client has (-1: of none), which is where the stream
+    begins; events bear their numbers then.
+    """
+    numbers = itertools.count() if after is not None else None
+
+    def told(chunk: Mapping[str, Any]) -> bytes:
+        if numbers is None or after is None:
+            return event(chunk)
+        number = next(numbers)
+        return event(chunk, number) if number > after else b""
+
     try:
         for chunk in writer.opening():
-            yield event(chunk)
+            if data := told(chunk):
+                yield data
         waiting = list(writer.choices)
         while waiting:
             if not await job.wait(_PING_SECONDS):
                 yield b": waiting\n\n"
             for choice in list(waiting):
                 for chunk in writer.chunks(choice):
-                    yield event(chunk)
+                    if data := told(chunk):
+                        yield data
                 if choice.done:
                     waiting.remove(choice)
             if (failure := job.failure) is not None:
                 raise for_failure(failure)
         for chunk in writer.closing():
-            yield event(chunk)
+            if data := told(chunk):
+                yield data
         if writer.ends_with_mark:
             yield b"data: [DONE]\n\n"
     except ApiError as error:
@@ -146,10 +181,12 @@ async def events(job: Job, writer: Writer) -> AsyncGenerator[bytes, None]:
         job.abort("disconnected")
 
 
-def event(data: Mapping[str, Any]) -> bytes:
+def event(data: Mapping[str, Any], number: int | None = None) -> bytes:
     """`data` as one server-sent event, with its empty line; named where it has a type."""
     kind = data.get("type")
     name = f"event: {kind}\n".encode() if kind else b""
+    if number is not None:
+        name += f"id: {number}\n".encode()
     text = msgspec.json.encode(data)
     if not text.isascii():  # clients that split at every Unicode line break must find none
         text = json.dumps(data, separators=(",", ":")).encode()

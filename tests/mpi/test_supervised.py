@@ -203,14 +203,31 @@ def job_processes(job):
             or "pipeinfer" in p.name()}
 
 
-def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
-    port, job = launch.free_port(), f"test-{os.getpid()}-{time.monotonic_ns()}"
+@contextlib.contextmanager
+def supervised(job, port, *more):
+    """A real server under launch/run, which starts it again."""
     process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1",
-                            "--pace-ms", "5"],
+                            "--pace-ms", "5", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
     try:
         served.wait_until_ready()
+        yield served
+        process.send_signal(signal.SIGTERM)
+        assert served.end(60) == 0, "".join(served.log)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        cleanup.end(job)
+        process.wait(20)
+        process.stdout.close()
+        served._reader.join(10.0)
+        process.stderr.close()
+
+
+def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
+    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    with supervised(job, launch.free_port()) as served:
         wanted, whole = tokens(served), Stream(served).ended().tokens
         assert len(whole) == 120
         disturbed = Stream(served)
@@ -225,16 +242,49 @@ def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
         assert disturbed.ended().tokens == whole
         assert disturbed.last["timings"]["restarts_n"] == 1
         assert disturbed.last["timings"]["same_arithmetic"] is True
-        assert not set(old) & {p.pid for p in job_processes(job).values()} - {process.pid}
+        assert not set(old) & {p.pid for p in job_processes(job).values()} - {served.process.pid}
         assert tokens(served) == wanted
         assert "starting again in 1 s" in "".join(served.log)
-        process.send_signal(signal.SIGTERM)
-        assert served.end(60) == 0, "".join(served.log)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        cleanup.end(job)
-        process.wait(20)
-        process.stdout.close()
-        served._reader.join(10.0)
-        process.stderr.close()
+
+
+def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
+    """Two clients of a server with a journal, at temperature 1: one has given its request a name,
+    the other knows the answer's id."""
+    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    body = {**ASK, "max_tokens": 120, "stream": True, "temperature": 1.0, "seed": 11}
+    with supervised(job, launch.free_port(), "--journal", str(tmp_path / "journal")) as served:
+        url = f"{served.url}/v1/completions"
+
+        def read(answer, enough=10**6):
+            last, found = -1, []
+            with contextlib.suppress(requests.ConnectionError,
+                                     requests.exceptions.ChunkedEncodingError):
+                for line in answer.iter_lines():
+                    if line.startswith(b"id: "):
+                        last = int(line[4:])
+                    elif line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        found += event.get("pipeinfer", {}).get("tokens", [])
+                        name = event["id"]
+                    if len(found) >= enough:
+                        break
+            return last, found, name
+
+        whole = read(requests.post(url, json=body, stream=True, timeout=90))[1]
+        assert len(whole) == 120
+        named = {"Idempotency-Key": "the one"}
+        streams = [requests.post(url, json=body, headers=named, stream=True, timeout=90),
+                   requests.post(url, json=body, stream=True, timeout=90)]
+        (first, begun, _), (_, _, name) = (read(stream, 6) for stream in streams)
+        (door,) = (p for p in psutil.Process(served.process.pid).children(recursive=True)
+                   if "pipeinfer.server.door" in p.cmdline())
+        door.kill()
+        psutil.wait_procs([door], timeout=10)
+        served.until(lambda: served.health()[0] == 200, "the server", 90)
+        rest = requests.post(url, json=body, stream=True, timeout=90,
+                             headers=named | {"Last-Event-ID": str(first)})
+        assert begun + read(rest)[1] == whole
+        again = requests.get(f"{url}/{name}", timeout=90).json()
+        assert again["pipeinfer"]["tokens"] == whole
+        assert again["timings"]["restarts_n"] == 1
+        assert again["timings"]["same_arithmetic"] is True

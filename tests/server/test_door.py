@@ -47,19 +47,21 @@ class Door:
         self.settings = Settings(str(MODEL), "m", **settings)
         self.tokenizer = open_tokenizer(MODEL)
         self.tokens = self.tokenizer.encode(TEXT, add_bos=False)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeinfer.server.door", str(self.path)],
-            stdin=subprocess.DEVNULL)
+        self.process = self.spawn()
         self.children = []
         self.enter()
 
-    def enter(self, settings=None, **facts):
+    def spawn(self):
+        return subprocess.Popen([sys.executable, "-m", "pipeinfer.server.door", str(self.path)],
+                                stdin=subprocess.DEVNULL)
+
+    def enter(self, settings=None, answer=lambda frame: None, **facts):
         """A new rank 0, ready for requests."""
         child = http_process.enter(str(self.path), settings or self.settings,
                                    lambda: http_process.listen("127.0.0.1", 0, 60.0))
         self.url, self.peer = child.url, Peer(child.link, self.tokenizer)
         self.children.append(child)
-        self.peer.answer = lambda frame: None
+        self.peer.answer = answer
         self.peer.send(Ready(FACTS | {"bits": "a"} | facts))
         self.until(lambda: self.health()[0] == 200)
 

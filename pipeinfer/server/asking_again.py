@@ -1,0 +1,133 @@
+"""Answers that clients ask for again: by the name that they gave a request, or by the answer's id.
+
+Only where there is a journal. Knows HTTP and kept requests, no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import schema_items as items
+from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.item_writer import ItemWriter
+from pipeinfer.server.journal import Begun
+from pipeinfer.server.kept import Archive, Follower, Kept, check_key, digest_of, identity, owner_of
+from pipeinfer.server.middleware import key_of
+from pipeinfer.server.responses import Writer
+from pipeinfer.server.schema_replies import Deleted, Reply
+from pipeinfer.server.streaming import EventStream, events, whole
+
+Kind: TypeAlias = Literal["chat", "text", "items"]
+
+
+class Again:
+    """What a server does with answers of the journal."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    async def known(self, kind: Kind, body: BaseModel, request: Request) -> Response | None:
+        """The answer to a request that came before under the same Idempotency-Key, if this one
+        did. Raises ApiError."""
+        key = check_key(request.headers.get("idempotency-key", ""))
+        if self._hub.archive is None or not key:
+            return None
+        self._hub.check_ready()
+        kept = self._hub.archive.of_key(self._owner(request), kind, key, _digest(body))
+        return None if kept is None else await self.answer(kept, request, after=_after(request))
+
+    async def keep(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
+                   ) -> Response | None:
+        """Write a new request down and answer it; None where that is not wanted. Raises ApiError.
+        """
+        archive = self._hub.archive
+        if archive is None or getattr(body, "store", None) is False:
+            return None
+        if (before := await self.known(kind, body, request)) is not None:
+            return before  # it came while this one was being read
+        begun = Begun(
+            writer.answer_id, writer.created, kind, self._owner(request),
+            request.headers.get("idempotency-key", ""), _digest(body),
+            identity(self._hub.settings), writer.asked, writer.tools,
+            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None)
+        kept = archive.begin(begun, self._hub.check_ready())
+        return await self.answer(kept, request)
+
+    async def retrieve(self, name: str, request: Request, stream: bool = False) -> Response:
+        """An answer by its id: the whole, or with stream: true its events, from the one after
+        `starting_after` on. An answer of /v1/responses comes as it is now. Raises ApiError."""
+        kept = self._find(name, request)
+        if stream:
+            return await self.answer(kept, request, stream=True, after=_after(request))
+        if kept.record.begun.kind == "items" and not kept.ended:
+            writer = self._writer(kept, self._hub.check_ready(), stream=False)
+            assert isinstance(writer, ItemWriter)
+            return Reply(writer.now())
+        return await self.answer(kept, request, stream=False)
+
+    async def delete(self, name: str, request: Request) -> Response:
+        """Forget a request and its answer, and end it where it runs. Raises ApiError."""
+        kept = self._find(name, request)
+        kept.archive.drop(kept, "disconnected")
+        return Reply(Deleted(id=name, object="response.deleted", deleted=True))
+
+    async def answer(self, kept: Kept, request: Request, stream: bool | None = None,
+                     after: int = -1) -> Response:
+        """What a kept request has brought and will bring. Raises ApiError."""
+        asked = kept.record.begun.asked
+        stream = asked.stream if stream is None else stream
+        if asked.count > 1 and after >= 0:
+            raise bad("an answer of several choices streams from its beginning alone: leave "
+                      "starting_after out", "starting_after")
+        tokenizer = self._hub.check_ready()
+        writer = self._writer(kept, tokenizer, stream)
+        follower = Follower(kept, tokenizer)
+        writer.start(follower.generations)
+        if not stream:
+            return Reply(await whole(follower, writer, request))
+        return EventStream(
+            events(follower, writer, after if asked.count == 1 else None),
+            self._hub.settings.client_timeout, lambda: follower.abort("disconnected"))
+
+    def _writer(self, kept: Kept, tokenizer: Tokenizer, stream: bool) -> Writer:
+        begun = kept.record.begun
+        asked = dataclasses.replace(begun.asked, stream=stream)
+        more: dict[str, Any] = {"is_chat": begun.kind != "text", "tools": begun.tools,
+                                "answer_id": begun.id, "created": begun.at}
+        name = self._hub.settings.name
+        if begun.kind == "items":
+            body = items.ResponseRequest.model_validate(begun.request)
+            return ItemWriter(asked, name, tokenizer, request=body, kept=True, **more)
+        return Writer(asked, name, tokenizer, **more)
+
+    def _find(self, name: str, request: Request) -> Kept:
+        archive: Archive | None = self._hub.archive
+        if archive is None:
+            self._hub.check_ready()
+            raise ApiError(404, "this server keeps no answers: start it with --journal FILE",
+                           code="not_found")
+        return archive.find(self._owner(request), name)
+
+    def _owner(self, request: Request) -> str:
+        return owner_of(key_of(dict(request.scope["headers"])), self._hub.settings)
+
+
+def _digest(body: BaseModel) -> str:
+    return digest_of(f"{type(body).__name__} {body.model_dump_json(exclude_none=True)}")
+
+
+def _after(request: Request) -> int:
+    """The number of the last event that a client has. Raises ApiError (400)."""
+    text = request.query_params.get("starting_after", request.headers.get("last-event-id", ""))
+    if not text:
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise bad("starting_after must be the number of an event", "starting_after")
+    return int(text)

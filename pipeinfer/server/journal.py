@@ -1,0 +1,361 @@
+"""The file in which requests and their tokens outlive the HTTP process: `serve --journal FILE`.
+
+Text, one entry a line: eight hexadecimal digits (CRC-32 of what follows the space), a space, a JSON
+object. The first entry names the format. Entries are appended; now and then the file is written
+anew with what is still wanted, beside itself, and takes its own place. A line that is damaged is
+passed over: tokens that are lost with it come again, because they follow from the request alone.
+
+Knows the file and what a request is, neither the engine nor HTTP. Used from one thread, but for
+`sync` and `render`, which may wait for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from pipeinfer.errors import UsageError
+from pipeinfer.server.chat import ToolUse
+from pipeinfer.server.choice import Failure
+from pipeinfer.server.requests import Asked
+
+VERSION = 1
+_LOCK_SECONDS = 10.0  #: in which a server that is ending lets go of the file
+_log = logging.getLogger("pipeinfer.server")
+#: token, speculated, log-probability, the likeliest tokens, what the reader sees of it
+Row: TypeAlias = tuple[int, bool, float | None, tuple[tuple[int, float], ...], bytes | None]
+
+
+class Head(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
+    """The first entry."""
+
+    version: int
+
+
+class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
+    """A request. kind: of the API; owner: digest of the key that may ask for it; key: the client's
+    own name for it; body: digest of what was sent; model: which file answers."""
+
+    id: str
+    at: int
+    kind: str
+    owner: str
+    key: str
+    body: str
+    model: str
+    asked: Asked
+    tools: ToolUse | None = None
+    request: dict[str, Any] | None = None
+
+
+class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
+    """Output tokens of a choice from number `start` on. bits: how they were computed."""
+
+    id: str
+    choice: int
+    start: int
+    rows: list[Row]
+    bits: str = ""
+
+
+class Ended(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
+    """The end of a choice after so many tokens. seconds: until the first token, and the last."""
+
+    id: str
+    choice: int
+    at: float
+    count: int
+    reason: str
+    stats: dict[str, Any]
+    failure: Failure | None
+    seconds: tuple[float | None, float | None]
+    restarts: int = 0
+    same_bits: bool = True
+
+
+class Gone(msgspec.Struct, tag_field="op", tag="gone", frozen=True):
+    """Nobody may ask for a request any more."""
+
+    id: str
+
+
+Entry: TypeAlias = Begun | Tokens | Ended | Gone
+_decode = msgspec.json.Decoder(Head | Entry).decode
+
+
+@dataclass(slots=True)
+class Story:
+    """What is known of a choice. written: how many of its tokens are in the file."""
+
+    rows: list[Row] = field(default_factory=list)
+    written: int = 0
+    bits: str = ""
+    end: Ended | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What is known of a request. size: bytes of it in the file, about."""
+
+    begun: Begun
+    stories: list[Story]
+    size: int = 0
+
+    @property
+    def ended(self) -> float:
+        """When its last choice ended (seconds since 1970); 0 while one has not."""
+        ends = [story.end.at if story.end else 0.0 for story in self.stories]
+        return max(ends) if all(ends) else 0.0
+
+    def entries(self) -> Iterator[Entry]:
+        """All of it, as it is written."""
+        yield self.begun
+        for choice, story in enumerate(self.stories):
+            if story.rows:
+                yield Tokens(self.begun.id, choice, 0, story.rows, story.bits)
+            if story.end is not None:
+                yield story.end
+
+    def copy(self) -> Record:
+        """One that does not change while another thread writes it."""
+        return Record(self.begun, [Story(list(s.rows), s.written, s.bits, s.end)
+                                   for s in self.stories])
+
+
+def check(path: str) -> Path:
+    """The file's whole path. Raises UsageError when it could not be written."""
+    whole = Path(path).resolve()
+    os.close(_open(whole))
+    if not os.access(whole.parent, os.W_OK):
+        raise UsageError(f"--journal {path}: its folder must be writable, too, because the file is "
+                         "written anew from time to time")
+    return whole
+
+
+class Journal:
+    """The file. problem: why nothing can be written, empty while all is well."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and lock it. Raises UsageError when that cannot be."""
+        self.path, self.problem, self.size = path, "", 0
+        self._file = _lock(path)
+        self._held: list[bytes] = []
+        self._since: list[bytes] | None = None
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def read(self) -> dict[str, Record]:
+        """The requests in it, by id. Raises UsageError for a file that is none of ours; a damaged
+        one is kept beside it."""
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            data = file.read()
+        lines = data.split(b"\n")
+        torn = lines.pop()
+        head = _parse(lines[0]) if lines else None
+        if lines and not isinstance(head, Head):
+            raise UsageError(f"--journal {self.path} is not a journal of pipeinfer: name a new "
+                             "file, or one that serve has written")
+        if isinstance(head, Head) and head.version != VERSION:
+            raise UsageError(f"--journal {self.path} has format {head.version}; this version of "
+                             f"pipeinfer reads {VERSION}: name a new file")
+        if not lines and torn and not _line(Head(VERSION)).startswith(torn):
+            raise UsageError(f"--journal {self.path} is not a journal of pipeinfer: name a new "
+                             "file, or one that serve has written")
+        records: dict[str, Record] = {}
+        damaged = sum(not _take(records, line) for line in lines[1:])
+        if damaged:
+            self._keep_damaged(data, damaged)
+        if torn or damaged or not lines:
+            self.replace(self.render([r.copy() for r in records.values()]))
+        else:
+            self.size = len(data)
+        return records
+
+    def _keep_damaged(self, data: bytes, count: int) -> None:
+        copy = self.path.with_name(self.path.name + ".damaged")
+        with contextlib.suppress(OSError):
+            copy.unlink(missing_ok=True)
+            with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+        _log.warning("--journal %s: %d damaged lines are passed over (the file as it was: %s)",
+                     self.path, count, copy)
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def hold(self, record: Record, entry: Entry) -> None:
+        """Write an entry of a request with the next `flush`."""
+        line = _line(entry)
+        record.size += len(line)
+        self._held.append(line)
+
+    def flush(self) -> None:
+        """Give all that is held to the system, which keeps it when this process dies. What does
+        not fit is not there at all; then `problem` says so."""
+        data = b"".join(self._held)
+        if self._since is not None:
+            self._since += self._held
+        self._held.clear()
+        if not data or self.problem:
+            return
+        try:
+            _write(self._file, data)
+            self.size += len(data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            self.failed(error)
+
+    def sync(self) -> OSError | None:
+        """Wait until the disk has it; what went wrong."""
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            return error
+        return None
+
+    def failed(self, error: OSError) -> None:
+        """Nothing can be written, until `replace` has worked."""
+        if not self.problem:
+            _log.error("--journal %s cannot be written (%s): requests go on without it, and it is "
+                       "tried again", self.path, error.strerror)
+        self.problem = error.strerror or str(error)
+
+    # --- anew ---------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """What is written from now on goes also behind what `render` makes."""
+        self._since = []
+
+    def render(self, records: Iterable[Record]) -> tuple[int, int] | OSError:
+        """A new file beside it with these requests: its number and size, or what went wrong."""
+        beside = self.path.with_name(self.path.name + ".new")
+        made = -1
+        try:
+            beside.unlink(missing_ok=True)
+            made = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            size = _write(made, _line(Head(VERSION)))
+            for record in records:
+                size += _write(made, b"".join(map(_line, record.entries())))
+            os.fsync(made)
+        except OSError as error:
+            if made >= 0:
+                os.close(made)
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            return error
+        return made, size
+
+    def replace(self, made: tuple[int, int] | OSError) -> None:
+        """Put what `render` has made in the file's place; if it has made nothing, all stays."""
+        since, self._since = self._since or [], None
+        if isinstance(made, OSError):
+            self.failed(made)
+            return
+        beside = self.path.with_name(self.path.name + ".new")
+        try:
+            size = made[1] + _write(made[0], b"".join(since))
+            fcntl.flock(made[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(beside, self.path)
+        except OSError as error:
+            os.close(made[0])
+            self.failed(error)
+            return
+        os.close(self._file)
+        self._file, self.size = made[0], size
+        if self.problem:
+            _log.warning("--journal %s can be written again", self.path)
+        self.problem = ""
+
+    def close(self) -> None:
+        """Write what is held and let go of the file."""
+        self.flush()
+        self.sync()
+        os.close(self._file)
+
+
+def _open(path: Path) -> int:
+    try:
+        found = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"--journal {path} cannot be written: {error.strerror}") from error
+    status = os.fstat(found)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        return found
+    os.close(found)
+    raise UsageError(f"--journal {path} must be a file of this user that nobody else may read, "
+                     f"because it holds prompts: chmod 600 {path}, or name a new file")
+
+
+def _lock(path: Path) -> int:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        found = _open(path)
+        with contextlib.suppress(OSError):
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(found), os.stat(path)):  # not one that was replaced
+                return found
+        os.close(found)
+        if time.monotonic() > deadline:
+            raise UsageError(f"--journal {path} is in use by another server: give each a file of "
+                             "its own")
+        time.sleep(0.05)
+
+
+def _line(entry: Head | Entry) -> bytes:
+    body = msgspec.json.encode(entry)
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def _parse(line: bytes) -> Head | Entry | None:
+    """The entry of a line, None for a damaged one."""
+    body = line[9:]
+    try:
+        return _decode(body) if int(line[:8], 16) == zlib.crc32(body) else None
+    except (ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _take(records: dict[str, Record], line: bytes) -> bool:
+    """Add a line to the requests; whether it is whole."""
+    entry = _parse(line)
+    match entry:
+        case Begun(id=name, asked=asked):
+            records[name] = Record(entry, [Story() for _ in range(asked.count)])
+        case Gone(id=name):
+            records.pop(name, None)
+        case Tokens() | Ended() if (record := records.get(entry.id)) is not None:
+            if not 0 <= entry.choice < len(record.stories):
+                return False
+            story = record.stories[entry.choice]
+            if isinstance(entry, Ended):
+                story.end = entry if entry.count == len(story.rows) else None
+            elif entry.start <= len(story.rows):
+                story.rows[entry.start:] = entry.rows
+                story.written, story.bits = len(story.rows), entry.bits
+        case Tokens() | Ended():
+            return True  # of a request whose own line is damaged, or that has gone
+        case _:
+            return False
+    if entry.id in records:
+        records[entry.id].size += len(line) + 1
+    return True
+
+
+def _write(file: int, data: bytes) -> int:
+    """All of it. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view):]
+    return len(data)

@@ -1,0 +1,372 @@
+"""Requests that outlive their connection, and the process: those in the journal.
+
+A kept request runs by itself; clients follow it, from its first token or from a later event, as
+often as they ask. What they read is written anew for each from the request and its tokens, one
+token after the other, so that every event has the same number whoever reads it, and when. Knows
+choices, the hub and the journal, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens
+from pipeinfer.server.settings import Settings
+
+_TURN = 64  #: tokens that a follower takes before others get their turn
+_LEAVING = ("failed", "stopped", "draining")
+_MOST_KEY = 255
+
+
+class Recorded(Generation):
+    """A choice whose tokens are remembered."""
+
+    story: Story
+    kept: Kept
+
+    def push(self, token: int, speculated: bool, logprob: float | None,
+             top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
+        """As of every choice; its readers take the text."""
+        before = len(self.tokens)
+        stopped = super().push(token, speculated, logprob, top, seen)
+        if len(self.tokens) > before:
+            self.story.rows.append((token, speculated, logprob, tuple(top), seen))
+            self.story.bits = self.kept.bits
+            self._taken()
+        return stopped
+
+    def end(self, reason: str, stats: dict[str, Any]) -> None:
+        """As of every choice; also written down."""
+        if not self.ended:
+            super().end(reason, stats)
+            self._over()
+
+    def fail(self, failure: Failure) -> None:
+        """As of every choice; written down unless it goes on when the server is back."""
+        if not self.ended:
+            super().fail(failure)
+            self._over()
+
+    def tell_again(self) -> None:
+        """Take the tokens that are remembered."""
+        for row in self.story.rows:
+            super().push(*row)
+        self._taken()
+
+    def _taken(self) -> None:
+        super().take()
+        self.kept.ring()
+
+    def _over(self) -> None:
+        counts = self.counts
+        seconds = (None if counts.first is None else counts.first - counts.submitted,
+                   None if counts.last is None else counts.last - counts.submitted)
+        end = Ended(self.kept.record.begun.id, self.index, time.time(), len(self.story.rows),
+                    self.reason or "", self.stats, self.failure, seconds, self.restarts,
+                    self.same_bits)
+        self.kept.over(self, end)
+        self._taken()
+
+
+class Kept:
+    """A request in the journal. alone: nobody can ask for it but the one connection that it has,
+    as far as its client has said."""
+
+    def __init__(self, archive: Archive, record: Record, alone: bool) -> None:
+        self.archive, self.record, self.alone = archive, record, alone
+        self.generations: list[Recorded | None] = [None] * len(record.stories)
+        self.last: list[Ended | None] = [story.end for story in record.stories]
+        self.readers: set[asyncio.Event] = set()
+        self._limit: asyncio.TimerHandle | None = None
+
+    @property
+    def bits(self) -> str:
+        """How tokens are computed now."""
+        return str(self.archive.hub.facts.get("bits", ""))
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes, for now at least."""
+        return all(end is not None for end in self.last)
+
+    def run(self, tokenizer: Tokenizer) -> None:
+        """Have the engine work on what has not ended. Raises ApiError."""
+        hub, asked = self.archive.hub, self.record.begun.asked
+        for index, story in enumerate(self.record.stories):
+            if story.end is None:
+                hub.add(self._make(tokenizer, index), asked, bool(story.rows), story.bits)
+        self._limit = asyncio.get_running_loop().call_later(
+            hub.settings.request_timeout, self.abort, "timeout")
+
+    def refuse(self, tokenizer: Tokenizer, reason: str) -> None:
+        """End with an error what has not ended."""
+        for index, story in enumerate(self.record.stories):
+            if story.end is None:
+                self._make(tokenizer, index).fail(Failure("failed", reason))
+
+    def _make(self, tokenizer: Tokenizer, index: int) -> Recorded:
+        asked, story = self.record.begun.asked, self.record.stories[index]
+        made = Recorded(self.archive.hub.new_id(), index, len(asked.prompts[index // asked.n]),
+                        tokenizer, asked.stops, asyncio.Event())
+        made.story, made.kept = story, self
+        self.generations[index] = made
+        made.tell_again()
+        return made
+
+    def abort(self, reason: str) -> None:
+        """End every choice."""
+        for generation in self.generations:
+            if generation is not None:
+                self.archive.hub.abort(generation, reason)
+
+    def over(self, generation: Recorded, end: Ended) -> None:
+        """A choice has ended; with the server it has not, but goes on when that is back."""
+        self.last[generation.index] = end
+        if self.archive.hub.state not in _LEAVING or end.failure is None:
+            generation.story.end = end
+            self.archive.write(self, generation.index, end)
+        if self.ended and self._limit is not None:
+            self._limit.cancel()
+
+    def ring(self) -> None:
+        """Wake the readers."""
+        for reader in self.readers:
+            reader.set()
+
+
+class Archive:
+    """The kept requests of a server and their journal."""
+
+    def __init__(self, hub: Hub, journal: Journal) -> None:
+        """Read the journal. Raises UsageError."""
+        self.hub, self._journal = hub, journal
+        self._kept = {name: Kept(self, record, alone=False)
+                      for name, record in journal.read().items()}
+        self._rewritten = journal.size
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def go_on(self, tokenizer: Tokenizer) -> None:
+        """Take up what had not ended when this process began."""
+        for kept in self._kept.values():
+            if kept.ended:
+                continue
+            if kept.record.begun.model == identity(self.hub.settings):
+                kept.run(tokenizer)
+            else:
+                kept.refuse(tokenizer, "the server has come back with another model")
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def find(self, owner: str, name: str) -> Kept:
+        """The request of this answer. Raises ApiError (404, 409)."""
+        kept = self._kept.get(name)
+        if kept is None or kept.record.begun.owner != owner:
+            raise ApiError(404, "no such answer is kept: it was never here, was made with another "
+                                "key, has been deleted, or its time is over", code="not_found")
+        self._check_model(kept)
+        return kept
+
+    def of_key(self, owner: str, kind: str, key: str, body: str) -> Kept | None:
+        """The request that came under this name before. Raises ApiError (409, 422)."""
+        for kept in self._kept.values():
+            begun = kept.record.begun
+            if key and (begun.owner, begun.kind, begun.key) == (owner, kind, key):
+                if begun.body != body:
+                    raise ApiError(422, "another request came with this Idempotency-Key: give each "
+                                        "request a key of its own", code="idempotency_key_reused")
+                self._check_model(kept)
+                return kept
+        return None
+
+    def begin(self, begun: Begun, tokenizer: Tokenizer) -> Kept:
+        """Keep a new request and submit it. Raises ApiError when there is no room."""
+        self.hub.check_ready()
+        self.hub.check_room(begun.asked.count)
+        record = Record(begun, [Story() for _ in range(begun.asked.count)])
+        kept = self._kept[begun.id] = Kept(self, record, alone=not begun.key)
+        self._journal.hold(record, begun)
+        self._journal.flush()  # before its first token: a client that has one may ask for the rest
+        kept.run(tokenizer)
+        return kept
+
+    def drop(self, kept: Kept, reason: str) -> None:
+        """Forget a request, and end it where it runs."""
+        if self._kept.pop(kept.record.begun.id, None) is not None:
+            self._journal.hold(kept.record, Gone(kept.record.begun.id))
+        kept.abort(reason)
+
+    def _check_model(self, kept: Kept) -> None:
+        if kept.record.begun.model != identity(self.hub.settings):
+            raise ApiError(409, "this answer was begun by another model than the one that is "
+                                "served now", code="other_model")
+
+    # --- the file -----------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Write all that there is, and let go of the file."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """Write, wait for the disk and forget, again and again."""
+        journal = self._journal
+        try:
+            while True:
+                await asyncio.sleep(self.hub.settings.journal_sync)
+                self._write()
+                if not journal.problem and (error := await asyncio.to_thread(journal.sync)):
+                    journal.failed(error)
+                self._forget()
+                if journal.problem or journal.size > max(self._limit, 2 * self._rewritten):
+                    await self._rewrite()
+                self.hub.metrics.journal(journal.size, bool(journal.problem))
+        finally:
+            self._write()
+            journal.close()
+
+    def write(self, kept: Kept, choice: int, end: Ended | None = None) -> None:
+        """Hold what is new of a choice for the file."""
+        story, name = kept.record.stories[choice], kept.record.begun.id
+        if story.written < len(story.rows):
+            self._journal.hold(kept.record, Tokens(
+                name, choice, story.written, story.rows[story.written:], story.bits))
+            story.written = len(story.rows)
+        if end is not None:
+            self._journal.hold(kept.record, end)
+
+    def _write(self) -> None:
+        for kept in self._kept.values():
+            for choice in range(len(kept.record.stories)):
+                self.write(kept, choice)
+        self._journal.flush()
+
+    @property
+    def _limit(self) -> int:
+        return self.hub.settings.journal_size << 20
+
+    def _forget(self) -> None:
+        """Drop what nobody is expected to ask for any more, and the oldest where it is too much."""
+        now, settings = time.time(), self.hub.settings
+        done = sorted((kept for kept in self._kept.values() if kept.record.ended),
+                      key=lambda kept: kept.record.ended)
+        total = sum(kept.record.size for kept in self._kept.values())
+        for kept in done:
+            if now - kept.record.ended > settings.journal_keep or total > self._limit // 2:
+                total -= kept.record.size
+                self.drop(kept, "")
+
+    async def _rewrite(self) -> None:
+        self._journal.remember()
+        copies = [kept.record.copy() for kept in self._kept.values()]
+        self._journal.replace(await asyncio.to_thread(self._journal.render, copies))
+        self._rewritten = self._journal.size
+
+
+class Follower:
+    """One reading of a kept request: what `streaming` takes for a request of its own."""
+
+    def __init__(self, kept: Kept, tokenizer: Tokenizer) -> None:
+        asked = kept.record.begun.asked
+        self._kept = kept
+        self._news = asyncio.Event()
+        self._steps = 0
+        self._read = [0] * asked.count
+        kept.readers.add(self._news)
+        self.generations = [
+            Generation(0, index, len(asked.prompts[index // asked.n]), tokenizer, asked.stops,
+                       asyncio.Event()) for index in range(asked.count)]
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the request cannot be answered."""
+        return next((g.failure for g in self.generations if g.failure is not None), None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has been read to its end."""
+        return all(g.ended for g in self.generations)
+
+    def abort(self, reason: str) -> None:
+        """This reader has gone. A request that nobody else can ask for ends with it."""
+        kept = self._kept
+        if self._news not in kept.readers:
+            return
+        kept.readers.discard(self._news)
+        if kept.alone and not kept.ended and not kept.readers:
+            kept.archive.drop(kept, reason)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news, and take one token of each choice that has some."""
+        self._news.clear()
+        if self._step():
+            self._steps += 1
+            if self._steps % _TURN == 0:
+                await asyncio.sleep(0)
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return self._step()
+
+    def _step(self) -> bool:
+        return any([self._advance(generation) for generation in self.generations])
+
+    def _advance(self, generation: Generation) -> bool:
+        kept = self._kept
+        rows, end = kept.record.stories[generation.index].rows, kept.last[generation.index]
+        read = self._read[generation.index]
+        if generation.ended:
+            return False
+        if read < len(rows):
+            generation.push(*rows[read])
+            self._read[generation.index] += 1
+            return True
+        if end is None:
+            return False
+        counts = generation.counts
+        counts.first, counts.last = (
+            None if s is None else counts.submitted + s for s in end.seconds)
+        generation.restarts, generation.same_bits = end.restarts, end.same_bits
+        if end.failure is not None:
+            generation.stats = end.stats
+            generation.fail(end.failure)
+        else:
+            generation.end(end.reason, end.stats)
+        return True
+
+
+def owner_of(key: bytes, settings: Settings) -> str:
+    """Who may ask for a request again, as the journal has it: no key stands in it."""
+    return hashlib.blake2b(key, digest_size=16).hexdigest() if settings.api_keys else ""
+
+
+def digest_of(body: str) -> str:
+    """What tells one request from another."""
+    return hashlib.blake2b(body.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def identity(settings: Settings) -> str:
+    """Which model file answers: an answer goes on with the very same one alone."""
+    try:
+        return f"{settings.model} {os.stat(settings.model).st_size}"
+    except OSError:
+        return settings.model
+
+
+def check_key(key: str) -> str:
+    """A client's Idempotency-Key. Raises ApiError (400)."""
+    if len(key) > _MOST_KEY or not key.isascii() or (key and not key.isprintable()):
+        raise bad(f"Idempotency-Key must be at most {_MOST_KEY} printable ASCII characters",
+                  "Idempotency-Key")
+    return key

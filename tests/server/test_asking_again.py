@@ -1,0 +1,195 @@
+"""Answers that are asked for again, of an HTTP process with a journal that is killed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import pytest
+import requests
+
+from pipeinfer.experiments.rig.server_peer import SECONDS
+from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Submit
+from tests.server.test_door import TEXT, Client, Door, rest, some
+
+pytestmark = pytest.mark.slow
+
+
+class Kept(Door):
+    """A door with a journal, which can be killed and come back."""
+
+    def __init__(self, folder, **settings):
+        self.folder, self.count = folder, 0
+        self.journal = folder / "journal"
+        super().__init__(folder, journal=str(self.journal), **{"journal_sync": 0.02, **settings})
+
+    def killed(self):
+        """kill -9, and another one; it has heard of no rank 0 yet."""
+        self.process.kill()
+        self.process.wait(SECONDS)
+        self.children[-1].link.close()
+        self.peer.close()
+        self.count += 1
+        self.path = self.folder / f"inner{self.count}" / "door"
+        self.path.parent.mkdir()
+        self.process = self.spawn()
+
+    def ask(self, path, body=None, key="", **headers):
+        method = "GET" if body is None else "POST"
+        if key:
+            headers["Idempotency-Key"] = key
+        return requests.request(method, self.url + path, json=body, headers=headers,
+                                timeout=SECONDS, stream=True)
+
+    def wrote(self, text):
+        self.until(lambda: text in self.journal.read_text())
+
+
+def all_events(answer):
+    """(number, data) of every event."""
+    out, number = [], None
+    for line in answer.iter_lines():
+        if line.startswith(b"id: "):
+            number = int(line[4:])
+        elif line.startswith(b"data: {"):
+            out.append((number, json.loads(line[6:])))
+            number = None
+    return out
+
+
+def begin(answer, count):
+    """The first events of a stream that has not ended."""
+    out, number = [], None
+    for line in answer.iter_lines():
+        if line.startswith(b"id: "):
+            number = int(line[4:])
+        elif line.startswith(b"data: {"):
+            out.append((number, json.loads(line[6:])))
+            if len(out) == count:
+                return out
+    raise AssertionError(out)
+
+
+@pytest.fixture
+def door(tmp_path):
+    with contextlib.closing(Kept(tmp_path)) as one:
+        yield one
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stream": True}
+ITEMS = {"input": "x", "max_output_tokens": 100, "stream": True, "seed": 5}
+
+
+def test_after_a_kill_who_asks_again_gets_the_rest(door):
+    """By its key from an event on, by the answer's id from the beginning, and as a whole."""
+    some(door, 3)
+    chat = door.ask("/v1/chat/completions", CHAT, key="one")
+    items = door.ask("/v1/responses", ITEMS)
+    whole = door.ask("/v1/completions", {"prompt": "x", "max_tokens": 50, "stream": True})
+    seen = begin(chat, 3)
+    first = begin(items, 5)
+    name, text_name = first[0][1]["response"]["id"], begin(whole, 1)[0][1]["id"]
+    asked = {frame.id: frame for frame in door.peer.seen if isinstance(frame, Submit)}
+    door.until(lambda: door.journal.read_text().count('"op":"tokens"') >= 3)
+    door.killed()
+    door.enter(answer=lambda frame: door.peer.say(
+        frame.id, "", "length", door.tokens[len(frame.output):]))
+    frames = [door.peer.wait_for(Submit, count) for count in (1, 2, 3)]
+    assert {(f.prompt, f.max_tokens, f.params) for f in frames} == {
+        (f.prompt, f.max_tokens, f.params) for f in asked.values()}
+
+    last = seen[-1][0]
+    more = all_events(door.ask("/v1/chat/completions", CHAT, key="one",
+                               **{"Last-Event-ID": str(last)}))
+    assert [number for number, _ in more] == list(range(last + 1, last + 1 + len(more)))
+    assert "".join(e["choices"][0]["delta"].get("content", "") for _, e in seen + more) == TEXT
+    assert more[-1][1]["timings"]["restarts_n"] == 1
+    assert more[-1][1]["timings"]["same_arithmetic"] is True
+    assert {e["id"] for _, e in seen + more} == {seen[0][1]["id"]}
+
+    events = all_events(door.ask(f"/v1/responses/{name}?stream=true&starting_after=4"))
+    both = [e for _, e in first + events]
+    assert [e["sequence_number"] for e in both] == list(range(len(both)))
+    assert "".join(e["delta"] for e in both if e["type"] == "response.output_text.delta") == TEXT
+    assert len({e["item_id"] for e in both if "item_id" in e}) == 1
+    answer = door.ask(f"/v1/responses/{name}").json()
+    assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("incomplete", TEXT)
+    assert answer == events[-1][1]["response"]
+    answer = door.ask(f"/v1/completions/{text_name}").json()
+    assert answer["choices"][0]["text"] == TEXT
+
+
+def test_what_has_ended_is_there_after_a_kill_until_it_is_deleted(door):
+    rest(door)
+    body = {"prompt": ["x", "y"], "stop": ["four"]}
+    before = door.ask("/v1/completions", body, key="k").json()
+    count = before.pop("timings")["predicted_n"]
+    door.wrote('"op":"ended"')
+    door.killed()
+    door.enter()
+    door.peer.answer = None  # nothing is computed
+    after = door.ask("/v1/completions", body, key="k").json()
+    assert after.pop("timings")["predicted_n"] == count
+    assert after == before
+    assert [c["text"] for c in after["choices"]] == ["one two three "] * 2
+    refused = door.ask("/v1/completions", body | {"prompt": "z"}, key="k")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        422, "idempotency_key_reused")
+    url = f"{door.url}/v1/completions/{after['id']}"
+    assert requests.delete(url, timeout=SECONDS).json()["deleted"] is True
+    assert requests.get(url, timeout=SECONDS).status_code == 404
+    door.wrote('"op":"gone"')
+
+
+def test_who_leaves_may_come_back_with_a_key_and_ends_the_request_without(door):
+    some(door, 2)
+    with door.ask("/v1/chat/completions", CHAT, key="one") as answer:
+        begin(answer, 2)
+    with door.ask("/v1/chat/completions", CHAT) as answer:
+        name = begin(answer, 2)[0][1]["id"]
+    door.peer.wait_for(Abort, reason="disconnected")
+    assert door.ask(f"/v1/chat/completions/{name}").status_code == 404
+    assert sum(isinstance(frame, Abort) for frame in door.peer.seen) == 1
+    first = door.peer.wait_for(Submit)
+    door.peer.news(door.peer.say(first.id, "", "length", door.tokens[2:]))
+    text = [e["choices"][0]["delta"].get("content", "")
+            for _, e in all_events(door.ask("/v1/chat/completions", CHAT, key="one"))]
+    assert "".join(text) == TEXT
+
+
+def test_an_end_of_the_server_is_none_of_its_requests(door):
+    some(door, 2)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    door.peer.send(Draining(1.0))
+    name, number = client.last["id"], door.peer.wait_for(Submit).id
+    door.peer.answer = None
+    door.peer.news([Ended(number, "shutdown")])
+    assert client.ended().last["error"]["code"] == "shutting_down"
+    door.leave(Bye())
+    door.process.wait(SECONDS)
+    door.killed()
+    door.enter(answer=lambda frame: door.peer.say(
+        frame.id, "", "length", door.tokens[len(frame.output):]))
+    assert door.ask(f"/v1/completions/{name}").json()["choices"][0]["text"] == TEXT
+
+
+def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
+    with contextlib.closing(Kept(tmp_path, api_keys=("a", "b"), journal_keep=0.3)) as door:
+        rest(door)
+        body = {"prompt": "x"}
+        name = door.ask("/v1/completions", body, key="k", **{"X-Api-Key": "a"}).json()["id"]
+        other = door.ask("/v1/completions", body, key="k", **{"X-Api-Key": "b"}).json()["id"]
+        assert name != other
+        found = door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "b"})
+        assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+        private = door.ask("/v1/completions", body | {"prompt": "secret", "store": False},
+                           **{"X-Api-Key": "a"}).json()["id"]
+        assert door.ask(f"/v1/completions/{private}", **{"X-Api-Key": "a"}).status_code == 404
+        door.wrote('"op":"gone"')  # their time is over
+        assert private not in door.journal.read_text()
+        deadline = time.monotonic() + SECONDS
+        while door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code != 404:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
