@@ -59,9 +59,10 @@ def all_events(answer):
 
 
 def begin(answer, count):
-    """The first events of a stream that has not ended."""
+    """The first events of a stream that has not ended; its connection stays."""
     out, number = [], None
-    for line in answer.iter_lines():
+    answer.lines = answer.iter_lines()
+    for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
