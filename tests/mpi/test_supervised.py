@@ -289,3 +289,6 @@ def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
         assert again["pipeinfer"]["tokens"] == whole
         assert again["timings"]["restarts_n"] == 1
         assert again["timings"]["same_arithmetic"] is True
+        for stream in (*streams, rest):
+            stream.lines.close()
+            stream.close()
