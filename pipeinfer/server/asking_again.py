@@ -55,7 +55,8 @@ class Again:
         begun = Begun(
             writer.answer_id, writer.created, kind, self._owner(request),
             request.headers.get("idempotency-key", ""), _digest(body),
-            identity(self._hub.settings), writer.asked, writer.tools,
+            identity(self._hub.settings), str(self._hub.facts.get("bits", "")), writer.asked,
+            writer.tools,
             body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None)
         kept = archive.begin(begun, self._hub.check_ready())
         return await self.answer(kept, request)
@@ -100,11 +101,11 @@ class Again:
         begun = kept.record.begun
         asked = dataclasses.replace(begun.asked, stream=stream)
         more: dict[str, Any] = {"is_chat": begun.kind != "text", "tools": begun.tools,
-                                "answer_id": begun.id, "created": begun.at}
+                                "answer_id": begun.id, "created": begun.at, "kept": True}
         name = self._hub.settings.name
         if begun.kind == "items":
             body = items.ResponseRequest.model_validate(begun.request)
-            return ItemWriter(asked, name, tokenizer, request=body, kept=True, **more)
+            return ItemWriter(asked, name, tokenizer, request=body, **more)
         return Writer(asked, name, tokenizer, **more)
 
     def _find(self, name: str, request: Request) -> Kept:

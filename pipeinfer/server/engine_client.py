@@ -85,12 +85,13 @@ class Watcher:
 @dataclass(slots=True, eq=False)
 class _Open:
     """A choice that has not ended. frame: what the engine is asked; handed: whether one was.
-    bits: of the facts of the last one that was."""
+    bits: of the facts of the last one that was. before: of one that an earlier process had."""
 
     generation: Generation
     frame: Submit
     handed: bool = False
     bits: object = None
+    before: bool = False
 
 
 class Hub:
@@ -160,15 +161,15 @@ class Hub:
         """The id of one more choice."""
         return next(self._ids)
 
-    def add(self, generation: Generation, asked: Asked, handed: bool = False, bits: object = None
+    def add(self, generation: Generation, asked: Asked, before: bool = False, bits: object = None
             ) -> None:
-        """Send a choice of a request to the engine. handed: an earlier one has brought tokens of
-        it, which `generation` has; bits: of that one's facts."""
+        """Send a choice of a request to the engine. before: an earlier process's engine had it, and
+        clients may have more tokens than `generation`; bits: of that one's facts."""
         index, request_id = generation.index, generation.request_id
         prompt = asked.prompts[index // asked.n]
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose), handed, bits)
+            asked.ignore_eos, asked.decompose), before, bits, before)
         if self.state == "ready":
             self._hand_over(one)
 
@@ -334,7 +335,7 @@ class Hub:
             return
         if one.handed:
             generation.restarts += 1
-            if generation.tokens and one.bits != bits:
+            if (generation.tokens or one.before) and one.bits != bits:
                 generation.same_bits = False
         one.handed, one.bits = True, bits
         self._send(dataclasses.replace(one.frame, output=tuple(generation.tokens)))

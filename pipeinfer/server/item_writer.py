@@ -24,7 +24,6 @@ class ItemWriter(Writer):
     """Writes the one choice of a request. request: what the answer repeats of it."""
 
     request: ResponseRequest = field(kw_only=True)
-    kept: bool = field(default=False, kw_only=True)  #: whether it can be asked for again
     ends_with_mark: ClassVar[bool] = False
     items: list[dict[str, Any]] = field(default_factory=list)
     _events: list[Mapping[str, Any]] = field(default_factory=list)
@@ -116,7 +115,9 @@ class ItemWriter(Writer):
                    item=dict(item))
 
     def _new_id(self, kind: str) -> str:
-        return f"{kind}_{self.name_of(self.choices[0], kind, len(self.items))}"
+        name = (self.name_of(self.choices[0], kind, len(self.items)) if self.kept
+                else secrets.token_hex(14))
+        return f"{kind}_{name}"
 
     def _finish(self, status: str) -> None:
         if not self.items:

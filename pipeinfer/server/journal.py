@@ -45,7 +45,8 @@ class Head(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
 
 class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     """A request. kind: of the API; owner: digest of the key that may ask for it; key: the client's
-    own name for it; body: digest of what was sent; model: which file answers."""
+    own name for it; body: digest of what was sent; model: which file answers; bits: how the engine
+    of that time computed."""
 
     id: str
     at: int
@@ -54,6 +55,7 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     key: str
     body: str
     model: str
+    bits: str
     asked: Asked
     tools: ToolUse | None = None
     request: dict[str, Any] | None = None

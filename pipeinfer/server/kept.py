@@ -98,12 +98,13 @@ class Kept:
         """Whether nothing more comes, for now at least."""
         return all(end is not None for end in self.last)
 
-    def run(self, tokenizer: Tokenizer) -> None:
-        """Have the engine work on what has not ended. Raises ApiError."""
+    def run(self, tokenizer: Tokenizer, before: bool) -> None:
+        """Have the engine work on what has not ended. before: an earlier process has begun it."""
         hub, asked = self.archive.hub, self.record.begun.asked
         for index, story in enumerate(self.record.stories):
             if story.end is None:
-                hub.add(self._make(tokenizer, index), asked, bool(story.rows), story.bits)
+                hub.add(self._make(tokenizer, index), asked, before,
+                        story.bits or self.record.begun.bits)
         self._limit = asyncio.get_running_loop().call_later(
             hub.settings.request_timeout, self.abort, "timeout")
 
@@ -160,7 +161,7 @@ class Archive:
             if kept.ended:
                 continue
             if kept.record.begun.model == identity(self.hub.settings):
-                kept.run(tokenizer)
+                kept.run(tokenizer, before=True)
             else:
                 kept.refuse(tokenizer, "the server has come back with another model")
 
@@ -195,7 +196,7 @@ class Archive:
         kept = self._kept[begun.id] = Kept(self, record, alone=not begun.key)
         self._journal.hold(record, begun)
         self._journal.flush()  # before its first token: a client that has one may ask for the rest
-        kept.run(tokenizer)
+        kept.run(tokenizer, before=False)
         return kept
 
     def drop(self, kept: Kept, reason: str) -> None:

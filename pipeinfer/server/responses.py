@@ -66,6 +66,7 @@ class Writer:
     tools: ToolUse | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    kept: bool = False  #: whether it can be asked for again
     ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
     choices: list[Choice] = field(default_factory=list)
 
@@ -219,7 +220,7 @@ class Writer:
         return content, [self._named(choice, call) for call in calls]
 
     def _named(self, choice: Choice, call: Call | More) -> Call | More:
-        if isinstance(call, More):
+        if isinstance(call, More) or not self.kept:
             return call
         choice.called += 1
         name = f"call_{self.name_of(choice, 'call', choice.called)}"

@@ -259,7 +259,8 @@ def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
             last, found = -1, []
             with contextlib.suppress(requests.ConnectionError,
                                      requests.exceptions.ChunkedEncodingError):
-                for line in answer.iter_lines():
+                answer.lines = answer.iter_lines()  # which would close it if it went
+                for line in answer.lines:
                     if line.startswith(b"id: "):
                         last = int(line[4:])
                     elif line.startswith(b"data: {"):
@@ -288,3 +289,6 @@ def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
         assert again["pipeinfer"]["tokens"] == whole
         assert again["timings"]["restarts_n"] == 1
         assert again["timings"]["same_arithmetic"] is True
+        for stream in (*streams, rest):
+            stream.lines.close()
+            stream.close()

@@ -20,7 +20,7 @@ class Kept(Door):
     """A door with a journal, which can be killed and come back."""
 
     def __init__(self, folder, **settings):
-        self.folder, self.count = folder, 0
+        self.folder, self.count, self.answers = folder, 0, []
         self.journal = folder / "journal"
         super().__init__(folder, journal=str(self.journal), **{"journal_sync": 0.02, **settings})
 
@@ -39,8 +39,16 @@ class Kept(Door):
         method = "GET" if body is None else "POST"
         if key:
             headers["Idempotency-Key"] = key
-        return requests.request(method, self.url + path, json=body, headers=headers,
-                                timeout=SECONDS, stream=True)
+        self.answers.append(requests.request(method, self.url + path, json=body, headers=headers,
+                                             timeout=SECONDS, stream=True))
+        return self.answers[-1]
+
+    def close(self):
+        super().close()
+        for answer in self.answers:
+            if hasattr(answer, "lines"):
+                answer.lines.close()
+            answer.close()
 
     def wrote(self, text):
         self.until(lambda: text in self.journal.read_text())
@@ -59,9 +67,10 @@ def all_events(answer):
 
 
 def begin(answer, count):
-    """The first events of a stream that has not ended."""
+    """The first events of a stream that has not ended; its connection stays."""
     out, number = [], None
-    for line in answer.iter_lines():
+    answer.lines = answer.iter_lines()
+    for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
