@@ -154,7 +154,8 @@ def _report(
             stage["busy_share"] = min(1.0, (stage["busy"] - stage["waited"]) / span)
             stage["waited_share"] = min(1.0, stage["waited"] / span)
         stage.pop("events", None)
-    figures |= memory_figures(out.tokens_per_second, stages, host.memory_parts()["rss"])
+    others = sum(one.rss for one in session.draft_ranks)
+    figures |= memory_figures(out.tokens_per_second, stages, host.memory_parts()["rss"], others)
     if config.json:
         limits = session.limits
         head = session.head.stats

@@ -42,17 +42,18 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
     return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
-def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, Any]], own: int
-                   ) -> dict[str, float]:
+def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, Any]], own: int,
+                   others: int = 0) -> dict[str, float]:
     """Measured memory of all ranks, draft and head included, and speed relative to it; nothing
-    where a stage did not report. own: resident bytes of rank 0, which may have a stage, too."""
+    where a stage did not report. own: resident bytes of rank 0, which may have a stage, too;
+    others: of ranks that only draft."""
     if not stages or not all("rss" in stage for stage in stages.values()):
         return {}
     ranks = {0: own}
     for node, stage in stages.items():
         rank = stage.get("rank", node)
         ranks[rank] = max(ranks.get(rank, 0), stage["rss"])
-    total = sum(ranks.values())
+    total = sum(ranks.values()) + others
     return {"resident_bytes": total,
             "tokens_per_second_per_gib": tokens_per_second / (total / 2**30)}
 

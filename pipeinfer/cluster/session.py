@@ -44,7 +44,7 @@ from pipeinfer.cluster.sizing import (
 )
 from pipeinfer.cluster.wide_stage import drawing
 from pipeinfer.config import JobConfig, ModelConfig
-from pipeinfer.core.control import PortName, Setup
+from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError, WorkerFailed
 from pipeinfer.host import Place
@@ -241,6 +241,12 @@ class Session:
         grid = self.assembly.grid
         return {node: {"stage": grid.name(node).stage, "member": grid.name(node).member,
                        **ready.figures()} for node, ready in self.assembly.ready.items()}
+
+    @property
+    def draft_ranks(self) -> list[DraftReady]:
+        """What ranks that hold the draft said when they were ready; none where rank 0 has it."""
+        remote = remote_of(self.draft)
+        return [] if remote is None else list(remote.ready.values())
 
     @property
     def n_stages(self) -> int:

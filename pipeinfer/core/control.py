@@ -322,13 +322,14 @@ class DraftSetup(_Message, frozen=True, tag=True):
 
 class DraftReady(_Message, frozen=True, tag=True):
     """A rank has its layers of the draft; or, with an error, it has none and takes no jobs.
-    exit_code: of the error."""
+    rss: resident bytes of the process. exit_code: of the error."""
 
     rank: int
     host: str
     layers: tuple[int, int]
     weight_bytes: int
     threads: int
+    rss: int
     error: str = ""
     exit_code: int = 0
 

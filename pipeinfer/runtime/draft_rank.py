@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
@@ -156,7 +157,7 @@ class DraftRank:
         self._pulse.settle()
         self._port.post(0, DraftReady(
             self._rank, socket.gethostname(), (setup.start, setup.stop),
-            self._layers.info.weight_bytes, self._threads))
+            self._layers.info.weight_bytes, self._threads, host.memory_parts()["rss"]))
 
     def _draft(self, job: DraftJob) -> None:
         if self._proposer is None:
@@ -227,7 +228,8 @@ class DraftRank:
         with contextlib.suppress(Exception):
             self.close()
         self._todo.clear()
-        self._port.post(0, DraftReady(self._rank, socket.gethostname(), (0, 0), 0, 0, words, code))
+        self._port.post(0, DraftReady(
+            self._rank, socket.gethostname(), (0, 0), 0, 0, 0, words, code))
 
 
 class PartedBackend:
