@@ -97,8 +97,8 @@ def baseline_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
               help="For a .gguf: file of the same model whose metadata and vocabulary are taken "
                    "[default: --model, if that is one].")
 @click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32"]),
-              help="Of the matrices [default: float16 in a .gguf; in a folder what the model's has, "
-                   "float32 if that is a GGUF file].")
+              help="Of the matrices [default: float16 in a .gguf; in a folder what the model's "
+                   "has, float32 if that is a GGUF file].")
 def merge(model: Path, adapter: Path | None, out: Path, like: Path | None, dtype: str | None
           ) -> None:
     """Write a model with an adapter added, as a folder or as GGUF; also converts GGUF to a folder.

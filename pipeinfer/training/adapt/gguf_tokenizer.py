@@ -22,8 +22,8 @@ _REGEX = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 _PLAIN = ("gpt-2", "smollm")
 _PROBES = (
     "Hello, world!", "It's 12345 o'clock; I'LL say don't.", "  two  spaces\n\n\tand tabs\r\n ends ",
-    "def f(x):\n    return x ** 2  # caf\u00e9\n", "\u4f60\u597d\uff0c\u4e16\u754c\uff01 \u00e4\u00f6"
-    "\u00fc \u00df \U0001f600\u200d \u0661\u0662\u0663 \u00bd", '<promise topic="a b" tokens=12/>'
+    "def f(x):\n    return x ** 2  # caf\u00e9\n", "\u4f60\u597d\uff0c\u4e16\u754c\uff01 \u00e4"
+    "\u00f6\u00fc \u00df \U0001f600\u200d \u0661\u0662\u0663 \u00bd", '<promise topic="a b" tokens=12/>'
     "<async> x</async><sync/>", "http://x.y/z?q=1&r=%20 a_b-c/d\\e 3.14e-10 $5,000.00", "...!?--  ",
     "e\u0301 A\u030a \u1100\u1161", "\u00a0\u2003x\u3000y", "WHAT'S HE'D 'tis")
 
@@ -64,7 +64,8 @@ def _made(model: ModelFile, pre: str) -> Any:
     kinds: Any = model.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise ModelError(f"{model.path}: has the same token twice; give the model's original folder")
+        raise ModelError(f"{model.path}: has the same token twice; give the model's original "
+                         "folder")
     made = Made(models.BPE(vocab=vocabulary, ignore_merges=pre == "llama-bpe", merges=[
         (merge.split(" ", 1)[0], merge.split(" ", 1)[1]) for merge in merges]))
     if pre in _PLAIN:

@@ -17,6 +17,7 @@ import torch
 
 from pipeinfer.errors import ModelError
 from pipeinfer.training.adapt.trainee import Trainee
+from pipeinfer.training.commands import time_left
 from pipeinfer.training.pair.checkpoint import load_state, save_state
 from pipeinfer.training.pasta.pasta import IGNORE
 from pipeinfer.training.tasks.batches import collate
@@ -50,9 +51,9 @@ class Tuning:
 
 def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint: Path, *,
          report: Callable[[str], None] = print, stop_after: int | None = None) -> list[float]:
-    """Mean nats per target of each step. Goes on from `checkpoint`; a resumed run equals an unbroken
-    one. stop_after: leave after so many further steps. Raises ModelError for a checkpoint of another
-    run."""
+    """Mean nats per target of each step. Goes on from `checkpoint`; a resumed run equals an
+    unbroken one. stop_after: leave after so many further steps. Raises ModelError for a checkpoint
+    of another run."""
     length = settings.length(len(rows))
     parameters = list(trainee.learnt.values())
     optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
@@ -85,14 +86,6 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
             save()
     save()
     return losses
-
-
-def time_left(seconds: float) -> str:
-    """About how long it still takes, in words."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{round(seconds)} s left"
-    return f"{minutes} min left" if minutes < 100 else f"{minutes / 60:.1f} h left"
 
 
 def _chosen(rows: Sequence[Example], settings: Tuning, step: int) -> list[Example]:

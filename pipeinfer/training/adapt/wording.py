@@ -52,7 +52,7 @@ class Wording:
         out: list[int] = []
         at = 0
         for found in self._pattern.finditer(text):
-            out += self.text(text[at : found.start()]) + [self._tags[found[0]]]
+            out += [*self.text(text[at : found.start()]), self._tags[found[0]]]
             at = found.end()
         return out + self.text(text[at:])
 

@@ -113,7 +113,7 @@ def _write_weights(out: Path, merged: Merged, dtype: Any) -> None:
     if len(files) == 1:
         files[0][0].rename(out / "model.safetensors")
         return
-    where = {}
+    where: dict[str, str] = {}
     for number, (path, names) in enumerate(files, 1):
         named = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         path.rename(out / named)
