@@ -23,7 +23,8 @@ _PLAIN = ("gpt-2", "smollm")
 _PROBES = (
     "Hello, world!", "It's 12345 o'clock; I'LL say don't.", "  two  spaces\n\n\tand tabs\r\n ends ",
     "def f(x):\n    return x ** 2  # caf\u00e9\n", "\u4f60\u597d\uff0c\u4e16\u754c\uff01 \u00e4"
-    "\u00f6\u00fc \u00df \U0001f600\u200d \u0661\u0662\u0663 \u00bd", '<promise topic="a b" tokens=12/>'
+    "\u00f6\u00fc \u00df \U0001f600\u200d \u0661\u0662\u0663 \u00bd",
+    '<promise topic="a b" tokens=12/>'
     "<async> x</async><sync/>", "http://x.y/z?q=1&r=%20 a_b-c/d\\e 3.14e-10 $5,000.00", "...!?--  ",
     "e\u0301 A\u030a \u1100\u1161", "\u00a0\u2003x\u3000y", "WHAT'S HE'D 'tis")
 
