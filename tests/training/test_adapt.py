@@ -233,6 +233,27 @@ def test_micro_batches_add_up_to_the_batch(words):
 
 
 @pytest.mark.slow
+def test_a_run_that_is_interrupted_leaves_what_it_has_learnt(tmp_path, data, monkeypatch):
+    from pipeinfer.training.adapt import tune as module
+
+    step, count = module._step, []
+
+    def interrupted(*args):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(module, "_step", interrupted)
+    args = ["baseline-sft", "--data", data, "--model", DRAFT, "--out", tmp_path / "a", "--steps",
+            "6", "--batch", 1, "--dtype", "float32", "--threads", 1]
+    assert "interrupted after step 2 of 6" in do(*args)
+    assert load_adapter(tmp_path / "a").about["steps"] == "2 of 6"
+    assert "goes on at step 3 of 6" in do(*args)
+    assert load_adapter(tmp_path / "a").about["steps"] == "6 of 6"
+
+
+@pytest.mark.slow
 def test_all_weights_and_the_sequential_baseline(data, tmp_path):
     out = tmp_path / "whole"
     do("baseline-sft", "--data", data, "--model", DRAFT, "--out", out, "--tune", "all", "--steps",

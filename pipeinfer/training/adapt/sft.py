@@ -49,7 +49,8 @@ class Sft:
 def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None = None
         ) -> list[float]:
     """Losses of every step. Leaves a LoRA adapter in peft's format in `out`, or the whole model;
-    its checkpoint goes on with the same command. Raises UsageError and ModelError."""
+    also where it was interrupted; its checkpoint goes on with the same command. Raises UsageError
+    and ModelError."""
     torch.set_num_threads(sft.threads)
     arithmetic = Arithmetic.of(sft.device, sft.dtype, all_weights=sft.lora is None)
     trainee = Trainee(sft.model, arithmetic, sft.lora, seed=sft.tuning.seed)
@@ -73,10 +74,11 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
     count = sum(p.numel() for p in trainee.learnt.values())
     report(f"learns {count / 1e6:.2f} M weights on {arithmetic.device}, products in "
            f"{'bfloat16' if arithmetic.bfloat16 else 'float32'}")
+    length = sft.tuning.length(len(rows))
     losses = tune(trainee, rows, sft.tuning, sft.out / CHECKPOINT, report=report,
                   stop_after=stop_after)
-    if stop_after is None:
-        _leave(sft, trainee, {"rows": len(rows), "steps": len(losses),
+    if stop_after is None and losses:
+        _leave(sft, trainee, {"rows": len(rows), "steps": f"{len(losses)} of {length}",
                               "pasta": sft.annotated, "tags": sft.tags})
         (sft.out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
         report(f"wrote {sft.out}: loss {_mean(losses[:10]):.3f} at first, "

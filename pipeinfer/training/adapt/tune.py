@@ -52,8 +52,8 @@ class Tuning:
 def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint: Path, *,
          report: Callable[[str], None] = print, stop_after: int | None = None) -> list[float]:
     """Mean nats per target of each step. Goes on from `checkpoint`; a resumed run equals an
-    unbroken one. stop_after: leave after so many further steps. Raises ModelError for a checkpoint
-    of another run."""
+    unbroken one. stop_after: leave after so many further steps; so does an interrupt
+    (Ctrl-C), in the middle of a step. Raises ModelError for a checkpoint of another run."""
     length = settings.length(len(rows))
     parameters = list(trainee.learnt.values())
     optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
@@ -71,7 +71,12 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
     for step in range(first, min(length, first + (stop_after or length))):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate_at(step, length)
-        losses.append(_step(trainee, _chosen(rows, settings, step), settings.tokens))
+        try:
+            loss = _step(trainee, _chosen(rows, settings, step), settings.tokens)
+        except KeyboardInterrupt:
+            report(f"interrupted after step {step} of {length}")
+            break
+        losses.append(loss)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
