@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from pipeinfer.training.adapt.adapt_commands import baseline_sft, merge
 from pipeinfer.training.bita.bita_command import bita
 from pipeinfer.training.commands import need_torch, one_budget, say
 from pipeinfer.training.draft.draft_command import draft
@@ -131,7 +132,7 @@ def embedded(
     run(settings, report=say)
 
 
-for _command in (annotate, pasta_sft, pasta_bonbon, bita, draft):
+for _command in (annotate, pasta_sft, baseline_sft, pasta_bonbon, merge, bita, draft):
     main.add_command(_command)
 
 if __name__ == "__main__":

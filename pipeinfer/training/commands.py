@@ -30,3 +30,11 @@ def one_budget(minutes: float | None, steps: int | None) -> None:
     """Exactly one kind of budget."""
     if (minutes is None) == (steps is None):
         raise UsageError("give either --minutes or --steps")
+
+
+def time_left(seconds: float) -> str:
+    """About how long it still takes, in words."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{round(seconds)} s left"
+    return f"{minutes} min left" if minutes < 100 else f"{minutes / 60:.1f} h left"

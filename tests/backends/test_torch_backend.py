@@ -143,8 +143,8 @@ def test_only_the_own_layers_are_read(models, monkeypatch):
 
     _, path = models("llama")
     read = []
-    plain = torch_weights._FolderTensors.read
-    monkeypatch.setattr(torch_weights._FolderTensors, "read",
+    plain = torch_weights.FolderTensors.read
+    monkeypatch.setattr(torch_weights.FolderTensors, "read",
                         lambda self, name: read.append(name) or plain(self, name))
     middle = load(path, (1, 3))
     assert read

@@ -3,6 +3,7 @@
 # ruff: noqa: E402  (skipped where a package is missing)
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pipeinfer.training.bita.bita import (
     KINDS,
     Adapter,
     Plan,
+    batch_of,
     hit_rates,
     labels_of,
     mask_logits,
@@ -31,6 +33,7 @@ from pipeinfer.training.bita.bita import (
     tune,
 )
 from pipeinfer.training.bita.frozen import continue_greedily, load_frozen
+from pipeinfer.training.bita.own_answers import Samples, answered, even
 from tests.support.tiny_torch import LAYERS, VOCAB, reference, save
 
 PLAN = Plan(steps=12, batch=4, groups=6, samples=24, tokens=28, given=10, masks=3, prompts=4,
@@ -52,7 +55,7 @@ def model(folder):
 def samples(model):
     """Texts that the model continues, with a rhythm that can be learnt."""
     starts = (torch.arange(24)[:, None] * 7 + torch.arange(10)) % VOCAB
-    return continue_greedily(model, starts, 18)
+    return even(continue_greedily(model, starts, 18), PLAN.given)
 
 
 def backend_of(folder, adapter=None, prompt_id=2):
@@ -76,7 +79,7 @@ def exported(model, kind, seed=1):
 
 def test_samples_are_the_models_own_greedy_text(folder, samples):
     backend = backend_of(folder)
-    path = samples[3].tolist()
+    path = samples.tokens[3].tolist()
     logits = backend.decode(make_rows([(t, i, (0,), True) for i, t in enumerate(path)]))
     assert logits.argmax(-1)[9:-1].tolist() == path[10:]
 
@@ -86,7 +89,7 @@ def test_a_group_of_masks_is_a_decode_behind_the_cut(folder, model, samples, kin
     """Training's layout against what inference evaluates: prompts preloaded, masks as tokens
     beyond the vocabulary, the context cut behind the group's token."""
     learned, adapter = exported(model, kind)
-    tokens, cuts = samples[:2], torch.tensor([[10, 14, 20], [11, 12, 24]])
+    tokens, cuts = samples.tokens[:2], torch.tensor([[10, 14, 20], [11, 12, 24]])
     with torch.no_grad():
         found = mask_logits(model, learned, read_contexts(model, tokens), cuts)
     for b in range(2):
@@ -147,7 +150,7 @@ def test_the_loss_falls_for_every_kind_of_prompt(tmp_path):
     model = load_frozen(Path("pipeinfer/models/embedded/target.gguf"), 1)
     plan = dataclasses.replace(PLAN, steps=20, rate=1e-2)
     starts = torch.arange(8)[:, None] * 31 + torch.arange(10) + 300
-    samples = continue_greedily(model, starts, 18)
+    samples = even(continue_greedily(model, starts, 18), PLAN.given)
     adapters = {kind: Adapter(kind, model, plan) for kind in KINDS}
     before = {kind: hit_rates(model, adapters[kind], samples, plan) for kind in KINDS}
     losses = tune(model, adapters, samples, plan, tmp_path, lambda line: None)
@@ -172,10 +175,44 @@ def test_the_command_writes_an_adapter_and_goes_on_where_it_was(tmp_path):
     adapter.check(12, 256)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_answers_to_prompts_of_many_lengths_are_each_prompts_own(tmp_path, family):
+    save(reference(family), tmp_path)
+    model = load_frozen(tmp_path, 1)
+    prompts = [[5, 6, 7], [8] * 11, [9, 10, 11, 12, 13, 14]]
+    alone = [continue_greedily(model, torch.tensor([p]), 24 - len(p))[0].tolist() for p in prompts]
+    end = alone[0][9]  # where the first answer ends
+
+    def answers(path):
+        return answered(model, [*prompts, [1] * 24], tokens=24, least=1, ends=[end], path=path,
+                        autocast=contextlib.nullcontext, report=lambda line: None, batch=2)
+
+    samples = answers(tmp_path / "a.npy")
+    for tokens, given, length, prompt, text in zip(
+            samples.tokens.tolist(), samples.given.tolist(), samples.length.tolist(), prompts,
+            alone, strict=True):
+        stops = [k for k in range(len(prompt), 24) if text[k] == end]
+        assert (given, length) == (len(prompt), stops[0] + 1 if stops else 24)
+        assert tokens[:length] == text[:length]
+        assert not any(tokens[length:])
+    again = answers(tmp_path / "a.npy")  # nothing is left to be answered
+    assert torch.equal(again.tokens, samples.tokens)
+
+
+def test_cuts_lie_where_masks_have_tokens_of_the_models_own_to_learn():
+    count, given, length = 40, 10, torch.tensor([15, 28] * 20)
+    samples = Samples(torch.arange(count)[:, None].expand(-1, 28), torch.full((count,), given),
+                      length)
+    cuts_of = {15: set(), 28: set()}
+    for step in range(60):
+        tokens, cuts = batch_of(samples, PLAN, step)
+        for row, mine in zip(tokens[:, 0].tolist(), cuts.tolist(), strict=True):
+            cuts_of[int(length[row])] |= set(mine)
+    assert cuts_of == {15: {9, 10}, 28: set(range(9, 24))}
+
+
 def test_models_that_cannot_be_tuned_say_so(tmp_path):
-    save(reference("gemma2"), tmp_path)
-    with pytest.raises(ValueError, match="soft caps"):
-        load_frozen(tmp_path, 1)
     with pytest.raises(ValueError, match="more tokens"):
         Plan(tokens=66)
     model = load_frozen(save(reference("llama"), tmp_path / "llama"), 1)

@@ -44,11 +44,11 @@ class GgufTensors:
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor."""
-        return self._stored(name) in self._model.tensors
+        return self.stored(name) in self._model.tensors
 
     def read(self, name: str) -> Any:
         """The tensor in the Hugging Face layout. Raises ModelError when it is missing."""
-        model, stored = self._model, self._stored(name)
+        model, stored = self._model, self.stored(name)
         info = model.tensors.get(stored)
         if info is None:
             raise ModelError(f"{model.path}: tensor {stored!r} is missing; fetch the model again")
@@ -81,7 +81,8 @@ class GgufTensors:
                              "cannot be converted to floats; use another quantisation") from None
         return np.asarray(array, np.float32).reshape(shape)
 
-    def _stored(self, name: str) -> str:
+    def stored(self, name: str) -> str:
+        """What the file calls a tensor of the Hugging Face layout."""
         if name in _GLOBAL:
             return _GLOBAL[name]
         match = _LAYER.match(name)

@@ -125,7 +125,7 @@ def load_shard(
         factors: Any = None
         model, config = config_at(path)
         if isinstance(model, ModelDir):
-            source = _FolderTensors(model, stack)
+            source = FolderTensors(model, stack)
         else:
             check_numbers(model)
             source = gguf = GgufTensors(model)
@@ -271,7 +271,7 @@ def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: An
         shard.head.weight = shard.embed.weight
 
 
-class _FolderTensors:
+class FolderTensors:
     """Tensors of a folder, each read when asked for from files that are mapped."""
 
     def __init__(self, folder: ModelDir, stack: ExitStack) -> None:

@@ -28,7 +28,18 @@ from torch.nn import functional as F
 from pipeinfer.host import multiplies_bfloat16
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.training.bita.frozen import Contexts, Frozen, continue_greedily, load_frozen, repeat
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.training.adapt.chats import Chat
+from pipeinfer.training.bita.frozen import (
+    Contexts,
+    Frozen,
+    How,
+    attention,
+    continue_greedily,
+    load_frozen,
+)
+from pipeinfer.training.bita.own_answers import Samples, answered, even
+from pipeinfer.training.commands import time_left
 from pipeinfer.training.pair.checkpoint import load_state, save_state
 from pipeinfer.training.pair.corpus import build
 
@@ -80,8 +91,8 @@ def pieces_of(texts: Sequence[str], encode: Callable[[str], list[int]], plan: Pl
 
 
 def make_samples(model: Frozen, pieces: Iterator[list[int]], plan: Plan, path: Path,
-                 report: Callable[[str], None], batch: int = 128) -> Tensor:
-    """int64[samples, tokens]: pieces, continued; kept at `path`, where another run goes on."""
+                 report: Callable[[str], None], batch: int = 128) -> Samples:
+    """Pieces, continued; kept at `path`, where another run goes on."""
     made = np.zeros((0, plan.tokens), np.int32)
     if path.exists():
         made = np.load(path, allow_pickle=False)
@@ -89,13 +100,14 @@ def make_samples(model: Frozen, pieces: Iterator[list[int]], plan: Plan, path: P
         next(pieces)
     while len(made) < plan.samples:
         starts = np.array([next(pieces) for _ in range(min(batch, plan.samples - len(made)))])
-        with _precision(plan):
-            more = continue_greedily(model, torch.from_numpy(starts), plan.tokens - plan.given)
-        made = np.concatenate([made, more.numpy().astype(np.int32)])
+        with _precision(plan, model):
+            more = continue_greedily(model, torch.from_numpy(starts).to(model.device),
+                                     plan.tokens - plan.given)
+        made = np.concatenate([made, more.cpu().numpy().astype(np.int32)])
         np.save(path.with_suffix(".partial.npy"), made)
         os.replace(path.with_suffix(".partial.npy"), path)
         report(f"{len(made)} of {plan.samples} samples")
-    return torch.from_numpy(made[: plan.samples].astype(np.int64))
+    return even(torch.from_numpy(made[: plan.samples].astype(np.int64)), plan.given)
 
 
 # --- what is learnt -------------------------------------------------------------------------------
@@ -131,7 +143,8 @@ class Adapter(nn.Module):
                     for layer in range(model.layers)}
         if self.kind == "shallow":
             contexts, count = Contexts(), len(self.vectors)
-            model.run(self.vectors[None], torch.zeros(1, count, dtype=torch.int64), contexts.hook)
+            positions = torch.zeros(1, count, dtype=torch.int64, device=self.vectors.device)
+            model.run(self.vectors[None], positions, contexts.hook)
             return {layer: (k[0], v[0]) for layer, (k, v) in contexts.kept.items()}
         heads, size = model.shard.heads(0)
         nothing = self.masks.new_zeros(heads, 0, size)
@@ -141,9 +154,9 @@ class Adapter(nn.Module):
     def export(self, model: Frozen, about: Mapping[str, Any]) -> BitaAdapter:
         """The adapter as inference wants it; shallow prompts become keys and values."""
         pairs = [self.prefix(model)[layer] for layer in range(model.layers)]
-        keys, values = (np.stack([pair[k].transpose(0, 1).float().numpy() for pair in pairs])
-                        for k in range(2))
-        return BitaAdapter(self.masks.detach().numpy().copy(), keys, values,
+        keys, values = (np.stack([pair[k].transpose(0, 1).float().cpu().numpy()
+                                  for pair in pairs]) for k in range(2))
+        return BitaAdapter(self.masks.detach().cpu().numpy().copy(), keys, values,
                            {"prompts": self.kind, **about})
 
 
@@ -153,29 +166,28 @@ def mask_logits(model: Frozen, adapter: Adapter, contexts: Contexts, cuts: Tenso
     Mask r (from 1) of a group behind position s is at s + r; it sees the prompts, the context up to
     s and the masks before it in its group.
     """
-    (b, groups), m = cuts.shape, len(adapter.masks)
-    positions = (cuts[:, :, None] + torch.arange(1, m + 1)).flatten(1)
+    (b, groups), m, device = cuts.shape, len(adapter.masks), cuts.device
+    positions = (cuts[:, :, None] + torch.arange(1, m + 1, device=device)).flatten(1)
     stream = adapter.masks.repeat(groups, 1).expand(b, -1, -1)
     prefix = adapter.prefix(model)
     n_prefix, n_context = prefix[0][0].shape[1], contexts.kept[0][0].shape[2]
-    own = torch.block_diag(*[torch.ones(m, m).tril()] * groups).bool()
-    context = torch.arange(n_context) <= cuts.repeat_interleave(m, 1)[:, :, None]
-    seen = torch.cat([torch.ones(b, groups * m, n_prefix, dtype=torch.bool), context,
-                      own.expand(b, -1, -1)], 2)[:, None]
+    own = torch.block_diag(*[torch.ones(m, m, device=device).tril()] * groups).bool()
+    context = torch.arange(n_context, device=device) <= cuts.repeat_interleave(m, 1)[:, :, None]
+    prompts = torch.ones(b, groups * m, n_prefix, dtype=torch.bool, device=device)
+    seen = torch.cat([prompts, context, own.expand(b, -1, -1)], 2)[:, None]
 
-    def hook(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        heads = query.shape[1]
+    def hook(layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         keys, values = (
-            repeat(torch.cat([p.to(x.dtype).expand(b, -1, -1, -1), c.to(x.dtype), x], 2), heads)
+            torch.cat([p.to(x.dtype).expand(b, -1, -1, -1), c.to(x.dtype), x], 2)
             for p, c, x in zip(prefix[layer], contexts.kept[layer], (key, value), strict=True))
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scaling)
+        return attention(query, keys, values, seen, how)
 
     return model.logits(model.run(stream, positions, hook)).unflatten(1, (groups, m))
 
 
 def labels_of(tokens: Tensor, cuts: Tensor, masks: int) -> Tensor:
     """[b, groups, M]: the tokens 2, ..., M + 1 behind each cut."""
-    at = cuts[:, :, None] + torch.arange(2, masks + 2)
+    at = cuts[:, :, None] + torch.arange(2, masks + 2, device=cuts.device)
     return tokens.gather(1, at.flatten(1)).unflatten(1, (cuts.shape[1], masks))
 
 
@@ -183,24 +195,25 @@ def labels_of(tokens: Tensor, cuts: Tensor, masks: int) -> Tensor:
 def read_contexts(model: Frozen, tokens: Tensor) -> Contexts:
     """Keys and values of whole samples [b, n]."""
     contexts = Contexts()
-    model.run(model.embed(tokens), torch.arange(tokens.shape[1]).expand(len(tokens), -1),
-              contexts.hook)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+    model.run(model.embed(tokens), positions, contexts.hook)
     return contexts
 
 
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def batch_of(samples: Tensor, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens [b, n] and cuts [b, groups] of a step: a pure function of seed and step."""
+def batch_of(samples: Samples, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens [b, n] and cuts [b, groups] of a step: a pure function of seed and step. Behind a cut
+    are as many tokens of the model's own as masks learn."""
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
-    tokens = samples[torch.randint(len(samples), (plan.batch,), generator=generator)]
-    cuts = torch.randint(plan.given - 1, plan.tokens - plan.masks - 1, (plan.batch, plan.groups),
-                         generator=generator)
-    return tokens, cuts
+    some = samples.of(torch.randint(len(samples), (plan.batch,), generator=generator))
+    low, high = some.given[:, None] - 1, some.length[:, None] - plan.masks - 1
+    share = torch.rand(plan.batch, plan.groups, generator=generator)
+    return some.tokens[:, : int(some.length.max())], (low + share * (high - low)).long()
 
 
-def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: Plan, work: Path,
+def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Samples, plan: Plan, work: Path,
          report: Callable[[str], None] = print, stop_after: int | None = None
          ) -> dict[str, list[float]]:
     """Tune several adapters on the same batches; the loss of each step by adapter.
@@ -224,14 +237,14 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: 
             "optimizers": {k: o.state_dict() for k, o in optimizers.items()}})
 
     first = len(next(iter(losses.values())))
-    saved = told = time.monotonic()
+    started = saved = told = time.monotonic()
     for step in range(first, min(plan.steps, first + (stop_after or plan.steps))):
-        tokens, cuts = batch_of(samples, plan, step)
+        tokens, cuts = (part.to(model.device) for part in batch_of(samples, plan, step))
         wanted = labels_of(tokens, cuts, plan.masks)
-        with _precision(plan):
+        with _precision(plan, model):
             contexts = read_contexts(model, tokens)
         for name, adapter in adapters.items():
-            with _precision(plan):
+            with _precision(plan, model):
                 logits = mask_logits(model, adapter, contexts, cuts)
             loss = F.cross_entropy(logits.float().flatten(0, 2), wanted.flatten())
             optimizers[name].zero_grad(set_to_none=True)
@@ -245,7 +258,8 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: 
         if now - told > 10 or step + 1 == plan.steps:
             told = now
             report(f"step {step + 1} of {plan.steps}: " + ", ".join(
-                f"{name} {np.mean(values[-50:]):.3f}" for name, values in losses.items()))
+                f"{name} {np.mean(values[-50:]):.3f}" for name, values in losses.items())
+                + "  " + time_left((now - started) / (step + 1 - first) * (plan.steps - step - 1)))
         if now - saved > plan.save_seconds:
             saved = now
             save()
@@ -254,44 +268,64 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Tensor, plan: 
 
 
 @torch.no_grad()
-def hit_rates(model: Frozen, adapter: Adapter, samples: Tensor, plan: Plan, top: int = 5
+def hit_rates(model: Frozen, adapter: Adapter, samples: Samples, plan: Plan, top: int = 5
               ) -> dict[str, list[float]]:
-    """By mask: how often the token ahead is its first choice, and among its `top` first."""
+    """By mask: how often the token ahead is its first choice, and among its `top` first, behind
+    every token of the model's own."""
     hits, count = torch.zeros(2, plan.masks), 0
     for start in range(0, len(samples), plan.batch):
-        tokens = samples[start : start + plan.batch]
-        cuts = torch.arange(plan.given - 1, plan.tokens - plan.masks - 1).expand(len(tokens), -1)
-        with _precision(plan):
-            logits = mask_logits(model, adapter, read_contexts(model, tokens), cuts)
-        right = logits.topk(top).indices == labels_of(tokens, cuts, plan.masks)[..., None]
-        hits += torch.stack([right[..., 0].sum((0, 1)), right.any(-1).sum((0, 1))])
-        count += cuts.numel()
+        some = samples.of(slice(start, start + plan.batch)).to(model.device)
+        last = some.length[:, None] - plan.masks - 1
+        cuts = torch.arange(int(some.given.min()) - 1, int(last.max()), device=model.device)
+        counts = (cuts >= some.given[:, None] - 1) & (cuts < last)
+        cuts = torch.minimum(cuts.expand(len(some), -1), last - 1)
+        with _precision(plan, model):
+            logits = mask_logits(model, adapter, read_contexts(model, some.tokens), cuts)
+        right = logits.topk(top).indices == labels_of(some.tokens, cuts, plan.masks)[..., None]
+        right &= counts[..., None, None]
+        hits += torch.stack([right[..., 0].sum((0, 1)), right.any(-1).sum((0, 1))]).cpu()
+        count += int(counts.sum())
     return {"first": (hits[0] / count).tolist(), f"top_{top}": (hits[1] / count).tolist()}
 
 
 @contextmanager
-def _precision(plan: Plan) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=plan.bfloat16):
+def _precision(plan: Plan, model: Frozen) -> Iterator[None]:
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=plan.bfloat16):
         yield
 
 
+def _samples(model: Frozen, tokenizer: Tokenizer, plan: Plan, texts: Sequence[str],
+             chats: Sequence[Chat], work: Path, report: Callable[[str], None]) -> Samples:
+    """Answers to chats, else continued texts (none: the standard library's sources)."""
+    if chats:
+        prompts = [tokenizer.encode_chat(chat.messages) for chat in chats]
+        return answered(
+            model, prompts, tokens=plan.tokens, least=plan.masks + 2, report=report,
+            ends=sorted(tokenizer.eog_ids), path=work / "answers.npy",
+            autocast=lambda: _precision(plan, model))
+    texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
+    return make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
+                        work / "samples.npy", report)
+
+
 def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[str] = (),
-        kinds: Sequence[str] = ("deep",), threads: int = 1,
-        report: Callable[[str], None] = print) -> dict[str, Any]:
+        chats: Sequence[Chat] = (), kinds: Sequence[str] = ("deep",), threads: int = 1,
+        device: str = "cpu", report: Callable[[str], None] = print) -> dict[str, Any]:
     """Make samples, tune one adapter per kind, write the first to `out` and the others beside it;
-    returns held-out hit rates by kind. texts: to continue; none: the standard library's sources."""
+    returns held-out hit rates by kind. chats: to answer; texts: to continue without those; neither:
+    the standard library's sources."""
     work.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = load_frozen(model_path, threads), open_tokenizer(model_path)
+    model = load_frozen(model_path, threads, device)
+    tokenizer = open_tokenizer(model_path)
     window = getattr(model.shard.config, "sliding_window", None)
     if window is not None and window < plan.tokens:
         raise ValueError(f"texts of {plan.tokens} tokens do not fit into the model's window of "
                          f"{window}: lower --tokens")
-    texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
-    samples = make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
-                           work / "samples.npy", report)
+    samples = _samples(model, tokenizer, plan, texts, chats, work, report)
     tokenizer.close()
-    held_out, samples = samples[-plan.samples // 16 :], samples[: -plan.samples // 16]
-    adapters = {kind: Adapter(kind, model, plan) for kind in kinds}
+    aside = max(1, len(samples) // 16)
+    held_out, samples = samples.of(slice(-aside, None)), samples.of(slice(None, -aside))
+    adapters = {kind: Adapter(kind, model, plan).to(model.device) for kind in kinds}
     losses = tune(model, adapters, samples, plan, work, report)
     found = {}
     for kind, adapter in adapters.items():

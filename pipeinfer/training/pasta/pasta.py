@@ -32,12 +32,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A flat example: ids, the length of the prompt, blocks and syncs in order."""
+    """A flat example: ids, the length of the prompt, blocks and syncs (their last tokens) in order.
+
+    ``opening``: tokens of ``<async>``, which the interpreter inserts.
+    """
 
     tokens: tuple[int, ...]
     prompt: int
     blocks: tuple[Block, ...]
     syncs: tuple[int, ...]
+    opening: int = 1
 
     @property
     def owner(self) -> NDArray[np.int64]:
@@ -144,6 +148,7 @@ def targets(flat: Flat) -> NDArray[np.int64]:
     for block in flat.blocks:
         after = block.end + 1
         out[block.promise] = flat.tokens[after] if after < len(flat.tokens) else IGNORE
+        out[block.start : block.start + flat.opening - 1] = IGNORE
         out[block.end] = IGNORE
     # A promise right after a block begins with a token; no target may be an inserted tag.
     return out
@@ -159,8 +164,8 @@ def steps(flat: Flat) -> NDArray[np.int64]:
     while at < len(flat.tokens):
         block = starts.get(at)
         if block is not None:
-            count = block.end - block.start
-            out[at + 1 : block.end + 1] = last + 1 + np.arange(count)
+            count = block.end + 1 - block.start - flat.opening
+            out[at + flat.opening : block.end + 1] = last + 1 + np.arange(count)
             open_until = max(open_until, last + count)
             at = block.end + 1
             continue

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeinfer.errors import UsageError
+from pipeinfer.training.adapt.adapt_commands import sft, tuning_options
 from pipeinfer.training.commands import need_torch, say
 
 if TYPE_CHECKING:
@@ -62,16 +63,26 @@ def annotate(
 
 @click.command("pasta-sft")
 @click.option("--data", type=_FILE, required=True, help="Annotated JSONL.")
-@click.option("--model", type=_FILE, required=True, help="GGUF, or a checkpoint.")
-@click.option("--out", type=_FOLDER, required=True, help="Where the fine-tuned model goes.")
-@click.option("--steps", default=200, show_default=True)
-@click.option("--batch", default=8, show_default=True, help="Responses per step.")
-@click.option("--rate", default=3e-4, show_default=True, help="Peak learning rate.")
-@click.option("--seed", default=0, show_default=True)
-def pasta_sft(
-    data: Path, model: Path, out: Path, steps: int, batch: int, rate: float, seed: int
-) -> None:
-    """Fine-tune a model on annotated responses (stage 1)."""
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True,
+              help="Model to start from: a Hugging Face folder or a GGUF file (or a checkpoint of "
+                   "the task model's kind).")
+@click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
+@click.option("--tags", type=click.Choice(["text", "tokens"]), default="text", show_default=True,
+              help="PASTA's tags in the vocabulary that is there, or as new tokens.")
+@tuning_options
+def pasta_sft(data: Path, model: Path, out: Path, tags: str, **given: Any) -> None:
+    """Fine-tune a model on annotated responses (stage 1).
+
+    Leaves a LoRA adapter (see `merge`), or with --tune all the whole model as a folder. A GGUF file
+    of the embedded task model's kind is trained whole and stays a GGUF file.
+    """
+    if _own_kind(model):
+        return _sft_own_kind(data, model, out, **given)
+    sft(model, data, out, annotated=True, tags=tags, **given)
+
+
+def _sft_own_kind(data: Path, model: Path, out: Path, *, steps: int | None, batch: int,
+                  rate: float | None, seed: int, **_: Any) -> None:
     need_torch()
     from pipeinfer.training.pair.restore import restore
     from pipeinfer.training.pasta import finetune
@@ -79,9 +90,22 @@ def pasta_sft(
     network, codec = restore(model)
     _check_tags(codec, model)
     rows = finetune.examples_of(codec, data, network.config.n_ctx, say)
-    settings = finetune.Finetune(steps=steps, batch=batch, rate=rate, seed=seed)
+    settings = finetune.Finetune(steps=steps or 200, batch=batch, rate=rate or 3e-4, seed=seed)
     finetune.finetune(network, rows, settings, out / "pasta-sft.safetensors", report=say)
     _write(out / "pasta-sft.gguf", network, codec)
+
+
+def _own_kind(model: Path) -> bool:
+    """Whether all tags of the task model are in the vocabulary: such a model is small."""
+    if model.is_dir():
+        return False
+    if model.suffix != ".gguf":
+        return True
+    from pipeinfer.models.gguf import ModelFile
+    from pipeinfer.training.tasks.markup import TAGS
+
+    known = set(ModelFile(model).texts("tokenizer.ggml.tokens"))
+    return {tag.encode() for tag in TAGS} <= known
 
 
 @click.command("pasta-bonbon")
