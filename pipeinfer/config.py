@@ -216,6 +216,10 @@ class ClusterConfig:
     spares: int = _opt(0, "--spares", low=0, high=1000,
                        help="Number of ranks, counted from the last, that hold no layers until "
                             "they replace a rank that dies; see docs/chaos.md.")
+    draft_ranks: int = _opt(0, "--draft-ranks", low=0, high=1000,
+                            help="Number of ranks, counted from the last one that is no spare, "
+                                 "that hold the draft together and no layers of the target; see "
+                                 "docs/clusters.md.")
     rebalance: str = _opt("auto", "--rebalance", kind="str",
                           choices=("auto", "off"),
                           help="serve: redistribute the layers between requests when a stage has "

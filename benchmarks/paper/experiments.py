@@ -32,7 +32,7 @@ from pipeinfer.experiments.emulation.profiles import lookup
 from pipeinfer.files import write_atomically
 
 MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "ablations-published", "gpu",
-        "acceptance", "controller", "time", "timeline")
+        "acceptance", "controller", "time", "timeline", "wide")
 OUT = Path(__file__).parents[1] / "results" / "paper"
 
 

@@ -33,6 +33,7 @@ from benchmarks.paper.figures_paper import (
     speed,
     ttft,
 )
+from benchmarks.paper.figures_wide import on_grids, wide_needs
 from benchmarks.paper.plots import Figure
 
 FIGURES = (
@@ -78,5 +79,8 @@ FIGURES = (
     Figure("cancellation", "How cancellations travel",
            "They hop backwards from stage to stage.", path_needs, paths),
     Figure("drafts", "Which size of draft", "Not in the paper.", draft_needs, drafts),
+    Figure("wide", "The best grid of wide stages",
+           "Not in the paper, whose authors name tensor parallel stages as their next step.",
+           wide_needs, on_grids),
     Figure("scale", "Up to 256 stages", "The paper stops at 32 nodes.", scale_needs, scale),
 )

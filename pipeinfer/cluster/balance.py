@@ -151,7 +151,7 @@ class Balance:
         mixes = (seen.mix(policy, acceptance),) if seen.tokens >= _FEW else expected(
             policy, session.config.speculation.parallel, acceptance)
         worked = session.head.times.load.worked
-        drafting = 0.0 if session.draft is None or not worked else min(
+        drafting = 0.0 if session.draft is None or not session.draft.local or not worked else min(
             1.0, session.draft.busy_seconds / worked)
         judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
                          grows=session.assembly.grows)

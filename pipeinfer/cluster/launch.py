@@ -29,6 +29,7 @@ from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
 from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.faults import parse_faults
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
@@ -96,7 +97,7 @@ class JoinedRank:
         the draft need the vocabulary. Raises whatever the job cannot go on without.
         """
         started, place = time.monotonic(), self.place
-        ranks = compare(self.config, place)
+        ranks = with_draft_ranks(self.config, compare(self.config, place))
         config = settle(self.config, place, ranks[0].settings)
         beats = listen_for(config.cluster, ranks)
         job = prepare(config, place, ranks, None if beats is None else beats.meeting)
@@ -309,7 +310,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         + hint_cells(config.speculation)
     )
     head_bytes = 0
-    for path in draft_models(config, draft_path, policy):
+    drafts = draft_models(config, draft_path, policy)
+    for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:
         head_bytes += sum(open_model(path).layer_bytes)
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)

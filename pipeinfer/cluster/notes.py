@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeinfer.cluster.draft_ranks import draft_ranks_of
 from pipeinfer.config import ModelConfig, SpeculationConfig
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.nodes import RankInfo
+from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.controller import TUNABLE
 from pipeinfer.strategies import registry
 
@@ -80,6 +83,21 @@ def _beside(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{asked} also makes draft and target compute at the same time: on one rank "
                      "they take turns without it")
     return notes
+
+
+def drafting(remote: RemoteDraft | None, hosts: list[RankInfo], name: str) -> list[str]:
+    """Which ranks hold the draft, where rank 0 does not."""
+    if remote is None:
+        idle = draft_ranks_of(hosts)
+        return [f"rank {', '.join(map(str, idle))} is there to draft and has nothing to do: there "
+                "is no draft model"] if idle else []
+    parts = [remote.ready[rank] for rank in remote.ranks]
+    words = "; ".join(
+        f"rank {one.rank} on {one.host}" + ("" if len(parts) == 1 else
+                                            f" layers {one.layers[0]} to {one.layers[1] - 1}")
+        + f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} thread{'s' * (one.threads > 1)}"
+        for one in parts)
+    return [f"{name} drafts on {words}"]
 
 
 def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on
-from pipeinfer.cluster.notes import doubts, doubts_about, why
+from pipeinfer.cluster.notes import doubts, doubts_about, drafting, why
 from pipeinfer.cluster.placement import Survey
-from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.proposers import load_proposers, remote_of
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
@@ -57,7 +57,8 @@ from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.draft_team import DraftTeam
+from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.replica_head import ReplicaHead
 from pipeinfer.scheduler.controller import Controller
@@ -105,6 +106,7 @@ class LoadedCluster:
     job: Job
     place: Place
     port: Port
+    hosts: list[RankInfo]
     tokenizer: Tokenizer
     vocabulary: Vocabulary | None
     cells: int
@@ -114,7 +116,8 @@ class LoadedCluster:
 
     @classmethod
     def of(
-        cls, config: JobConfig, place: Place, job: Job, port: Port, *, grammars: bool
+        cls, config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo], *,
+        grammars: bool
     ) -> LoadedCluster:
         """Read off a config and a plan."""
         credit = config.speculation.credit or len(job.plan.ranks) + 1
@@ -124,6 +127,7 @@ class LoadedCluster:
             job,
             place,
             port,
+            hosts,
             tokenizer,
             Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
             cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
@@ -132,8 +136,7 @@ class LoadedCluster:
             ids_for(config.speculation, credit),
         )
 
-    def assembly(self, config: JobConfig, hosts: list[RankInfo], progress: ProgressHook | None
-                 ) -> Assembly:
+    def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
         """Who is to hold which layers; nothing has loaded yet."""
         job, model = self.job, self.job.model
         source = GapModel(model) if job.gaps else model
@@ -150,12 +153,12 @@ class LoadedCluster:
 
         return Assembly(
             config, self.port, job.plan, job.survey.load,
-            job.survey.members, hosts, setup_of,
+            job.survey.members, self.hosts, setup_of,
             partial(source_of, source), progress, survives=survivable(self.place))
 
-    def proposers(self, config: JobConfig, policy: Policy) -> DraftWorker | None:
-        """The thread that names guesses for a config. Raises MismatchError for a draft of another
-        vocabulary."""
+    def proposers(self, config: JobConfig, policy: Policy) -> Drafts | None:
+        """What names guesses for a config; a draft on ranks of its own may not be ready yet. Raises
+        MismatchError for a draft of another vocabulary."""
         if policy is Policy.ITERATIVE:
             return None
         drafts = draft_models(config, self.job.draft, policy)
@@ -164,7 +167,7 @@ class LoadedCluster:
             check_draft_vocab(self.tokenizer, draft_tokenizer)
             draft_tokenizer.close()
         return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
-                              self.port.wake, self.vocabulary)
+                              self.port, self.hosts, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ _LOOKUP = 1e-3  #: least of a `draft_share`, of proposers without a model
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What draft and stages share. contended: a stage computes on rank 0's host, so that drafting
+    """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
     may slow it down. draft_share: where the only stage does, on rank 0's own cores: the draft's
     weights relative to the target's, about its time for a guess; else 0."""
 
@@ -201,7 +204,7 @@ class Session:
     hosts: list[RankInfo]
     head: Head
     limits: Limits
-    draft: DraftWorker | None
+    draft: Drafts | None
     draft_name: str
     notes: list[str]
     load_seconds: float
@@ -263,12 +266,15 @@ class Session:
                              "start one job for each")
         policy = choose_policy(config, self.ground.job.draft)
         worker = self.ground.proposers(config, policy)
+        if (remote := remote_of(worker)) is not None:
+            remote.await_ready(config.cluster.timeout)
         brain = self._think(config, policy)
         self.head.replace(
             Scheduler(brain.limits, brain.rows, drafts=worker is not None,
                       validate=config.cluster.debug), worker,
                           brain.controller)
         self.limits, self.config, self.draft = brain.limits, config, self.head.draft
+        self.watch_draft()
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """Deal the layers out by what stages take now, if that promises `need` times the speed and
@@ -302,6 +308,17 @@ class Session:
         self.notes.append(str(self.assembly.changes[-1]))
         self.on_change()
 
+    def watch_draft(self) -> None:
+        """Note when ranks of the draft are lost; tell two drafts what stages take."""
+        def note(why: str) -> None:
+            self.notes.append(f"{why}: tokens come without its guesses")
+            self.on_change()
+
+        if (remote := remote_of(self.draft)) is not None:
+            remote.told = note
+        if isinstance(self.draft, DraftTeam):
+            self.draft.slot = lambda: max(self.head.times.pace.seconds, default=0.0)
+
     def watch_pace(self) -> None:
         """Begin to compare what the stages take with their best."""
         self.balance.watch()
@@ -316,15 +333,19 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
     reports that the job cannot go on without."""
     config = job.config
-    ground = LoadedCluster.of(config, place, job, port, grammars=grammars)
-    assembly = ground.assembly(config, hosts, progress)
+    ground = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
+    assembly = ground.assembly(config, progress)
     worker = ground.proposers(config, job.policy)
     assembly.start()
+    remote = remote_of(worker)
+    if remote is not None:
+        remote.await_ready(config.cluster.timeout)
     drafts = draft_models(config, job.draft, job.policy)
-    sharing = _sharing(config.model, assembly, hosts, drafts, guesses=worker is not None)
+    sharing = _sharing(config.model, assembly, hosts, drafts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts), *job.survey.notes,
              *filter(None, [job.plan.line()]),
              *drawing(assembly.held, assembly.ready),
+             *drafting(remote, hosts, label(drafts[-1]) if drafts else ""),
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
@@ -355,6 +376,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         sharing, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
+    session.watch_draft()
     return session
 
 
@@ -384,10 +406,13 @@ def think(
 
 
 def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
-             drafts: Sequence[Path], *, guesses: bool) -> Sharing:
-    stages = assembly.ready.values()
-    contended = guesses and any(one.host == hosts[0].host for one in stages)
-    alone = [holding.rank for holding in assembly.held] == [0]  # and none on another rank
+             drafts: Sequence[Path], worker: Drafts | None) -> Sharing:
+    stages, remote = assembly.ready.values(), remote_of(worker)
+    where = {hosts[rank].host for rank in (() if remote is None else remote.ranks)}
+    if worker is not None and worker.local:
+        where.add(hosts[0].host)
+    contended = any(one.host in where for one in stages)
+    alone = remote is None and [holding.rank for holding in assembly.held] == [0]
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages)

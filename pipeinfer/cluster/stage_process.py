@@ -43,6 +43,7 @@ from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
+from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
 from pipeinfer.cluster.faults import (
     Fault,
@@ -79,6 +80,7 @@ from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
+from pipeinfer.runtime.draft_rank import DraftRank
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.strategies import registry
@@ -119,6 +121,7 @@ class StageProcess:
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
         self._name = PortName(0)
+        self._drafting: DraftRank | None = None
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
 
@@ -143,6 +146,8 @@ class StageProcess:
                     self._tell(error)
                     return False
             except Dismissed:
+                if self._drafting is not None:
+                    self._drafting.close()
                 raise
             except Stuck as error:  # in the head's thread, so the head cannot see to it
                 sys.stderr.write(f"pipeinfer: error: {error}\n")
@@ -182,13 +187,17 @@ class StageProcess:
         return False
 
     def _wait(self) -> NoReturn:
-        """A rank that holds nothing. Ends by an exception only."""
+        """A rank without layers of the target; it may hold the draft. Ends by an exception only."""
+        drafting = self._drafting = self._drafting or DraftRank(
+            self._port, self._place.rank, DraftLoader(self._config, self._place, self._faults),
+            self._config.cluster.timeout, self._pulse)
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")
             if isinstance(order := self._port.take_order(), Rehearse):
                 self._rehearse(order.setups)
-            self._port.wait(1.0, live=False)
+            if not drafting.turn():
+                self._port.wait(1.0, live=drafting.live)
 
     def _rehearse(self, setups: Sequence[Setup]) -> None:
         """Load what others hold, once: then it lies in the page cache, and is measured."""

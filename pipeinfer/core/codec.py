@@ -24,6 +24,11 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.core.control import (
+    DraftDone,
+    DraftJob,
+    DraftReady,
+    DraftSetup,
+    DraftStop,
     PortMessage,
     Progress,
     Ready,
@@ -72,7 +77,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 9
+VERSION = 10
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -134,7 +139,8 @@ def encode(message: Message) -> bytes:
         case ShardEnd(digest):
             return _frame(Op.SHARD_END, digest)
         case (Setup() | Receive() | Progress() | Ready() | Received() | Report() | SumRegion()
-              | ShardWanted()              | ShardOffer()):
+              | ShardWanted() | ShardOffer() | DraftSetup() | DraftReady() | DraftJob()
+              | DraftStop() | DraftDone()):
             return _frame(Op.CONTROL, pack(message))
         case _:
             raise ProtocolError(f"cannot encode {type(message).__name__}")

@@ -8,6 +8,8 @@
     stage     ShardWanted -> ShardOffer                 where the host has no model file
     leader    SumRegion                                 to the other members of a wide stage
     stage     Report                                    its figures, at the end
+    rank 0    DraftSetup -> DraftReady                  to ranks that only draft, of no epoch
+    rank 0    DraftJob, DraftStop -> DraftDone          what they are asked
 
 One class each; every field is checked when one arrives. A port is named by its stage and its
 member: a stage may be held by several ranks, member 0 leading. Knows no models, no transport and no
@@ -287,6 +289,86 @@ class ShardOffer(_Message, frozen=True, tag=True):
     n_bytes: int
 
 
+# --- ranks that only draft --------------------------------------------------------------------
+
+
+class DraftSetup(_Message, frozen=True, tag=True):
+    """Load these layers of the draft. `ranks` hold it together, in the order of its layers; the
+    last one is asked for guesses.
+
+    model, fingerprint, n_layers: of the draft
+    start, stop: the layers of this rank
+    n_ctx, n_seq_max, n_batch: of its cache
+    paths: that it keeps in the cache; ids beyond are for branches
+    n_vocab: of the target
+    settings: of the host (`NodeSettings`)
+    vocabulary: for grammars
+    """
+
+    ranks: tuple[int, ...]
+    model: str
+    fingerprint: str
+    n_layers: int
+    start: int
+    stop: int
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    paths: int
+    n_vocab: int
+    settings: dict[str, Any]
+    vocabulary: dict[str, Any] | None = None
+
+
+class DraftReady(_Message, frozen=True, tag=True):
+    """A rank has its layers of the draft; or, with an error, it has none and takes no jobs.
+    exit_code: of the error."""
+
+    rank: int
+    host: str
+    layers: tuple[int, int]
+    weight_bytes: int
+    threads: int
+    error: str = ""
+    exit_code: int = 0
+
+
+class DraftJob(_Message, frozen=True, tag=True):
+    """See `drafting.StartDraft`. tokens: accepted ones of the lane from index `start` on; those
+    before it are known, as jobs of a lane only ever add some. The lane's parameters came as a
+    LaneOpen."""
+
+    job_id: int
+    lane: int
+    start: int
+    tokens: tuple[int, ...]
+    suffix: tuple[int, ...]
+    max_tokens: int
+    max_depth: int
+    branches: int
+    p_min: float
+    p_split: float
+    stop_ids: tuple[int, ...]
+    alternatives: int
+    shift: int
+
+
+class DraftStop(_Message, frozen=True, tag=True):
+    """The job's answer is not wanted any more."""
+
+    job_id: int
+
+
+class DraftDone(_Message, frozen=True, tag=True):
+    """A job has ended. proposals: None where it was stopped; else (parent, token, confidence,
+    alternative) each. rows, seconds: what it evaluated, and how long that took."""
+
+    job_id: int
+    proposals: tuple[tuple[int, int, float, bool], ...] | None
+    rows: int
+    seconds: float
+
+
 # --- orders -----------------------------------------------------------------------------------
 
 
@@ -310,7 +392,8 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer)
+    Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer
+    | DraftSetup | DraftReady | DraftJob | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage
 

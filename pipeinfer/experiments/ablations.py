@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xlabel("times the speed of all components, not tuned (bars: standard deviation)")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(textwrap.fill(title, 80), fontsize=10)
     axes.margins(x=0.15)
     figure.savefig(path, dpi=140)
     plt.close(figure)

@@ -301,7 +301,8 @@ def _plan_of(
     split, left_out = _within_hosts(
         config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,
-                {candidates[i]: why for i, why in left_out.items()}, timed)
+                {rank: "it drafts" if hosts[rank].settings.role == "draft" else left_out[i]
+                 for i, rank in enumerate(candidates) if i in left_out}, timed)
 
 
 def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.errors import BackendError
@@ -17,8 +18,40 @@ from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.base import Proposer
 
 
+class Drafts(Protocol):
+    """What names guesses for the head, which calls it in its own thread.
+
+    busy_seconds: that it has worked. free: it evaluates no model. local: it does so on rank 0.
+    """
+
+    @property
+    def busy_seconds(self) -> float: ...
+    @property
+    def free(self) -> bool: ...
+    @property
+    def local(self) -> bool: ...
+
+    def start(self, job: StartDraft) -> None:
+        """Ask for guesses; they come from `take`, in any order."""
+
+    def stop(self, job_id: int) -> None:
+        """The job's answer is not wanted any more."""
+
+    def take(self) -> Drafted | None:
+        """A finished job, if any. Raises BackendError when there will be none any more."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would do something."""
+
+    def close(self, timeout: float) -> None:
+        """Release it, waiting at most `timeout` seconds for the job at hand."""
+
+
 class DraftWorker:
     """Runs jobs one after the other; `notify` is called from the thread when one is done."""
+
+    local = True
 
     def __init__(self, proposer: Proposer, notify: Callable[[], None]) -> None:
         self.busy_seconds = 0.0

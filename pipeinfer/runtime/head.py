@@ -36,7 +36,7 @@ from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
 from pipeinfer.errors import BackendError, ProtocolError, RankLost, TransportTimeout, WorkerFailed
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
@@ -81,7 +81,7 @@ class Head:
     """
 
     def __init__(
-        self, port: Port, grid: Grid, scheduler: SchedulerLike, draft: DraftWorker | None, *,
+        self, port: Port, grid: Grid, scheduler: SchedulerLike, draft: Drafts | None, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         controller: Controller | None = None,
     ) -> None:
@@ -125,11 +125,11 @@ class Head:
         self._set_controller(controller)
 
     @property
-    def draft(self) -> DraftWorker | None:
-        """The thread that names guesses."""
+    def draft(self) -> Drafts | None:
+        """What names guesses."""
         return self._draft
 
-    def replace(self, scheduler: SchedulerLike, draft: DraftWorker | None,
+    def replace(self, scheduler: SchedulerLike, draft: Drafts | None,
                 controller: Controller | None) -> None:
         """Another scheduler takes over while nothing runs; the caches begin empty."""
         if not self.scheduler.idle:
@@ -261,7 +261,8 @@ class Head:
             self._last_result = time.monotonic()
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
-            if self._tuner is not None and guesses and (timed or self._tuner.by_turns):
+            if self._tuner is not None and guesses and not drafted.further and (
+                    timed or self._tuner.by_turns):
                 self._tuner.drafted(guesses, drafted.seconds)
             self._feed(drafted)
         return some

@@ -39,13 +39,16 @@ class RunDone:
 class Drafted:
     """A draft job ended with these proposals (none: nothing was confident enough).
 
-    rows, seconds: what it evaluated for them and how long that took.
+    rows, seconds: what it evaluated for them and how long that took. more: a better draft may
+    answer the same job later; further: this is such an answer.
     """
 
     job_id: int
     proposals: tuple[Proposal, ...]
     rows: int = 0
     seconds: float = 0.0
+    more: bool = False
+    further: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ it knows nothing, the draft in its thread is. It knows no clock, thread or model
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import OrderedDict
 
 from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
@@ -24,6 +26,7 @@ from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
+_OPEN_ANSWERS = 32  #: of which a better draft is still at work
 _MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
 
 
@@ -41,6 +44,7 @@ class Speculation:
         self._drafts = drafts
         self.calibration = Calibration()
         self._next_job = 0
+        self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 
     @property
     def limits(self) -> Limits:
@@ -67,6 +71,9 @@ class Speculation:
         """Guesses that wait, and those that are being drafted, are of no use."""
         lane.reserve.clear()
         lane.empty.clear()
+        for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
+            del self._open_answers[job_id]
+            self.state.emit(StopDraft(job_id))
         self.drop_job(lane)
 
     def missed(self, lane: Lane, tip: Node) -> bool:
@@ -83,8 +90,8 @@ class Speculation:
         lane.reserve.add_leaf(tip)
         return False
 
-    def drafted(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
-        """A draft job ended."""
+    def drafted(self, job_id: int, proposals: tuple[Proposal, ...], *, more: bool = False) -> None:
+        """A draft job ended. more: a better draft is still at it."""
         lane = next((lane for lane in self.state.lanes.values()
                      if lane.job and lane.job.job_id == job_id), None)
         if lane is None or lane.job is None or lane.job_node is None:
@@ -92,6 +99,10 @@ class Speculation:
         node, lane.job, lane.job_node = lane.job_node, None, None
         lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
         planned = self._plan(lane, node, proposals)
+        if more and not self.limits.synchronous and not self.limits.buffered:
+            self._open_answers[job_id] = lane, node
+            if len(self._open_answers) > _OPEN_ANSWERS:
+                self._open_answers.popitem(last=False)
         if node is lane.waiting_tip:
             limits = self.limits
             self._issue_tree(lane, node, planned,
@@ -101,6 +112,29 @@ class Speculation:
         lane.reserve.add(planned)
         if not proposals:
             self._empty(lane, node)
+
+    def corrected(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
+        """A better draft's answer to a job that was answered: where it leaves the path that was
+        named, its guesses go on, and what was planned there counts for no more than it leaves."""
+        lane, node = self._open_answers.pop(job_id, (None, None))
+        if lane is None or node is None or lane.done:
+            return
+        chain: list[Proposal] = []
+        for guess in proposals:
+            if guess.alternative or guess.parent != len(chain) - 1:
+                break
+            chain.append(guess)
+        agreed = 0
+        while agreed < len(chain) and (known := node.child(chain[agreed].token)
+                                       or lane.reserve.child(node, chain[agreed].token)):
+            node, agreed = known, agreed + 1
+        if agreed == len(chain) or not node.open:
+            return  # it has nothing to add, or comes too late
+        left = 1.0 - self.calibration.estimate(chain[agreed].confidence, first=True)
+        lane.reserve.doubt(node, node.score + math.log(max(left, 1e-3)))
+        rest = tuple(dataclasses.replace(one, parent=k - 1) for k, one in enumerate(chain[agreed:]))
+        lane.stats.drafted += len(rest)
+        lane.reserve.add(self._plan(lane, node, rest))
 
     def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
         """Nodes for proposals, with what experience says of their confidence."""

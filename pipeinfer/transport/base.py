@@ -102,6 +102,13 @@ class Port(Protocol):
     def take_order(self) -> Order | None:
         """The newest order to this rank that is not the transport's own (Place, Leave)."""
 
+    def post(self, rank: int, message: Message) -> None:
+        """Send a message that is of no epoch to a rank; it gets there, in order, if the rank lives.
+        """
+
+    def take_post(self) -> tuple[int, Message] | None:
+        """The oldest message of no epoch that has arrived, and the rank that sent it."""
+
     def new_losses(self) -> set[int]:
         """Ranks that were found dead since the last time this was asked."""
 

@@ -76,6 +76,14 @@ class DelayingPort:
         """See `Port.take_order`."""
         return self._inner.take_order()
 
+    def post(self, rank: int, message: Message) -> None:
+        """See `Port.post`."""
+        self._inner.post(rank, message)
+
+    def take_post(self) -> tuple[int, Message] | None:
+        """See `Port.take_post`."""
+        return self._inner.take_post()
+
     def new_losses(self) -> set[int]:
         """See `Port.new_losses`."""
         return self._inner.new_losses()

@@ -8,6 +8,7 @@ for a stage hosted by rank 0.
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 
 from pipeinfer.core import codec
@@ -30,10 +31,12 @@ class LocalPort:
         self, node: int, mailboxes: dict[int, Mailbox],
         forward: Callable[[int, Tag, bytes, int], None] | None = None,
         wake: Callable[[], None] = lambda: None,
+        posts: defaultdict[int, deque[tuple[int, Message]]] | None = None,
     ) -> None:
         self.node = node
         self.traffic = Traffic()
         self._mailboxes, self._forward, self._wake = mailboxes, forward, wake
+        self._posts = defaultdict(deque) if posts is None else posts
         self._own = mailboxes[node]
         self._epoch = self._called = self._own.epoch
 
@@ -82,6 +85,16 @@ class LocalPort:
         """There is no rank without a node."""
         return None
 
+    def post(self, rank: int, message: Message) -> None:
+        """See `Port.post`; nodes of one process count as ranks here."""
+        self._posts[rank].append((self.node, message))
+        self._mailboxes[rank].arrived.set()
+
+    def take_post(self) -> tuple[int, Message] | None:
+        """See `Port.take_post`."""
+        posts = self._posts[self.node]
+        return posts.popleft() if posts else None
+
     def new_losses(self) -> set[int]:
         """See `Port.new_losses`."""
         return set()
@@ -118,4 +131,5 @@ class LocalPort:
 def local_ports(n_nodes: int) -> list[LocalPort]:
     """Ports of `n_nodes` nodes that share this process."""
     mailboxes = {node: Mailbox() for node in range(n_nodes)}
-    return [LocalPort(node, mailboxes) for node in range(n_nodes)]
+    posts: defaultdict[int, deque[tuple[int, Message]]] = defaultdict(deque)
+    return [LocalPort(node, mailboxes, posts=posts) for node in range(n_nodes)]

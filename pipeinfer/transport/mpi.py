@@ -11,7 +11,7 @@ Where the MPI library goes on after the death of a rank (ULFM), the dead are not
 sent to them any more. The communicator is neither revoked nor shrunk: both wait for every rank,
 also for one that hangs. A new epoch (`transport.base`) does what they are for, and is in the tag:
 
-    tag = (epoch * 1024 + node) * 8 + kind      kind 7: an order from rank to rank, of no epoch
+    tag = (epoch * 1024 + node) * 8 + kind      from rank to rank, of no epoch: 7 an order, 6 a post
 
 This module knows no runs and no models.
 """
@@ -40,6 +40,7 @@ from pipeinfer.transport.mpi_job import (
     JOB,
     MIN_SLEEP,
     ORDER_TAG,
+    POST_TAG,
     SHARE,
     Neighbours,
     failed_ranks,
@@ -79,6 +80,7 @@ class MpiPort:
         self.traffic = Traffic()
         self.gone: set[int] = set()
         self._order: Order | None = None
+        self._posts: deque[tuple[int, bytes | bytearray]] = deque()
         self.silent: Callable[[], set[int]] = set  # ranks whose heartbeats have stopped
         self.node = -1
         self._layout = layout
@@ -130,6 +132,18 @@ class MpiPort:
         """Tell a rank something that is of no epoch; it gets there if the rank lives."""
         if rank not in self.gone:
             self._post(rank, ORDER_TAG, pack(order))
+
+    def post(self, rank: int, message: Message) -> None:
+        """See `Port.post`."""
+        self._post(rank, POST_TAG, codec.encode(message))
+
+    def take_post(self) -> tuple[int, Message] | None:
+        """See `Port.take_post`."""
+        self.pump()
+        if not self._posts:
+            return None
+        rank, frame = self._posts.popleft()
+        return rank, codec.decode(frame)
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
         """The head's part of a new epoch: every rank is told, and this port enters it.
@@ -304,6 +318,10 @@ class MpiPort:
     def _deliver(self, rank: int, tag: int, frame: bytes | bytearray) -> None:
         if tag == ORDER_TAG:
             self._hear(rank, frame)
+            return
+        if tag == POST_TAG:
+            self._posts.append((rank, frame))
+            self._own.arrived.set()
             return
         place, kind = divmod(tag, _TAGS_PER_NODE)
         epoch, node = divmod(place, _MAX_NODES)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 ORDER_TAG = 7  #: from rank to rank, of node 0 and epoch 0
+POST_TAG = 6  #: likewise, what ranks that only draft hear and say
 MIN_SLEEP, IDLE_CAP = 30e-6, 10e-3  #: seconds of one sleep while waiting for MPI
 SHARE = 0.125  #: of the time already waited that the next sleep takes
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)

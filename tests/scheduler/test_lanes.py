@@ -57,10 +57,12 @@ def prompts(draw):
 
 
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]),
-       accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
+       accuracy=st.sampled_from([0.0, 0.7, 1.0]), second=st.sampled_from([0.0, 0.7]),
+       seed=st.integers(0, 2**32))
 @examples(400)
-def test_each_request_gets_its_own_tokens(data, limits, n_stages, accuracy, seed):
-    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed)
+def test_each_request_gets_its_own_tokens(data, limits, n_stages, accuracy, second, seed):
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed,
+                        second=second)
     asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([0, 1, 6, 30])),
                      eos_ids=data.draw(st.sampled_from([frozenset(), frozenset({0})])))
              for i in range(data.draw(st.integers(1, 7)))]

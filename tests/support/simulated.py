@@ -99,13 +99,15 @@ class Stage:
 
 
 class Pipeline:
-    """Scheduler, stages, cancels and a draft, advanced one random step at a time."""
+    """Scheduler, stages, cancels and a draft, advanced one random step at a time. second: how many
+    of the draft's jobs a second one answers later, too."""
 
     def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
-                 respect_cancel=True, strict=True, rows=None, drafts=True):
+                 respect_cancel=True, strict=True, rows=None, drafts=True, second=0.0):
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(limits, rows, drafts=drafts, validate=True)
-        self.drafts = drafts
+        self.drafts, self.second, self.corrections = drafts, second, 0
+        self.later: dict[int, StartDraft] = {}
         self.probe_runs: set[int] = set()
         self.stages = [Stage() for _ in range(n_stages)]
         self.results: deque = deque()
@@ -139,6 +141,7 @@ class Pipeline:
                 case StopDraft(job_id):
                     if self.rng.random() < 0.5:
                         self.jobs.pop(job_id, None)
+                        self.later.pop(job_id, None)
                 case Emit(request_id, choice, _):
                     assert request_id not in self.finished
                     self.output[request_id].append(choice.token)
@@ -157,6 +160,7 @@ class Pipeline:
         out = [("stage", k) for k, s in enumerate(self.stages) if s.queue]
         out += [("cancel", k) for k in range(len(self.cancels))]
         out += [("job", j) for j in self.jobs]
+        out += [("later", j) for j in self.later]
         if self.results:
             out.append(("result", 0))
         return out
@@ -174,6 +178,9 @@ class Pipeline:
                 self._move_cancel(index)
             case "job":
                 self._draft(self.jobs.pop(index))
+            case "later":
+                self.corrections += 1
+                self._draft(self.later.pop(index), further=True)
             case "result":
                 self.feed(self.results.popleft())
         return True
@@ -257,7 +264,7 @@ class Pipeline:
             else:
                 assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
 
-    def _draft(self, job: StartDraft):
+    def _draft(self, job: StartDraft, *, further=False):
         path = [*job.accepted[:job.base], *job.suffix]
         proposals: list[Proposal] = []
         spares: list[Proposal] = []
@@ -287,4 +294,7 @@ class Pipeline:
         if self.rng.random() < 0.1:
             proposals, spares = [], []
         spares = [p for p in spares if p.parent < len(proposals)]
-        self.feed(Drafted(job.job_id, (*proposals, *spares)))
+        more = bool(self.second) and not further and self.rng.random() < self.second
+        if more:
+            self.later[job.job_id] = job
+        self.feed(Drafted(job.job_id, (*proposals, *spares), more=more, further=further))

@@ -1,0 +1,137 @@
+"""Ranks that hold the draft: which they are, what they load, and what rank 0 asks them for.
+
+Knows options, models and backends; how guesses travel is `runtime.draft_rank` and `remote_draft`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeinfer.backends.base import Backend
+from pipeinfer.backends.factory import llama_options, load_torch
+from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.cluster.fault_wrappers import faulty_backend
+from pipeinfer.cluster.faults import Fault
+from pipeinfer.config import JobConfig
+from pipeinfer.core.control import DraftSetup
+from pipeinfer.errors import MismatchError, ModelError, UsageError
+from pipeinfer.host import Place, threads_of
+from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import open_model
+from pipeinfer.models.shard import extract_shard
+from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.nodes import NodeSettings, RankInfo, settle
+from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.strategies.proposers.draft_model import DraftModel
+
+DRAFT_PATHS = 8  #: paths that a draft keeps in its cache
+BATCH = 256  #: rows of one of its runs at most
+
+
+def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]:
+    """The ranks, those of --draft-ranks with the role of a draft. Raises UsageError."""
+    count, last = config.cluster.draft_ranks, len(hosts) - config.cluster.spares
+    if not count:
+        return hosts
+    if config.speculation.layout == "replicate":
+        raise UsageError("--layout replicate needs no draft: leave out --draft-ranks")
+    least = 1 if config.cluster.head_stage else 2
+    if last - count < least:
+        raise UsageError(f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks "
+                         f"were started; start at least {count + config.cluster.spares + least}")
+    return [dataclasses.replace(one, settings=dataclasses.replace(one.settings, role="draft"))
+            if last - count <= one.rank < last else one for one in hosts]
+
+
+def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
+    """Ranks that hold the draft; none: rank 0 does."""
+    return tuple(one.rank for one in hosts
+                 if one.rank and one.settings.role == "draft" and not one.dead)
+
+
+def cache_sizes(config: JobConfig, cells: int) -> dict[str, int]:
+    """Of a draft's cache, for stages with so many cells."""
+    paths = paths_of(config)
+    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
+            "n_batch": BATCH}
+
+
+def paths_of(config: JobConfig) -> int:
+    """How many paths a draft keeps in its cache."""
+    return DRAFT_PATHS + config.speculation.parallel - 1
+
+
+def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, n_vocab: int,
+              vocabulary: Vocabulary | None) -> list[DraftSetup]:
+    """What each of the draft's ranks is to load. Raises UsageError for more ranks than layers."""
+    ranks, model = draft_ranks_of(hosts), open_model(path)
+    if len(ranks) > model.n_layers:
+        raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
+                         f"{len(ranks)} ranks: lower --draft-ranks")
+    if len(ranks) > 1 and path.is_dir():
+        raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: use "
+                         "--draft-ranks 1, or a GGUF file")
+    ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
+    return [DraftSetup(
+        ranks, str(path), model.fingerprint, model.n_layers, start, stop,
+        **cache_sizes(config, cells), paths=paths_of(config), n_vocab=n_vocab,
+        settings=dataclasses.asdict(hosts[rank].settings),
+        vocabulary=vocabulary.to_json() if vocabulary and stop == model.n_layers else None)
+        for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
+
+
+class DraftLoader:
+    """Loads what a setup says on a rank of the draft."""
+
+    def __init__(self, config: JobConfig, place: Place, faults: Sequence[Fault] = ()) -> None:
+        self._config, self._place, self._faults = config, place, faults
+
+    def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
+        """See `Loader.layers`. Raises ModelError, MismatchError and BackendError."""
+        config = settle(self._config, self._place, NodeSettings(**setup.settings))
+        backend, threads = load_draft(
+            config, self._place, _own_file(setup), (setup.start, setup.stop), {
+                "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
+        return faulty_backend(backend, self._faults, self._place.rank), threads
+
+    def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
+        """See `Loader.proposer`."""
+        vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
+        return DraftModel(backend, setup.n_vocab, paths=setup.paths, vocabulary=vocabulary)
+
+
+def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, int],
+               sizes: dict[str, int]) -> tuple[Backend, int]:
+    """Layers of a draft, and how many threads compute them."""
+    threads = threads_of(config.model.threads_draft, place)
+    n_layers = open_model(path).n_layers
+    if path.is_dir():
+        return load_torch(
+            dataclasses.replace(config.model, exact="off"), path, layers, sizes, threads), threads
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+
+    whole = layers == (0, n_layers)
+    backend = LlamaCppBackend.load(
+        path if whole else extract_shard(open_model(path), *layers), layers=layers,
+        n_layers_total=n_layers, first=layers[0] == 0, last=layers[1] == n_layers,
+        n_threads=threads, options=llama_options(config.model, draft=True), **sizes)
+    if not config.model.threads_draft and whole:
+        threads = settle_threads(backend, threads)
+    return backend, threads
+
+
+def _own_file(setup: DraftSetup) -> Path:
+    """The draft's path on this host: rank 0's, or one that came with this installation. Raises
+    ModelError where it is not here, MismatchError where it is another."""
+    asked = Path(setup.model)
+    path = asked if asked.exists() else EMBEDDED / asked.name
+    if not path.exists():
+        raise ModelError(f"{asked} does not exist on {socket.gethostname()}: copy the draft there "
+                         "under the same path, or share its directory")
+    if open_model(path).fingerprint != setup.fingerprint:
+        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's draft: copy "
+                            "the same file to every host")
+    return path

@@ -1,0 +1,294 @@
+"""A rank that only drafts: the other end of `remote_draft`.
+
+    rank 0 -> DraftSetup; LaneOpen, DraftJob, DraftStop     DraftReady, DraftDone -> rank 0
+    last of the draft's ranks -> Decode -> first ... last   rows, then their activations
+
+A draft that several ranks hold is a pipeline of its own: its last rank has the head, so it is asked
+for guesses, and sends rows to the first (`PartedBackend`); nothing but activations of one width
+comes back. All of it is of no epoch, so stages may be rearranged meanwhile. This module loads no
+model and knows no proposer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from pipeinfer.backends.base import Backend, apply
+from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
+from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.messages import NO_RUN, Decode, LaneClose, LaneOpen, Message, Tag
+from pipeinfer.core.types import (
+    FloatArray,
+    Rows,
+    SamplingParams,
+    SeqCopy,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
+from pipeinfer.errors import (
+    BackendError,
+    ClusterError,
+    PipeinferError,
+    ProtocolError,
+    RankLost,
+    TransportTimeout,
+)
+from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.transport.base import Dismissed, Port, Regrouped
+
+_LIVE_SECONDS = 2.0  #: after a message, in which the next one is expected soon
+
+
+class Loader(Protocol):
+    """What a rank makes of a setup."""
+
+    def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
+        """This rank's layers of the draft, and how many threads compute them. Raises
+        PipeinferError."""
+
+    def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
+        """What names guesses, over all of the draft."""
+
+
+class DraftRank:
+    """Serves what rank 0 and the draft's other ranks ask; `turn` does one piece of it."""
+
+    def __init__(self, port: Port, rank: int, loader: Loader, timeout: float,
+                 pulse: Pulse | None = None) -> None:
+        self._port, self._rank, self._loader, self._timeout = port, rank, loader, timeout
+        self._pulse = pulse or Pulse()
+        self._setup: DraftSetup | None = None
+        self._layers: Backend | None = None
+        self._proposer: Proposer | None = None
+        self._todo: deque[DraftSetup | DraftJob | Decode] = deque()
+        self._hidden: deque[Decode] = deque()
+        self._params: dict[int, SamplingParams] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._stopped: set[int] = set()
+        self._at = 0  # the job at hand
+        self._heard = -_LIVE_SECONDS
+        self._threads = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether something is likely to come soon."""
+        return time.monotonic() - self._heard < _LIVE_SECONDS
+
+    def turn(self) -> bool:
+        """Do what was asked first; whether there was anything. Raises Dismissed."""
+        self._hear()
+        if not self._todo:
+            return False
+        task = self._todo.popleft()
+        try:
+            match task:
+                case DraftSetup():
+                    self._load(task)
+                case DraftJob():
+                    self._draft(task)
+                case Decode():
+                    self._pass_on(task)
+        except Dismissed:
+            raise
+        except Exception as error:  # rank 0 goes on without guesses, and says why
+            self._fail(error)
+        return True
+
+    def close(self) -> None:
+        """Release the model."""
+        if self._proposer is not None:
+            self._proposer.close()
+        elif self._layers is not None:
+            self._layers.close()
+        self._proposer = self._layers = self._setup = None
+
+    # --- hearing ------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        while (post := self._port.take_post()) is not None:
+            self._heard = time.monotonic()
+            self._sort(*post)
+
+    def _sort(self, source: int, message: Message) -> None:
+        match message:
+            case DraftSetup() | DraftJob():
+                self._todo.append(message)
+            case DraftStop(job_id):  # else it was answered, and its number may come again
+                if job_id == self._at or any(isinstance(task, DraftJob) and task.job_id == job_id
+                                             for task in self._todo):
+                    self._stopped.add(job_id)
+            case LaneOpen(lane, params):
+                self._params[lane], self._tokens[lane] = params, []
+            case LaneClose(lane):
+                self._params.pop(lane, None)
+                self._tokens.pop(lane, None)
+            case Decode() if self._proposer is not None:
+                self._hidden.append(message)
+            case Decode():
+                self._todo.append(message)
+            case _:
+                raise ProtocolError(f"rank {self._rank}, which drafts, cannot handle "
+                                    f"{type(message).__name__} from rank {source}")
+
+    # --- work ---------------------------------------------------------------------------------
+
+    def _load(self, setup: DraftSetup) -> None:
+        if setup != self._setup:
+            self.close()
+            self._pulse.beat("loads the draft")
+            backend, self._threads = self._loader.layers(setup)
+            self._layers, self._setup = backend, setup
+            if setup.stop == setup.n_layers:
+                whole: Backend = backend if setup.start == 0 else PartedBackend(
+                    backend, setup.ranks[:-1], self._port, self._next_hidden)
+                self._proposer = self._loader.proposer(setup, whole)
+        assert self._layers is not None
+        self._pulse.settle()
+        self._port.post(0, DraftReady(
+            self._rank, socket.gethostname(), (setup.start, setup.stop),
+            self._layers.info.weight_bytes, self._threads))
+
+    def _draft(self, job: DraftJob) -> None:
+        if self._proposer is None:
+            return  # it failed, and rank 0 was told
+        tokens, params = self._tokens.get(job.lane), self._params.get(job.lane)
+        if tokens is None or params is None or job.start > len(tokens):
+            raise ProtocolError(f"rank {self._rank} was asked for guesses in lane {job.lane}, of "
+                                f"whose first {job.start} tokens it has not heard")
+        tokens[job.start:] = job.tokens
+        self._at = job.job_id
+        start, rows = time.perf_counter(), self._proposer.rows_evaluated
+        found: tuple[Proposal, ...] | None = None
+        if job.job_id not in self._stopped:
+            found = self._proposer.propose(_asked(job, tokens, params),
+                                           lambda: self._is_stopped(job.job_id))
+        self._at = 0
+        self._stopped.discard(job.job_id)
+        self._port.post(0, DraftDone(
+            job.job_id, None if found is None else tuple(
+                (one.parent, one.token, one.confidence, one.alternative) for one in found),
+            self._proposer.rows_evaluated - rows, time.perf_counter() - start))
+
+    def _is_stopped(self, job_id: int) -> bool:
+        self._pulse.beat("drafts")
+        self._hear()
+        return job_id in self._stopped
+
+    def _pass_on(self, run: Decode) -> None:
+        """A rank before the draft's last one: its layers for these rows, to the next."""
+        setup, layers = self._setup, self._layers
+        if setup is None or layers is None:
+            return
+        self._pulse.beat("drafts")
+        for op in run.ops:
+            apply(layers, op)
+        hidden: FloatArray | None = None
+        if not run.skipped:
+            with contextlib.suppress(BackendError):  # no room: the last one makes some
+                hidden = layers.decode(run.rows, run.hidden)
+        after = setup.ranks[setup.ranks.index(self._rank) + 1]
+        self._port.post(after, dataclasses.replace(run, hidden=hidden, skipped=hidden is None))
+
+    def _next_hidden(self, run_id: int) -> FloatArray | None:
+        """What the ranks before make of the rows of a run; None where they had no room."""
+        assert self._setup is not None
+        others, deadline = self._setup.ranks[:-1], time.monotonic() + self._timeout
+        while True:
+            self._hear()
+            while self._hidden:
+                run = self._hidden.popleft()
+                if run.run_id == run_id:
+                    return run.hidden
+            if lost := self._port.gone.intersection(others):
+                raise RankLost(min(lost), "held layers of the draft and is dead")
+            if time.monotonic() > deadline:
+                raise TransportTimeout(rank=self._rank, peer=others[-1], tag="draft rows",
+                                       run_id=run_id, seconds=self._timeout)
+            self._pulse.beat("waits for the draft's other ranks")
+            with contextlib.suppress(Regrouped):  # of the stages, which may wait
+                self._port.take(Tag.ERROR)
+            self._port.wait(0.2, live=True)
+
+    def _fail(self, error: Exception) -> None:
+        words = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, PipeinferError):
+            words = f"{type(error).__name__}: {words}"
+        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
+        with contextlib.suppress(Exception):
+            self.close()
+        self._todo.clear()
+        self._port.post(0, DraftReady(self._rank, socket.gethostname(), (0, 0), 0, 0, words, code))
+
+
+class PartedBackend:
+    """All of a draft, seen from the rank with its last layers (`own`).
+
+    others: the ranks with those before, in order. next_hidden: waits for their activations of a
+    run, None where they had no room. Operations travel with the next rows.
+    """
+
+    def __init__(self, own: Backend, others: tuple[int, ...], port: Port,
+                 next_hidden: Callable[[int], FloatArray | None]) -> None:
+        self._own, self._others, self._port, self._next_hidden = own, others, port, next_hidden
+        self._ops: list[SeqOp] = []
+        self._run = 0
+        self.info = dataclasses.replace(own.info, layers=(0, own.info.layers[1]), first=True)
+        self.capabilities = dataclasses.replace(own.capabilities, embedding_rows=False)
+
+    def decode(
+        self, rows: Rows, hidden: FloatArray | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> FloatArray | None:
+        """See `Backend.decode`. Raises RankLost and TransportTimeout where the others are gone."""
+        del hidden
+        self._run += 1
+        self._port.post(self._others[0], Decode(
+            self._run, NO_RUN, rows, np.zeros(len(rows.tokens), np.int32), tuple(self._ops)))
+        self._ops.clear()
+        try:
+            passed = self._next_hidden(self._run)
+            if passed is None:
+                raise BackendError("the draft's first layers have no free cells")
+            return self._own.decode(rows, passed, should_stop)
+        except BackendError:
+            end = int(rows.positions.max(initial=-1)) + 1
+            self._ops += [SeqRemove(seq_id, first, end)
+                          for seq_id, first in rows.first_positions().items()]
+            raise
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_rm`."""
+        self._apply(SeqRemove(seq_id, p0, p1))
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """See `Backend.seq_cp`."""
+        self._apply(SeqCopy(src, dst, p0, p1))
+
+    def seq_keep(self, seq_id: int) -> None:
+        """See `Backend.seq_keep`."""
+        self._apply(SeqKeep(seq_id))
+
+    def close(self) -> None:
+        """See `Backend.close`; the other ranks release theirs themselves."""
+        self._own.close()
+
+    def _apply(self, op: SeqOp) -> None:
+        self._ops.append(op)
+        apply(self._own, op)
+
+
+def _asked(job: DraftJob, tokens: list[int], params: SamplingParams) -> StartDraft:
+    return StartDraft(
+        job.job_id, job.lane, Prefix(tokens), len(tokens), job.suffix, params, job.max_tokens,
+        job.max_depth, job.branches, job.p_min, job.p_split, frozenset(job.stop_ids),
+        job.alternatives, job.shift)

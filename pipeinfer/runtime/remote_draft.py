@@ -1,0 +1,146 @@
+"""The draft on ranks of its own, as the head sees it; `draft_rank` is the other end.
+
+A lane's accepted tokens are sent once: jobs bring those that are new. Where the draft's ranks are
+lost, every job is answered with nothing, so the job goes on without guesses. Knows no models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
+from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.messages import LaneClose, LaneOpen
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import ClusterError, RankLost, TransportTimeout
+from pipeinfer.scheduler.events import Drafted
+from pipeinfer.transport.base import Port
+
+_LANES = 256  #: whose tokens are remembered on the other side
+
+
+class RemoteDraft:
+    """Has the interface of `DraftWorker`, and belongs to the head's thread like the port.
+
+    setups: what each of the draft's ranks is to hold, in the order of the layers.
+    """
+
+    free = False
+    local = False
+
+    def __init__(self, port: Port, setups: Sequence[DraftSetup]) -> None:
+        self.busy_seconds = 0.0
+        self.lost = ""  #: why there are no guesses any more
+        self.told: Callable[[str], None] = lambda _: None  #: called with that, when it is found
+        self.ready: dict[int, DraftReady] = {}
+        self._port = port
+        self._ranks = setups[-1].ranks
+        self._waiting: set[int] = set()
+        self._results: deque[Drafted] = deque()
+        self._lanes: OrderedDict[int, tuple[SamplingParams, int]] = OrderedDict()
+        for rank, setup in zip(self._ranks, setups, strict=True):
+            port.post(rank, setup)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Which hold the draft, in the order of its layers."""
+        return self._ranks
+
+    @property
+    def idle(self) -> bool:
+        """Whether a job would be begun at once."""
+        self._hear()
+        return not self._waiting
+
+    def await_ready(self, timeout: float) -> None:
+        """Until the draft is loaded. Raises RankLost, TransportTimeout, and ClusterError with the
+        exit code of what went wrong on a rank."""
+        deadline = time.monotonic() + timeout
+        while not self.lost and len(self.ready) < len(self._ranks):
+            if time.monotonic() > deadline:
+                late = min(set(self._ranks) - set(self.ready))
+                raise TransportTimeout(rank=0, peer=late, tag="DraftReady", run_id=None,
+                                       seconds=timeout)
+            self._port.wait(0.2)
+            self._hear()
+        if self.lost:
+            failed = next((one for one in self.ready.values() if one.error), None)
+            if failed is None:
+                raise RankLost(min(self._port.gone.intersection(self._ranks)), "is dead")
+            error = ClusterError(self.lost)
+            error.exit_code = failed.exit_code
+            raise error
+
+    def start(self, job: StartDraft) -> None:
+        """Ask for guesses."""
+        if self.lost:
+            self._results.append(Drafted(job.job_id, ()))
+            return
+        known = self._known(job)
+        self._waiting.add(job.job_id)
+        self._port.post(self._ranks[-1], DraftJob(
+            job.job_id, job.lane, known, tuple(job.accepted[known:job.base]), job.suffix,
+            job.max_tokens, job.max_depth, job.branches, job.p_min, job.p_split,
+            tuple(sorted(job.stop_ids)), job.alternatives, job.shift))
+
+    def stop(self, job_id: int) -> None:
+        """The job's answer is not wanted any more."""
+        if job_id in self._waiting:
+            self._port.post(self._ranks[-1], DraftStop(job_id))
+
+    def take(self) -> Drafted | None:
+        """A finished job, if any."""
+        self._hear()
+        return self._results.popleft() if self._results else None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would do something."""
+        self._hear()
+        return bool(self._results)
+
+    def close(self, timeout: float) -> None:
+        """Jobs are not wanted any more; the ranks keep the draft, for the next one who asks."""
+        del timeout
+        for job_id in self._waiting:
+            self.stop(job_id)
+        self._waiting.clear()
+
+    def _known(self, job: StartDraft) -> int:
+        """How many of the lane's tokens the other side has; it knows the lane afterwards."""
+        params, known = self._lanes.pop(job.lane, (None, 0))
+        last = self._ranks[-1]
+        if known > job.base or (params is not job.params and params != job.params):
+            known = 0
+            self._port.post(last, LaneOpen(job.lane, job.params))
+        self._lanes[job.lane] = job.params, job.base
+        if len(self._lanes) > _LANES:
+            self._port.post(last, LaneClose(self._lanes.popitem(last=False)[0]))
+        return known
+
+    def _hear(self) -> None:
+        while (post := self._port.take_post()) is not None:
+            match post[1]:
+                case DraftDone(job_id, proposals, rows, seconds):
+                    self.busy_seconds += seconds
+                    wanted = job_id in self._waiting
+                    self._waiting.discard(job_id)
+                    if wanted and proposals is not None:
+                        self._results.append(Drafted(
+                            job_id, tuple(Proposal(*one) for one in proposals), rows, seconds))
+                case DraftReady() as ready:
+                    self.ready[ready.rank] = ready
+                    if ready.error:
+                        self._lose(f"rank {ready.rank} on {ready.host} cannot draft: {ready.error}")
+                case _:
+                    pass  # of an earlier draft
+        if not self.lost and (dead := self._port.gone.intersection(self._ranks)):
+            self._lose(f"rank {min(dead)}, which drafted, is dead")
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting)]
+        self._waiting.clear()
+        self.told(why)

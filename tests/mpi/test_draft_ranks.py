@@ -1,0 +1,79 @@
+"""Drafts on ranks of their own, in real jobs: the tokens stay, and guesses are made."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.experiments.rig import launch
+from tests.support.sample import FULL, full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
+TARGET, DRAFT = str(EMBEDDED / "target.gguf"), str(EMBEDDED / "draft.gguf")
+GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def fibonacci(n):\n", "-n", "60",
+            "--seed", "5", "--json", "--timeout", "60"]
+PACED = ["--pace-ms", "8"]  # else guesses are not worth their while
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return json.loads(launch.run(1, [*GENERATE, "--policy", "iterative"]).stdout)["tokens"]
+
+
+@pytest.mark.parametrize(("np", "options"), [
+    (3, ["--draft-ranks", "1"]), (4, ["--draft-ranks", "2"]),
+    full(3, ["--draft-ranks", "1", "--policy", "published"]),
+    full(2, ["--draft-ranks", "1", "--head-stage"]),
+    (3, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET]),
+])
+def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
+    done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain
+    assert answer["stats"]["accepted_speculative"] > 0
+    assert any(f"drafts on rank {np - int(options[1])} " in note
+               for note in answer["stats"]["notes"])
+
+
+@FULL
+def test_beside_a_wide_stage():
+    sliced = launch.run(1, [*GENERATE, "--slices", "2", "--policy", "iterative"])
+    done = launch.run(4, [*GENERATE, *PACED, "--draft-ranks", "1", "--grid", "1x2"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == json.loads(sliced.stdout)["tokens"]
+    assert answer["stats"]["accepted_speculative"] > 0
+
+
+@pytest.mark.parametrize(("count", "victim"), [("1", 3), full("2", 2), full("2", 3)])
+def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(count, victim, plain):
+    done = launch.run(4, [*GENERATE, *PACED, "--draft-ranks", count, "--fault",
+                          f"kill@{victim}:decode=12"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain
+    assert any("tokens come without its guesses" in note for note in answer["stats"]["notes"])
+
+
+def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
+    done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--fault", "error@2:decode=12"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain
+    assert any("rank 2 on" in note and "cannot draft" in note
+               for note in answer["stats"]["notes"])
+
+
+@pytest.mark.parametrize(("np", "options", "words"), [
+    (2, ["--draft-ranks", "1"], "start at least 3"),
+    (4, ["--draft-ranks", "3"], "start at least 5"),
+])
+def test_what_does_not_fit_is_refused(np, options, words):
+    done = launch.run(np, [*GENERATE, *options])
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

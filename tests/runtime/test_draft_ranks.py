@@ -1,0 +1,234 @@
+"""A draft on ranks of its own names what a draft on rank 0 does, however many ranks hold it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+
+import pytest
+
+from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.control import DraftSetup
+from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import ClusterError, ModelError, TransportTimeout
+from pipeinfer.runtime.draft_rank import DraftRank
+from pipeinfer.runtime.draft_team import DraftTeam
+from pipeinfer.runtime.remote_draft import RemoteDraft
+from pipeinfer.scheduler.events import Drafted
+from pipeinfer.strategies.proposers.draft_model import DraftModel
+from pipeinfer.transport.inproc import local_ports
+
+SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
+SECONDS = 20.0
+
+
+class ToyLoader:
+    """Layers of the toy model; of none other."""
+
+    def __init__(self, n_ctx):
+        self.n_ctx, self.slow = n_ctx, 0.0
+
+    def layers(self, setup):
+        if setup.model != "toy":
+            raise ModelError(f"{setup.model} does not exist: copy it")
+        return ToyBackend.load(SPEC, setup.start, setup.stop, n_ctx=self.n_ctx), 1
+
+    def proposer(self, setup, backend):
+        return DraftModel(backend, setup.n_vocab, paths=setup.paths)
+
+
+class Ranks:
+    """Threads that are the draft's ranks 1, 2, ..."""
+
+    def __init__(self, count, model="toy", paths=4, n_ctx=512):
+        self.ports = local_ports(count + 1)
+        self.head, self.running = self.ports[0], True
+        names = tuple(range(1, count + 1))
+        ends = [SPEC.n_layers * k // count for k in range(count + 1)]
+        self.setups = [
+            DraftSetup(names, model, "", SPEC.n_layers, start, stop, 512, 64, 64, paths,
+                       SPEC.n_vocab, {}) for start, stop in itertools.pairwise(ends)]
+        self.draft = RemoteDraft(self.head, self.setups)
+        self.threads = [threading.Thread(target=self.work, args=(rank, n_ctx), daemon=True)
+                        for rank in names]
+        for thread in self.threads:
+            thread.start()
+
+    def work(self, rank, n_ctx):
+        port = self.ports[rank]
+        one = DraftRank(port, rank, ToyLoader(n_ctx), SECONDS)
+        while self.running:
+            if not one.turn():
+                port.wait(0.01)
+        one.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.running = False
+        for thread in self.threads:
+            thread.join(SECONDS)
+
+    def answer(self, draft=None):
+        deadline = time.monotonic() + SECONDS
+        while (found := (draft or self.draft).take()) is None:
+            assert time.monotonic() < deadline
+            self.head.wait(0.01)
+        return found
+
+
+def job(accepted, suffix=(), number=1, lane=0, **change):
+    values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
+              "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
+    return StartDraft(number, lane, Prefix(accepted), len(accepted), tuple(suffix), **values)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_guesses_are_those_of_a_draft_on_rank_0(count):
+    rng = random.Random(count)
+    with Ranks(count, n_ctx=96) as ranks:  # so few cells that paths give way to others
+        ranks.draft.await_ready(SECONDS)
+        accepted, lane, params = [3, 1], 0, SamplingParams()
+        for number in range(60):
+            accepted = accepted + [rng.randrange(12) for _ in range(rng.randrange(3))]
+            if rng.random() < 0.15 or len(accepted) > 30:
+                lane, accepted = lane + 1, accepted[: rng.randrange(1, 6)]
+                params = SamplingParams(rng.choice([0.0, 0.8]), key=lane)
+            wanted = job(accepted, [rng.randrange(12) for _ in range(rng.randrange(4))], number,
+                         lane, params=params, branches=rng.choice([1, 3]), p_split=0.05,
+                         alternatives=rng.choice([0, 2]))
+            ranks.draft.start(wanted)
+            found = ranks.answer()
+            alone = DraftModel(ToyBackend.load(SPEC)).propose(wanted, lambda: False)
+            assert (found.job_id, found.proposals) == (number, alone)
+        assert ranks.draft.busy_seconds > 0
+
+
+def test_a_stopped_job_is_not_answered_and_the_next_one_is():
+    with Ranks(2) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        for number in range(1, 6):
+            ranks.draft.start(job([3, 1], number=number))
+        for number in range(1, 5):
+            ranks.draft.stop(number)
+        answers = [ranks.answer()]
+        while answers[-1].job_id != 5:  # the first ones may have been done
+            answers.append(ranks.answer())
+        assert ranks.draft.idle
+        assert ranks.draft.take() is None
+
+
+def test_numbers_of_jobs_may_come_again():
+    """Another policy in the same job: a new scheduler counts from 1, over the same ranks."""
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        for _ in range(5):
+            before = ranks.draft
+            for number in (1, 2, 3):
+                before.start(job([3, 1], number=number))
+            ranks.head.wait(0.005)
+            ranks.draft = RemoteDraft(ranks.head, ranks.setups)
+            ranks.draft.await_ready(SECONDS)
+            before.close(SECONDS)
+            ranks.draft.start(job([3, 1, 4], number=2))
+            found = ranks.answer()
+            wanted = DraftModel(ToyBackend.load(SPEC)).propose(job([3, 1, 4]), lambda: False)
+            assert (found.job_id, found.proposals) == (2, wanted)
+
+
+def test_a_draft_that_cannot_be_loaded_is_said_with_its_rank_and_exit_code():
+    with Ranks(1, model="elsewhere") as ranks:
+        with pytest.raises(ClusterError, match=r"rank 1 on .* cannot draft: elsewhere does not"
+                           ) as caught:
+            ranks.draft.await_ready(SECONDS)
+        assert caught.value.exit_code == ModelError.exit_code
+        ranks.draft.start(job([3, 1]))
+        assert ranks.answer() == Drafted(1, ())
+
+
+def test_waiting_for_a_rank_that_says_nothing_has_an_end():
+    head, *_ = local_ports(2)
+    draft = RemoteDraft(head, [DraftSetup((1,), "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})])
+    with pytest.raises(TransportTimeout, match="DraftReady"):
+        draft.await_ready(0.05)
+
+
+class Quick:
+    """A draft on rank 0 that answers when it is told to."""
+
+    free, local, busy_seconds = False, True, 0.0
+
+    def __init__(self):
+        self.answers, self.asked, self.stopped = [], [], []
+
+    def start(self, job):
+        self.asked.append(job.job_id)
+
+    def stop(self, job_id):
+        self.stopped.append(job_id)
+
+    def take(self):
+        return self.answers.pop(0) if self.answers else None
+
+    @property
+    def has_news(self):
+        return bool(self.answers)
+
+    def close(self, timeout):
+        pass
+
+
+def test_of_two_drafts_the_quick_one_answers_and_the_better_one_corrects():
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        quick = Quick()
+        team = DraftTeam(quick, ranks.draft)
+        team.slot = lambda: 1e-9  # stages are quicker than any draft
+        team.start(job([3, 1], number=0))
+        ranks.answer(team)  # from here on the better one's speed is known
+        team.start(job([3, 1], number=1))
+        team.start(job([3, 1], [2], number=2))
+        team.start(job([3, 1], [2, 2], number=3))
+        quick.answers = [Drafted(1, (Proposal(-1, 7),)), Drafted(2, (Proposal(-1, 7),)),
+                         Drafted(3, ())]
+        first, second = team.take(), team.take()
+        assert (first.job_id, first.more, first.further) == (1, True, False)
+        assert (second.job_id, second.more) == (2, False)  # a newer one has taken its place
+        rest = {one.job_id: one for one in (ranks.answer(team), ranks.answer(team))}
+        assert rest[1].further
+        assert not rest[3].further  # the quick one knew nothing, so this is the answer
+        assert rest[3].proposals
+
+
+def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        quick = Quick()
+        team = DraftTeam(quick, ranks.draft)
+        team.slot = lambda: 1e3
+        team.start(job([3, 1], number=1))
+        assert ranks.answer(team).proposals
+        for number in (2, 3):
+            team.start(job([3, 1], [2], number=number, max_tokens=(0, 4)[number - 2]))
+            quick.answers = [Drafted(number, (Proposal(-1, 7),))]
+            found = ranks.answer(team)
+            assert (found.job_id, found.more, found.further) == (number, False, False)
+            guesses = {one.token for one in found.proposals}
+            assert guesses == {7} if number == 2 else len(found.proposals) == 4
+        assert quick.stopped == [1, 2, 3]
+
+
+def test_a_better_draft_that_is_first_is_the_answer():
+    with Ranks(1) as ranks:
+        ranks.draft.await_ready(SECONDS)
+        quick = Quick()
+        team = DraftTeam(quick, ranks.draft)
+        team.start(job([3, 1], number=1))
+        assert not ranks.answer(team).further
+        assert quick.stopped == [1]
+        quick.answers = [Drafted(1, (Proposal(-1, 7),))]
+        assert team.take() is None
