@@ -136,9 +136,12 @@ class Record:
 
 
 def check(path: str) -> Path:
-    """The file's whole path. Raises UsageError when it could not be written."""
+    """The file's whole path. Raises UsageError when it could not be written, or is another's."""
     whole = Path(path).resolve()
-    os.close(_open(whole))
+    with open(_open(whole), "rb") as file:
+        begin = file.read(64)
+    if begin and b'"pipeinfer-journal"' not in begin and not _line(Head(VERSION)).startswith(begin):
+        raise _not_ours(whole)
     if not os.access(whole.parent, os.W_OK):
         raise UsageError(f"--journal {path}: its folder must be writable, too, because the file is "
                          "written anew from time to time")
@@ -167,14 +170,12 @@ class Journal:
         torn = lines.pop()
         head = _parse(lines[0]) if lines else None
         if lines and not isinstance(head, Head):
-            raise UsageError(f"--journal {self.path} is not a journal of pipeinfer: name a new "
-                             "file, or one that serve has written")
+            raise _not_ours(self.path)
         if isinstance(head, Head) and head.version != VERSION:
             raise UsageError(f"--journal {self.path} has format {head.version}; this version of "
                              f"pipeinfer reads {VERSION}: name a new file")
         if not lines and torn and not _line(Head(VERSION)).startswith(torn):
-            raise UsageError(f"--journal {self.path} is not a journal of pipeinfer: name a new "
-                             "file, or one that serve has written")
+            raise _not_ours(self.path)
         records: dict[str, Record] = {}
         damaged = sum(not _take(records, line) for line in lines[1:])
         if damaged:
@@ -298,6 +299,11 @@ def _open(path: Path) -> int:
     os.close(found)
     raise UsageError(f"--journal {path} must be a file of this user that nobody else may read, "
                      f"because it holds prompts: chmod 600 {path}, or name a new file")
+
+
+def _not_ours(path: Path) -> UsageError:
+    return UsageError(f"--journal {path} is not a journal of pipeinfer: name a new file, or one "
+                      "that serve has written")
 
 
 def _lock(path: Path) -> int:

@@ -66,6 +66,7 @@ def test_what_is_written_comes_back(path):
     written(path, begun("a"), Tokens("a", 1, 0, ROWS[:1], "x"), begun("b"),
             Tokens("a", 1, 1, ROWS[1:], "y"), end("a", 1), Gone("b"),
             end("a", 0, 0, failure=Failure("timeout", "too long")))
+    assert check(str(path)) == path
     (record,) = found(path).values()
     assert record.begun == begun("a")
     assert record.begun.asked == ASKED
@@ -113,6 +114,8 @@ def test_another_file_is_left_alone(path, data):
     path.chmod(0o600)
     with pytest.raises(UsageError, match="not a journal of pipeinfer"):
         found(path)
+    with pytest.raises(UsageError, match="not a journal of pipeinfer"):
+        check(str(path))  # before anything starts
     assert path.read_bytes() == data
 
 
