@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 
@@ -202,3 +203,17 @@ def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
         while door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code != 404:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_another_model_takes_up_nothing(door):
+    some(door, 2)
+    name = begin(door.ask("/v1/completions", {"prompt": "x", "stream": True}), 1)[0][1]["id"]
+    door.killed()
+    other = door.folder / "other.gguf"
+    other.symlink_to(door.settings.model)
+    door.enter(dataclasses.replace(door.settings, model=str(other)))
+    answer = door.ask(f"/v1/completions/{name}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "other_model")
+    rest(door)
+    assert door.ask("/v1/completions", {"prompt": "x"}).json()["choices"][0]["text"] == TEXT
+    assert sum(isinstance(frame, Submit) for frame in door.peer.seen) == 1
