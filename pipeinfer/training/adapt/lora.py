@@ -169,6 +169,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str]) -> N
     partial = path.with_name(f"{path.name}.partial")
     save_file({name: tensor.detach().float().cpu().contiguous()
                for name, tensor in tensors.items()}, partial, told)
+    partial.chmod(0o644)  # the library leaves files to their owner alone
     os.replace(partial, path)
 
 

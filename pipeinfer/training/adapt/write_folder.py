@@ -94,6 +94,7 @@ def _write_weights(out: Path, merged: Merged, dtype: Any) -> None:
         nonlocal held, size
         path = out / f"part-{len(files) + 1}.safetensors"
         save_file(held, path, {"format": "pt"})
+        path.chmod(0o644)  # the library leaves files to their owner alone
         files.append((path, list(held)))
         held, size = {}, 0
 
