@@ -135,7 +135,7 @@ def test_what_has_ended_is_there_after_a_kill_until_it_is_deleted(door):
     body = {"prompt": ["x", "y"], "stop": ["four"]}
     before = door.ask("/v1/completions", body, key="k").json()
     count = before.pop("timings")["predicted_n"]
-    door.wrote('"op":"ended"')
+    door.until(lambda: door.journal.read_text().count('"op":"ended"') == 2)  # both choices
     door.killed()
     door.enter()
     door.peer.answer = None  # nothing is computed
