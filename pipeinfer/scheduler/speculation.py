@@ -7,7 +7,6 @@ it knows nothing, the draft in its thread is. It knows no clock, thread or model
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import OrderedDict
 
@@ -20,6 +19,7 @@ from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.published import buffer_free
+from pipeinfer.scheduler.second_opinion import beyond
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
@@ -119,20 +119,11 @@ class Speculation:
         lane, node = self._open_answers.pop(job_id, (None, None))
         if lane is None or node is None or lane.done:
             return
-        chain: list[Proposal] = []
-        for guess in proposals:
-            if guess.alternative or guess.parent != len(chain) - 1:
-                break
-            chain.append(guess)
-        agreed = 0
-        while agreed < len(chain) and (known := node.child(chain[agreed].token)
-                                       or lane.reserve.child(node, chain[agreed].token)):
-            node, agreed = known, agreed + 1
-        if agreed == len(chain) or not node.open:
-            return  # it has nothing to add, or comes too late
-        left = 1.0 - self.calibration.estimate(chain[agreed].confidence, first=True)
+        node, rest = beyond(lane.reserve, node, proposals)
+        if not rest:
+            return
+        left = 1.0 - self.calibration.estimate(rest[0].confidence, first=True)
         lane.reserve.doubt(node, node.score + math.log(max(left, 1e-3)))
-        rest = tuple(dataclasses.replace(one, parent=k - 1) for k, one in enumerate(chain[agreed:]))
         lane.stats.drafted += len(rest)
         lane.reserve.add(self._plan(lane, node, rest))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import control
-from pipeinfer.core.codec import HEADER_BYTES, check_decode, decode, encode
+from pipeinfer.core.codec import HEADER_BYTES, VERSION, check_decode, decode, encode
 from pipeinfer.core.messages import (
     CacheOps,
     Cancel,
@@ -144,8 +144,8 @@ def test_arrays_are_views_into_the_frame():
 
 def test_other_versions_and_strangers_are_named():
     frame = bytearray(encode(Shutdown()))
-    frame[4] = 10
-    with pytest.raises(ProtocolError, match="version 10"):
+    frame[4] = VERSION + 1
+    with pytest.raises(ProtocolError, match=f"version {VERSION + 1}"):
         decode(frame)
     with pytest.raises(ProtocolError, match="header"):
         decode(bytes(HEADER_BYTES))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.experiments.rig import launch
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -39,10 +39,12 @@ def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
                for note in answer["stats"]["notes"])
 
 
-@FULL
-def test_beside_a_wide_stage():
+@pytest.mark.parametrize(("np", "drafts"), [(3, "1"), full(4, "1"), full(4, "2")])
+def test_beside_slices(np, drafts):
+    """On one rank, or as the members of a wide stage."""
     sliced = launch.run(1, [*GENERATE, "--slices", "2", "--policy", "iterative"])
-    done = launch.run(4, [*GENERATE, *PACED, "--draft-ranks", "1", "--grid", "1x2"])
+    cut = ["--grid", "1x2"] if np - int(drafts) == 3 else ["--slices", "2"]
+    done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", drafts, *cut])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == json.loads(sliced.stdout)["tokens"]
