@@ -71,7 +71,7 @@ class DraftRank:
         self._setup: DraftSetup | None = None
         self._layers: Backend | None = None
         self._proposer: Proposer | None = None
-        self._todo: deque[DraftSetup | DraftJob | Decode] = deque()
+        self._todo: deque[DraftSetup | LaneOpen | LaneClose | DraftJob | Decode] = deque()
         self._hidden: deque[Decode] = deque()
         self._params: dict[int, SamplingParams] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -95,6 +95,11 @@ class DraftRank:
             match task:
                 case DraftSetup():
                     self._load(task)
+                case LaneOpen(lane, params):
+                    self._params[lane], self._tokens[lane] = params, []
+                case LaneClose(lane):
+                    self._params.pop(lane, None)
+                    self._tokens.pop(lane, None)
                 case DraftJob():
                     self._draft(task)
                 case Decode():
@@ -122,17 +127,12 @@ class DraftRank:
 
     def _sort(self, source: int, message: Message) -> None:
         match message:
-            case DraftSetup() | DraftJob():
+            case DraftSetup() | LaneOpen() | LaneClose() | DraftJob():
                 self._todo.append(message)
             case DraftStop(job_id):  # else it was answered, and its number may come again
                 if job_id == self._at or any(isinstance(task, DraftJob) and task.job_id == job_id
                                              for task in self._todo):
                     self._stopped.add(job_id)
-            case LaneOpen(lane, params):
-                self._params[lane], self._tokens[lane] = params, []
-            case LaneClose(lane):
-                self._params.pop(lane, None)
-                self._tokens.pop(lane, None)
             case Decode() if self._proposer is not None:
                 self._hidden.append(message)
             case Decode():

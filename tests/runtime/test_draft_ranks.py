@@ -122,6 +122,25 @@ def test_a_stopped_job_is_not_answered_and_the_next_one_is():
         assert ranks.draft.take() is None
 
 
+def test_a_lane_that_begins_anew_leaves_jobs_asked_before_as_they_were():
+    head, port = local_ports(2)
+    draft = RemoteDraft(head, [DraftSetup((1,), "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})])
+    rank = DraftRank(port, 1, ToyLoader(512), SECONDS)
+    assert rank.turn()
+    draft.await_ready(SECONDS)
+    asked = [job([3, 1, 4, 1, 5], number=1), job([3, 1, 4, 1, 5, 9], number=2),
+             job([3, 1], number=3, params=SamplingParams(0.8, key=7)),
+             job([3, 1, 2], number=4, params=SamplingParams(0.8, key=7))]
+    for one in asked:
+        draft.start(one)
+    while rank.turn():
+        pass
+    for one in asked:
+        alone = DraftModel(ToyBackend.load(SPEC)).propose(one, lambda: False)
+        found = draft.take()
+        assert (found.job_id, found.proposals) == (one.job_id, alone)
+
+
 def test_numbers_of_jobs_may_come_again():
     """Another policy in the same job: a new scheduler counts from 1, over the same ranks."""
     with Ranks(1) as ranks:
