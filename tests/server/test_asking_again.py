@@ -207,7 +207,8 @@ def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
 
 def test_another_model_takes_up_nothing(door):
     some(door, 2)
-    name = begin(door.ask("/v1/completions", {"prompt": "x", "stream": True}), 1)[0][1]["id"]
+    body = {"prompt": "x", "stream": True}  # under a key: it goes on when its client has left
+    name = begin(door.ask("/v1/completions", body, key="k"), 1)[0][1]["id"]
     door.killed()
     other = door.folder / "other.gguf"
     other.symlink_to(door.settings.model)
