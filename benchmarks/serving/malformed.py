@@ -94,6 +94,7 @@ def from_description(url: str, cases: int, seed: int, tally: Tally) -> None:
 
 def _exhaust(operation: Any, mode: GenerationMode, count: int, seed: int, tally: Tally) -> None:
     streams, number = operation.path.startswith("/v1/c"), 0
+    asks = "requestBody" in operation.definition.raw
 
     @hypothesis_seed(seed)
     @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate],
@@ -103,7 +104,7 @@ def _exhaust(operation: Any, mode: GenerationMode, count: int, seed: int, tally:
         nonlocal number
         case.body = shorten(case.body)
         number += 1
-        if mode is GenerationMode.POSITIVE and streams and number % 2:
+        if mode is GenerationMode.POSITIVE and streams and number % 2 and asks:
             case.body["stream"] = True
         start = time.monotonic()
         try:

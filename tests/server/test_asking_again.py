@@ -217,4 +217,5 @@ def test_another_model_takes_up_nothing(door):
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "other_model")
     rest(door)
     assert door.ask("/v1/completions", {"prompt": "x"}).json()["choices"][0]["text"] == TEXT
+    door.peer.wait_for(Submit)  # it is noted behind its answer
     assert sum(isinstance(frame, Submit) for frame in door.peer.seen) == 1
