@@ -100,6 +100,7 @@ def test_after_a_kill_who_asks_again_gets_the_rest(door):
     seen = begin(chat, 3)
     first = begin(items, 5)
     name, text_name = first[0][1]["response"]["id"], begin(whole, 1)[0][1]["id"]
+    door.peer.wait_for(Submit, 3)  # it is noted behind its answer
     asked = {frame.id: frame for frame in door.peer.seen if isinstance(frame, Submit)}
     door.until(lambda: door.journal.read_text().count('"op":"tokens"') >= 3)
     door.killed()
