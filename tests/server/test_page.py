@@ -25,7 +25,7 @@ GUESSING = ("--no-adapt", "--draft-max", "2", "--credit", "5")
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(1, "--parallel", "2", *GUESSING) as served:
+    with serve(1, "--parallel", "2", "--pace-ms", "8", *GUESSING) as served:  # to be looked at
         served.wait_until_ready()
         yield served
 
