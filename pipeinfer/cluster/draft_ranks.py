@@ -6,18 +6,20 @@ Knows options, models and backends; how guesses travel is `runtime.draft_rank` a
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.cluster.fault_wrappers import faulty_backend
 from pipeinfer.cluster.faults import Fault
+from pipeinfer.cluster.shard_transfer import own_model
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import MismatchError, ModelError, UsageError
+from pipeinfer.errors import UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
@@ -124,14 +126,10 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
 
 
 def _own_file(setup: DraftSetup) -> Path:
-    """The draft's path on this host: rank 0's, or one that came with this installation. Raises
-    ModelError where it is not here, MismatchError where it is another."""
+    """The draft's path on this host: rank 0's, or one that came with this installation. Raises what
+    `own_model` does."""
     asked = Path(setup.model)
-    path = asked if asked.exists() else EMBEDDED / asked.name
-    if not path.exists():
-        raise ModelError(f"{asked} does not exist on {socket.gethostname()}: copy the draft there "
-                         "under the same path, or share its directory")
-    if open_model(path).fingerprint != setup.fingerprint:
-        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's draft: copy "
-                            "the same file to every host")
-    return path
+    bundled = EMBEDDED / asked.name
+    if not asked.exists() and bundled.exists():
+        setup = msgspec.structs.replace(setup, model=str(bundled))
+    return own_model(setup)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
+from pipeinfer.core.control import DraftSetup, PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
 from pipeinfer.models import embedding
@@ -181,7 +181,7 @@ class Sender:
 # --- a stage ----------------------------------------------------------------------------------
 
 
-def own_model(setup: Setup) -> Path:
+def own_model(setup: Setup | DraftSetup) -> Path:
     """The model's path where this host has the one that rank 0 has.
 
     Raises ModelError when it is not here, MismatchError for another model.

@@ -174,7 +174,6 @@ def limits_for(
     same cores and may take turns; else 0.
     """
     pinned: dict[str, Any] = {}
-    buffered = policy is Policy.PUBLISHED
     if config.credit:
         pinned["credit"] = config.credit
     if config.draft_max:
@@ -204,11 +203,9 @@ def limits_for(
         size = turns(timing, _USUAL, exact - 1) or 1
         values |= {"draft_max": size, "tree_max": size,
                    "p_min": least_confidence(timing, _USUAL, size)}
-    values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
-    if buffered:
+    if policy is Policy.PUBLISHED:
         values |= PUBLISHED
-        values |= {name: value for name, value in (("p_recovery", config.p_recovery),
-                                                   ("p_decay", config.p_decay)) if value}
+    values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
     values |= pinned
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,

@@ -153,3 +153,19 @@ class Generation:
                 piece.text = text
                 kept.append((start, piece))
         self._waiting = kept
+
+
+class Choices:
+    """The choices of a request, as whoever answers it sees them."""
+
+    generations: list[Generation]
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the request cannot be answered."""
+        return next((g.failure for g in self.generations if g.failure is not None), None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended, as far as it was read."""
+        return all(g.ended for g in self.generations)

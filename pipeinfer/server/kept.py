@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.choice import Choices, Failure, Generation
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens
@@ -272,7 +272,7 @@ class Archive:
         self._rewritten = self._journal.size
 
 
-class Follower:
+class Follower(Choices):
     """One reading of a kept request: what `streaming` takes for a request of its own."""
 
     def __init__(self, kept: Kept, tokenizer: Tokenizer) -> None:
@@ -285,16 +285,6 @@ class Follower:
         self.generations = [
             Generation(0, index, len(asked.prompts[index // asked.n]), tokenizer, asked.stops,
                        asyncio.Event()) for index in range(asked.count)]
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why the request cannot be answered."""
-        return next((g.failure for g in self.generations if g.failure is not None), None)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has been read to its end."""
-        return all(g.ended for g in self.generations)
 
     def abort(self, reason: str) -> None:
         """This reader has gone. A request that nobody else can ask for ends with it."""

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.server.choice import Failure
+from pipeinfer.server.choice import Choices, Failure
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, for_failure
 from pipeinfer.server.requests import Asked
@@ -53,7 +53,7 @@ class Work(Protocol):
         """Wait for news, whether some came. Raises ApiError."""
 
 
-class Job:
+class Job(Choices):
     """The choices of one request in the engine."""
 
     def __init__(self, hub: Hub, asked: Asked) -> None:
@@ -67,16 +67,6 @@ class Job:
             hub.submit(asked, prompt, p * asked.n + c, self.news)
             for p, prompt in enumerate(asked.prompts) for c in range(asked.n)
         ]
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why the request cannot be answered."""
-        return next((g.failure for g in self.generations if g.failure is not None), None)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has ended."""
-        return all(g.ended for g in self.generations)
 
     def abort(self, reason: str) -> None:
         """Nobody waits any more; harmless after the end."""
