@@ -87,16 +87,14 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
 
 
 def _leave(sft: Sft, trainee: Trainee, about: dict[str, Any]) -> None:
+    weights = {name: p.detach() for name, p in trainee.learnt.items()
+               if not name.startswith("tokens.")}
     if sft.lora is not None:
-        weights = {name: p.detach() for name, p in trainee.learnt.items()
-                   if not name.startswith("tokens.")}
         save_adapter(sft.out, LoraAdapter(sft.lora, weights, str(sft.model), trainee.tokens, about))
         return
     tokens = None if trainee.tokens is None else LoraAdapter(LoraSettings(), {}, "",
                                                              trainee.tokens)
-    changed = {name: p.detach() for name, p in trainee.learnt.items()
-               if not name.startswith("tokens.")}
-    write_folder(sft.out, Merged(sft.model, tokens, changed))
+    write_folder(sft.out, Merged(sft.model, tokens, weights))
 
 
 def _mean(values: list[float]) -> float:
