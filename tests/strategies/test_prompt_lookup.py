@@ -121,7 +121,7 @@ class Fixed:
 
 
 def test_several_ask_the_next_only_where_the_first_is_unsure():
-    sure, unsure = Fixed(Proposal(-1, 3, 0.9)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
+    sure, unsure = Fixed(Proposal(-1, 3, 0.96)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
     big = Fixed(Proposal(-1, 7, 0.5), Proposal(0, 8, 0.5))
     assert ask(Cascade([sure, big]), [1]) == sure.proposals
     assert big.asked == 0

@@ -20,6 +20,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.experiments.emulation.synthetic import TAIL, mixed
 
 NAMED = 4  #: tokens that the draft names at a position
+_OTHERS = 32
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,20 @@ def load(path: str | os.PathLike[str]) -> list[Text]:
 class RecordedPair:
     """The pair of models for one text; see `synthetic.SyntheticPair`, whose place it takes.
 
-    Tokens are numbered anew, by the order of their first appearance, so that logits stay short.
+    Tokens are numbered anew, so that logits stay short. What the draft leaves to tokens that were
+    not recorded is shared out among `_OTHERS` that never come up.
     """
 
     def __init__(self, text: Text) -> None:
         used = np.unique(np.concatenate([text.prompt, text.answer, text.names.ravel()]))
-        self.n_vocab = len(used) + 1
+        self.n_vocab = len(used) + _OTHERS
+        self._others = list(range(len(used), self.n_vocab))
         self.acceptance = text.acceptance
         self._tokens = np.searchsorted(used, np.concatenate([text.prompt, text.answer])).tolist()
         self._n_prompt = len(text.prompt)
         self._names = np.searchsorted(used, text.names).tolist()
-        self._claims = text.claims.tolist()
+        rest = np.maximum(1.0 - text.claims.sum(axis=1, keepdims=True), 0.0)
+        self._claims = np.hstack([text.claims, rest.repeat(_OTHERS, axis=1) / _OTHERS]).tolist()
 
     @property
     def n_answer(self) -> int:
@@ -93,10 +97,10 @@ class RecordedPair:
         """The draft's best tokens there, and the confidences that it claims."""
         if self._follows(path, pos):
             row = pos + 1 - self._n_prompt
-            return self._names[row], self._claims[row]
+            return self._names[row] + self._others, self._claims[row]
         draw = mixed(0, pos, path, 2)
-        names = [(draw + 7 * k) % self.n_vocab for k in range(NAMED)]
-        return names, self._claims[draw % len(self._claims)]
+        names = [(draw + 7 * k) % self._others[0] for k in range(NAMED)]
+        return names + self._others, self._claims[draw % len(self._claims)]
 
     def plain(self, prompt: tuple[int, ...], count: int) -> list[int]:
         """What plain decoding gives."""
