@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.launcher import name_terminal
 from pipeinfer.supervise.supervisor import Supervisor
 
 
@@ -54,12 +54,6 @@ def say(text: str) -> None:
     """A line for the user."""
     sys.stderr.write(f"pipeinfer: {text}\n")
     sys.stderr.flush()
-
-
-def name_terminal(environ: dict[str, str]) -> None:
-    """Rank 0 may write to the terminal past its launcher, which has a session of its own."""
-    if sys.stderr.isatty():
-        environ["PIPEINFER_TERMINAL"] = f"{socket.gethostname()}:{os.ttyname(2)}"
 
 
 def main() -> int:

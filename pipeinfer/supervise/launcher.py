@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -111,6 +112,12 @@ def settings() -> dict[str, str]:
     unless others are set."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
     return mpi_settings() | environ
+
+
+def name_terminal(environ: dict[str, str]) -> None:
+    """Rank 0 may write to the terminal past its launcher, which has a session of its own."""
+    if sys.stderr.isatty():
+        environ["PIPEINFER_TERMINAL"] = f"{socket.gethostname()}:{os.ttyname(2)}"
 
 
 def passed_names(environ: dict[str, str]) -> list[str]:
