@@ -45,7 +45,7 @@ class HttpDoor:
         self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
         path = self._folder / "door"
         ours, theirs = socket.socketpair()
-        environ = {k: v for k, v in self._environ.items() if k != "PIPEINFER_JOB"}
+        environ = {k: v for k, v in self._environ.items() if k not in ("PIPEINFER_JOB", "PIPEINFER_API_KEY")}
         with theirs:  # started by this thread: it ends with the thread that has started it
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.server.door", str(path), str(theirs.fileno())],
