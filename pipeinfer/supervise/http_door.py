@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
+_NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
 _END = 15.0  #: seconds for its goodbye to clients
 
 
@@ -45,7 +46,7 @@ class HttpDoor:
         self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
         path = self._folder / "door"
         ours, theirs = socket.socketpair()
-        environ = {k: v for k, v in self._environ.items() if k not in ("PIPEINFER_JOB", "PIPEINFER_API_KEY")}
+        environ = {k: v for k, v in self._environ.items() if k not in _NOT_ITS}
         with theirs:  # started by this thread: it ends with the thread that has started it
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.server.door", str(path), str(theirs.fileno())],

@@ -35,15 +35,16 @@ Tell: TypeAlias = Callable[[str], None]
 
 
 class Keeper(Supervisor):
-    """The supervisor of `pipeinfer up`. every: seconds after which missing hosts are asked again, 0
+    """The supervisor of `pipeinfer up`. left: the number and hosts of a job that a supervisor here
+    has left behind, "" for none; every: seconds after which missing hosts are asked again, 0
     for never; auto: whether the job moves by itself at a quiet moment."""
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell, *,
-                 every: float, auto: bool) -> None:
+                 left: tuple[str, list[str]], every: float, auto: bool) -> None:
         door = HttpDoor(serving.environ)
         super().__init__(serving, restarts, door, say)
         self._serving, self._folder, self._auto, self._http = serving, folder, auto, door
-        self._comeback = Comeback(every)
+        self._left, self._comeback = left, Comeback(every)
         self._seen: dict[str, Any] = {}
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
@@ -64,6 +65,8 @@ class Keeper(Supervisor):
             "status": self._status, "down": self._down, "rescale": self._rescale,
             "reload": self._reload})
         await commands.start()
+        if self._left[0]:
+            await self.clean(*self._left)
         tending = asyncio.create_task(self._tend())
         try:
             return await super().run()

@@ -103,7 +103,7 @@ class Supervisor:
             lived = time.monotonic() - began
             self.current = None
             if await self.ended(status, lived) and not self.asked:
-                await self.clean()
+                await self.clean(self.source.name, others(self.source.hostfile))
                 continue
             verdict = self.patience.after(status, lived, asked=self.asked > 0)
             if isinstance(verdict, End):
@@ -118,7 +118,7 @@ class Supervisor:
                 await asyncio.wait_for(self._woken.wait(), verdict.pause)
             if self.asked:
                 return INTERRUPTED
-            await self.clean()
+            await self.clean(self.source.name, others(self.source.hostfile))
             try:
                 for line in await asyncio.to_thread(self.source.ask_hosts):
                     self.say(line)
@@ -133,12 +133,11 @@ class Supervisor:
                 loop.add_signal_handler(
                     number, lambda at_once: self.stop(at_once=at_once), number == signal.SIGHUP)
 
-    async def clean(self) -> None:
+    async def clean(self, name: str, hosts: list[str]) -> None:
         """No rank of an earlier job may hold a port, memory or a lock: here and on its hosts
         whatever bears its number is killed. A host that does not answer has its own clock."""
-        name = self.source.name
         await asyncio.gather(asyncio.to_thread(self._clean_here, name), *(
-            asyncio.to_thread(_clean_there, host, name) for host in others(self.source.hostfile)))
+            asyncio.to_thread(_clean_there, host, name) for host in hosts))
 
     def _clean_here(self, name: str) -> None:
         cleanup.clear_sessions()

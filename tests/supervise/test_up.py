@@ -17,6 +17,7 @@ from pipeinfer.experiments.rig.served import PIPEINFER, Served
 from pipeinfer.supervise.commands_socket import call
 from pipeinfer.supervise.state import Folder
 from tests.mpi.test_supervised import Stream, job_processes
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -77,6 +78,10 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path):
         logs = tmp_path / "state" / "default" / "logs"
         assert " with 2 stages" in (logs / "rank-0.log").read_text()
         assert "the job is moved to 3 ranks" in (logs / "up.log").read_text()
+        code, shown, err = one.call("top", "--once", "--interval", "0.2")
+        assert (code, f"embedded at {served.url}  ready" in shown) == (0, True), err
+        assert "ended: 2 length" in shown
+        assert "new jobs 1" in shown
         code, _, err = one.call("up", "-np", "2")
         assert (code, "is up already" in err) == (2, True)
         assert one.call("down")[0] == 0
@@ -107,24 +112,25 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
         assert stream.ended().tokens == whole
         assert stream.last["timings"].get("restarts_n") is None
 
-        code, _, err = one.call("reload", "--", *words[:-1], str(tmp_path / "none.gguf"))
-        assert (code, "the changed job does not start (exit code 3" in err) == (5, True)
-        code, _, err = one.call("reload", "--", *words, "--nothing")
-        assert (code, "serve: No such option '--nothing'" in err) == (5, True)
-        assert one.status()["words"] == words
+        for more, says in ((["-m", str(tmp_path / "none")], r"does not start \(exit code 3"),
+                           (["--nothing"], "serve: No such option")):
+            with pytest.raises(RequestError, match=says):
+                call(folder, heard.append, 90, op="reload", words=[*words, *more])
+        assert folder.read()["words"] == words
 
-        (rank,) = (p for p in job_processes(one.status()["job"]).values() if "serve" in p.cmdline())
+        (rank,) = (p for p in job_processes(folder.read()["job"]).values()
+                   if "serve" in p.cmdline())
         rank.kill()
-        served.until(lambda: len(one.status()["starts"]) == 5, "another start", 30)
+        served.until(lambda: len(folder.read()["starts"]) == 5, "another start", 30)
         assert Stream(served).ended().tokens == whole  # it has waited
-        assert [start["exit"] for start in one.status()["starts"]][2:] == [3, 137, None]
+        assert [start["exit"] for start in folder.read()["starts"]][2:] == [3, 137, None]
 
 
 @pytest.mark.parametrize(("words", "says"), [
     (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
-    (["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
-    (["--", "--port", "many"], "Invalid value for '--port'"),
-    (["--name", "a/b", "--", "serve"], "--name 'a/b'"),
+    full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
+    full(["--", "--port", "many"], "Invalid value for '--port'"),
+    full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
 ])
 def test_wrong_use_is_one_line(tmp_path, words, says):
     done = subprocess.run([*PIPEINFER, "up", *words], capture_output=True, text=True, timeout=60,
