@@ -88,8 +88,8 @@ def test_no_compiler_was_needed(installed):
 
 def test_the_server_has_its_page_and_a_model(installed, tmp_path):
     process = subprocess.Popen(
-        [str(installed / "bin" / "pipeinfer"), "up", "-np", "2", "--", "--port", "0"], cwd=installed,
-        text=True, env=environment(installed) | {"PIPEINFER_STATE": str(tmp_path)},
+        [str(installed / "bin" / "pipeinfer"), "up", "-np", "2", "--", "--port", "0"],
+        cwd=installed, text=True, env=environment(installed) | {"PIPEINFER_STATE": str(tmp_path)},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, start_new_session=True)
     served = Served(process)

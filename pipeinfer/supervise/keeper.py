@@ -77,6 +77,11 @@ class Keeper(Supervisor):
             self._phase = "ended"
             self._write()
 
+    def stop(self, *, at_once: bool = False) -> None:
+        """Somebody wants the end."""
+        super().stop(at_once=at_once)
+        self._phase = "ending"
+
     # --- the loop's events --------------------------------------------------------------------
 
     async def begun(self, job: Job) -> None:
@@ -133,7 +138,7 @@ class Keeper(Supervisor):
         self._seen = seen
         if seen.get("state") != "ready" or self._meant:
             return
-        if not self._ready.is_set():
+        if not self._ready.is_set() and not self.asked:
             self._phase, self._undo = "ready", None
             self._model, self._quiet_since = _identity(seen["model"]), time.monotonic()
             self._ready.set()
