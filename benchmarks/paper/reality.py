@@ -6,9 +6,9 @@
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
 layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
 the scheduler, both models, but how long a stage computes, which is set (`--pace-ms`). The
-prediction knows that, the link's rate, what a row of the draft takes on the head's host, and what
-the runtime costs elsewhere (`Overheads`, `planning.teams.EXCHANGE`). The tokens are those of the
-pair itself, played back (`emulation.recorded`).
+prediction knows that, the link's rate, what a row of the draft takes on the head's host, what a sum
+took when the members of the first job of a grid loaded, and what the runtime costs elsewhere
+(`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).
 
 With --quota stages compute for as long as their host's share of a processor makes them, which is
 predicted from runs of the whole model on one such host. The model must be inflated from the
@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.record_texts import record
+from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for, spare_cells
+from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, make_rows
-from pipeinfer.experiments.emulation import scenarios
 from pipeinfer.experiments.emulation.recorded import RecordedPair, Text
-from pipeinfer.experiments.emulation.scenarios import Experiment
 from pipeinfer.experiments.emulation.virtual import (
     Overheads,
     Scenario,
@@ -51,8 +52,6 @@ from pipeinfer.models import bundled
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.judge import relative
-from pipeinfer.planning.teams import EXCHANGE
-from pipeinfer.scheduler.controller import Controller
 
 ROWS = (1, 2, 4, 8)
 CODE = "parser = argparse.ArgumentParser(description='Count words in a file')\n"
@@ -112,25 +111,31 @@ class Case:
     seconds: Callable[[float, bool, int], float]
     options: tuple[str, ...] = ()
 
-    def predicted(self, widths: tuple[int, ...], policy: Policy) -> float:
+    def layers(self, stages: int) -> list[int]:
+        """How many of them each stage has."""
+        each, more = divmod(ModelFile(self.target).n_layers, stages)
+        return [each + (k < more) for k in range(stages)]
+
+    def predicted(self, widths: tuple[int, ...], policy: Policy, exchange_seconds: float) -> float:
         """Tokens per second in virtual time."""
-        model = ModelFile(self.target)
-        share = 1 / len(widths)
-        sums = 2 * model.n_layers // len(widths)
-        row_bytes = 4 * model.n_embd
+        row_bytes = 4 * ModelFile(self.target).n_embd
+        counts = self.layers(len(widths))
 
-        def stage(width: int, *, last: bool) -> VirtualStage:
+        def stage(count: int, width: int, *, last: bool) -> VirtualStage:
             def seconds(rows: int) -> float:
-                exchange = EXCHANGE + WIRE.latency + rows * row_bytes / WIRE.bandwidth
-                return self.seconds(share / width if self.options == () else share, last, rows) \
-                    + (width > 1) * sums * exchange
-            return VirtualStage(seconds, model.n_layers // len(widths))
+                exchange = exchange_seconds + (rows - 1) * row_bytes / WIRE.bandwidth
+                return self.seconds(count / sum(counts) / width, last, rows) \
+                    + (width > 1) * 2 * count * exchange
+            return VirtualStage(seconds, count)
 
-        stages = tuple(stage(width, last=k == len(widths) - 1) for k, width in enumerate(widths))
-        asked = Experiment("c", "dolphin-tinyllama", policy=policy.value,
-                           prompt=len(self.text.prompt), tokens=len(self.text.answer))
+        stages = tuple(stage(count, width, last=k == len(widths) - 1)
+                       for k, (count, width) in enumerate(zip(counts, widths, strict=True)))
+        config = JobConfig.of(policy=policy.value).speculation
         curve = tuple((rows, stages[0].seconds(rows) / stages[0].seconds(1)) for rows in ROWS[1:])
-        limits, _ = scenarios.limits_of(policy, len(widths), curve[0][1] - 1.0, asked)
+        spare = spare_cells(EXACT_LIMIT, len(widths) + 1)
+        limits, pinned = limits_for(
+            config, policy, sizes_for(curve[0][1] - 1.0), n_ctx=_CTX, chunk=64, exact=EXACT_LIMIT,
+            n_stages=len(widths), curve=curve, spare=spare)
         draft = curve_of(self.draft_seconds)
         pair = RecordedPair(self.text)
         scenario = Scenario(
@@ -138,27 +143,30 @@ class Case:
             lambda rows: self.draft_seconds[1] * relative(draft, rows), limits, pair,
             row_bytes=row_bytes, prompt=len(self.text.prompt), tokens=len(self.text.answer),
             overheads=Overheads(), direct_cancel=True)
-        controller = Controller(limits, (), curve) if policy is Policy.PIPEINFER else None
+        controller = controller_for(config, limits, pinned, curve, spare)
         result = simulate(scenario, controller)
         assert result.tokens == pair.plain(prompt_of(scenario), len(self.text.answer))
         return result.tokens_per_second
 
-    def measured(self, cluster: Cluster, widths: tuple[int, ...], policy: Policy) -> float:
-        """Tokens per second of a job over the hosts; says so where tokens are not the pair's."""
-        layers = ModelFile(self.target).n_layers // len(widths)
+    def measured(self, cluster: Cluster, widths: tuple[int, ...], policy: Policy
+                 ) -> tuple[float, float]:
+        """Tokens per second of a job over the hosts, and what a sum took when it loaded; says so
+        where tokens are not the pair's."""
         grid = ["--grid", f"{len(widths)}x{widths[0]}"] if widths[0] > 1 else []
         guesses = ["--proposer", "draft"] if policy is not Policy.ITERATIVE else []
         done = cluster.pipeinfer(
             ["generate", "-m", str(self.target), "-md", str(self.draft), "-c", str(_CTX), "-t", "1",
              *self.prompt, "-n", str(len(self.text.answer)), "--temp", "0", "--json", "--layers",
-             ",".join([str(layers)] * len(widths)), "--policy", policy.value, *grid, *guesses,
-             *self.options], timeout=400, ranks=cluster.n_nodes)
+             ",".join(map(str, self.layers(len(widths)))), "--policy", policy.value,
+             *grid, *guesses, *self.options], timeout=400, ranks=cluster.n_nodes)
         if done.returncode:
             sys.exit(f"{self.name} {widths} {policy}: {done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(done.stdout)
         if found["tokens"] != self.text.answer.tolist():
             print(f"{self.name} {widths} {policy}: other tokens than the pair alone", flush=True)
-        return float(found["stats"]["tokens_per_second"])
+        stats = found["stats"]
+        return float(stats["tokens_per_second"]), statistics.median(
+            stage["sum_seconds"] for stage in stats["stages"].values())
 
 
 def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool) -> Text:
@@ -222,9 +230,12 @@ def main() -> None:
             or at_a_pace(cluster, given.tokens)
         for case in cases:
             for name, widths in GRIDS.items():
+                exchange = case.measured(cluster, widths, Policy.ITERATIVE)[1]
+                if exchange:
+                    print(f"a sum takes {1e6 * exchange:.0f} us", flush=True)
                 for policy in POLICIES:
-                    expected = case.predicted(widths, policy)
-                    speed = case.measured(cluster, widths, policy)
+                    expected = case.predicted(widths, policy, exchange)
+                    speed, _ = case.measured(cluster, widths, policy)
                     print(f"| {case.name} | {name} | {policy.value} | {expected:.2f} | {speed:.2f} "
                           f"| {100 * (expected / speed - 1):+.0f} % |", flush=True)
 

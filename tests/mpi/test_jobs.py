@@ -183,7 +183,7 @@ def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
     full(["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
     full(["--branches", "0"], 2, "--branches"),
-    (["-m", str(EMBEDDED / "target.gguf"), "--policy", "pipeinfer"], 2, "-md"),
+    (["-m", str(EMBEDDED / "target.gguf"), "-md", "none", "--policy", "pipeinfer"], 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
     base = [] if "-p" in args else ["-p", "x"]
