@@ -231,160 +231,17 @@ spool_stdin() {
     done
 }
 
-open_door() {
-    # Where a failed job starts again, a server's HTTP process belongs to this script, not to the job:
-    # its clients wait for the next one. It is started anew when it has died.
-    case "${PIPEINFER_RESTARTS:-0} $* " in "0 "*) return 0 ;; *" serve "*) ;; *) return 0 ;; esac
-    if [ -n "$DOOR_PID" ] && kill -0 "$DOOR_PID" 2>/dev/null; then return 0; fi
-    local folder
-    folder=$(mktemp -d)
-    (trap '' INT HUP USR1; exec env -u PIPEINFER_JOB "$VENV/bin/python" -m pipeinfer.server.door "$folder/door") \
-        </dev/null >/dev/null &
-    DOOR_PID=$!
-    PIPEINFER_DOOR="$(uname -n):$folder/door"
-    export PIPEINFER_DOOR
-}
-
-close_door() {
-    [ -n "$DOOR_PID" ] || return 0
-    kill -TERM "$DOOR_PID" 2>/dev/null || true
-    wait "$DOOR_PID" 2>/dev/null || true
-}
-
 run_mpi() {
-    local status
-    DOOR_PID=
-    run_mpi_again "$@" && status=0 || status=$?
-    close_door
-    return "$status"
-}
-
-run_mpi_again() {
-    # mpirun, and with PIPEINFER_RESTARTS=N up to N times more when the job fails: after 1, 2, 4 ...
-    # 30 s, or after 1 s when it has lived for 20; ten minutes of life count as a success. What
-    # somebody ended (Ctrl-C, SIGTERM, exit code 130) and what cannot be used as it is (2) is not
-    # tried again.
-    local left=${PIPEINFER_RESTARTS:-0} pause=1 began status
-    case "$left" in *[!0-9]*) say "PIPEINFER_RESTARTS=$left is not a whole number"; exit 2 ;; esac
-    ASKED=0
-    while true; do
-        began=$SECONDS
-        open_door "$@"
-        run_mpi_once "$@" && status=0 || status=$?
-        case "$status" in 0 | 2 | 130) return "$status" ;; esac
-        [ "$ASKED" = 0 ] || return "$status"
-        if [ $((SECONDS - began)) -ge 600 ]; then
-            left=${PIPEINFER_RESTARTS:-0} pause=1
-        elif [ $((SECONDS - began)) -ge 20 ]; then
-            pause=1  # it was no failure to start, and clients wait
-        fi
-        if [ "$left" -le 0 ]; then
-            if [ "${PIPEINFER_RESTARTS:-0}" != 0 ]; then
-                say "the job has ended with exit code $status, and every restart is used up"
-            fi
-            return "$status"
-        fi
-        left=$((left - 1))
-        say "the job has ended with exit code $status: starting again in $pause s ($left more after that)"
-        sleep "$pause"
-        pause=$((pause * 2 < 30 ? pause * 2 : 30))
-        end_leftovers
-        ask_hosts_again
+    # Hands over to the supervisor (pipeinfer/supervise), which runs mpirun in a session of its own so
+    # that it survives Ctrl-C long enough for a goodbye, and with PIPEINFER_RESTARTS=N up to N times
+    # more when the job fails. @NP@ among the words is the number of ranks. Does not return.
+    local more=() path
+    if [ -n "${HOSTFILE:-}" ]; then more+=(--hosts "$HOSTFILE" "$ASKED_NP" "$LAUNCHER" "$HOSTS"); fi
+    for path in "${HOSTS:-}" "${SPOOL:-}" "${WRAPPER:-}"; do
+        [ -z "$path" ] || more+=(--remove "$path")
     done
-}
-
-end_leftovers() {
-    # No rank of an earlier try may hold a port, memory or a lock: here and on the hosts of HOSTS
-    # whatever bears this job's number is killed. A host that does not answer has its own clock.
-    local line host asked=()
-    "$VENV/bin/python" -m pipeinfer.cluster.cleanup "$PIPEINFER_JOB" || true
-    if [ -z "${HOSTS:-}" ] || [ ! -f "$HOSTS" ]; then return 0; fi
-    while read -r line; do
-        host=${line%%[ :]*}
-        if [ -z "$host" ] || [ "$host" = "$(uname -n)" ] || [ "$host" = localhost ]; then continue; fi
-        # shellcheck disable=SC2086  # options are words
-        env -u PIPEINFER_JOB timeout 15 ssh -n -o BatchMode=yes -o ConnectTimeout=5 ${PIPEINFER_SSH_ARGS:-} "$host" \
-            "$VENV/bin/python" -m pipeinfer.cluster.cleanup "$PIPEINFER_JOB" </dev/null &
-        asked+=($!)
-    done <"$HOSTS"
-    if [ ${#asked[@]} -gt 0 ]; then wait "${asked[@]}" || true; fi
-}
-
-ask_hosts_again() {
-    # A job that starts again takes the hosts that answer now. NP becomes the number of ranks for
-    # which they have slots, at most what was asked for at first.
-    [ -n "${HOSTFILE:-}" ] || return 0
-    local found
-    if found=$(python -m pipeinfer.cli.doctor_hosts "$HOSTFILE" "$ASKED_NP" "$LAUNCHER" "$HOSTS" living); then
-        NP=$found
-        [ "$NP" = "$ASKED_NP" ] || say "$NP ranks instead of $ASKED_NP"
-    fi
-}
-
-run_mpi_once() {
-    # mpirun that survives Ctrl-C long enough for a goodbye: it runs in a session of its own, the
-    # first Ctrl-C or SIGTERM asks rank 0 to finish its token, or to take no more requests and let
-    # the running ones end (SIGUSR1); the second ends the job. ASKED counts them.
-    # Rank 0, when it is on this host, writes "up" and its number into a file and later its exit
-    # status: where a job survives deaths, mpirun says nothing of that of rank 0, and a host that
-    # cannot be reached keeps it waiting for ever ("lost", or rank 0 killed without a word).
-    local job status ended watcher asked
-    ended=$(mktemp)
-    PIPEINFER_STATUS="$(uname -n):$ended"
-    export PIPEINFER_STATUS
-    if [ -t 2 ]; then
-        PIPEINFER_TERMINAL="$(uname -n):$(readlink -f /proc/self/fd/2)"
-        export PIPEINFER_TERMINAL
-    fi
-    JOB_PID='' TOLD=0 HUNG_UP=0  # a signal may come before there is a process to pass it on to
-    trap 'ASKED=$((ASKED + 1)); pass_on' INT TERM
-    trap 'ASKED=$((ASKED + 1)) HUNG_UP=1; pass_on' HUP
-    local words=() word
-    for word in "$@"; do
-        if [ "$word" = @NP@ ]; then word=$NP; fi  # hosts may come and go, see ask_hosts_again
-        words+=("$word")
-    done
-    setsid "$MPIRUN" "${words[@]}" </dev/null &
-    job=$! JOB_PID=$!
-    pass_on
-    (missed=0
-     while ! grep -q lost "$ended" && kill -0 "$job" 2>/dev/null && [ "$missed" -lt 16 ]; do
-         read -r word pid <"$ended" || word=
-         if [ "$word" = up ] && ! kill -0 "$pid" 2>/dev/null; then missed=$((missed + 1)); fi
-         sleep 0.5
-     done
-     kill -0 "$job" 2>/dev/null || exit 0
-     sleep 3
-     pkill -KILL -s "$job") &  # its session: mpirun, and ssh to lost hosts
-    watcher=$!
-    while true; do
-        asked=$ASKED
-        wait "$job" 2>/dev/null && status=0 || status=$?
-        [ "$asked" != "$ASKED" ] || break  # else a signal ended the wait, not the job
-    done
-    trap - INT TERM HUP
-    kill "$watcher" 2>/dev/null || true
-    wait "$watcher" 2>/dev/null || true
-    case "$(cat "$ended")" in
-        [0-9]*) read -r status _ <"$ended" ;;
-        *)  # it did not end by itself
-            if [ "$status" = 0 ] && [ "$ASKED" != 0 ]; then status=130; fi
-            if [ "$status" = 0 ] && [ -s "$ended" ]; then status=1; fi ;;
-    esac
-    rm -f "$ended"
-    return "$status"
-}
-
-pass_on() {
-    # What was asked of this script goes to the job, once for each time: see run_mpi_once.
-    while [ -n "$JOB_PID" ] && [ "$TOLD" -lt "$ASKED" ]; do
-        TOLD=$((TOLD + 1))
-        if [ "$TOLD" = 1 ] && [ "$HUNG_UP" = 0 ]; then
-            kill -USR1 "$JOB_PID" || true
-        else
-            kill -TERM "$JOB_PID" || true
-        fi
-    done
+    exec env -u PIPEINFER_JOB "$VENV/bin/python" -P -m pipeinfer.supervise --job "$PIPEINFER_JOB" \
+        "${more[@]}" -- "$MPIRUN" "$@"
 }
 
 need_launcher() {
@@ -404,7 +261,7 @@ prepare_hosts() {
     # NETWORK the one network of this host that leads to all of them. The number of ranks is @NP@ on
     # run_mpi's command line.
     local found beside
-    HOSTFILE=$1 ASKED_NP=$2 NP=$2 LAUNCHER=$3
+    HOSTFILE=$1 ASKED_NP=$2 LAUNCHER=$3
     HOSTS=$(mktemp)
     trap 'rm -f "$HOSTS"' EXIT
     found=$(python -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?

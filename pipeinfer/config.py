@@ -393,7 +393,9 @@ class ServeConfig:
                                          "the host can see it on the command line: use "
                                          "PIPEINFER_API_KEY or --api-key-file to keep it private.")
     api_key_file: str = _opt("", "--api-key-file", kind="str",
-                             help="File with one key per line.")
+                             help="File with one key per line; scopes=ask,watch,change, "
+                                  "requests-per-minute=N and at-once=N after it bound what it may "
+                                  "do.")
     alias: str = _opt("", "--alias", kind="str",
                       help="Name of the model for clients [default: its file's name].")
     any_model_name: bool = _opt(False, "--any-model-name", kind="flag",

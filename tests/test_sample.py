@@ -14,6 +14,9 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/namespaces/test_up.py::test_streams_outlive_a_host_that_leaves_and_comes_back":
+        "a job moved under a stream in tests/supervise/test_up.py, which hosts it gets in "
+        "tests/supervise/test_hosts.py, when they are asked in tests/supervise/test_rules.py",
     "tests/server/test_door.py::test_what_has_ended_or_has_lost_its_client_is_not_handed_over":
         "what is handed over in test_a_stream_goes_on_with_the_next_job",
     "tests/namespaces/test_getting_started.py::test_a_newcomer_gets_from_two_machines_to_a_chat":

@@ -86,10 +86,11 @@ def test_no_compiler_was_needed(installed):
     assert not {"llama-cpp-python", "llama_cpp_python"} & {one["name"] for one in listed}
 
 
-def test_the_server_has_its_page_and_a_model(installed):
+def test_the_server_has_its_page_and_a_model(installed, tmp_path):
     process = subprocess.Popen(
-        [str(installed / "bin" / "pipeinfer"), "serve", "--port", "0"], cwd=installed, text=True,
-        env=environment(installed), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [str(installed / "bin" / "pipeinfer"), "up", "-np", "2", "--", "--port", "0"],
+        cwd=installed, text=True, env=environment(installed) | {"PIPEINFER_STATE": str(tmp_path)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, start_new_session=True)
     served = Served(process)
     try:

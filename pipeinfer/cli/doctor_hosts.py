@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,13 @@ def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
     if entries[0] not in found:
         raise UsageError(f"{gone[0].what}, on which rank 0 runs, {gone[0].detail}")
     return found, gone
+
+
+def troubles(entries: Sequence[HostEntry]) -> dict[str, str]:
+    """What is wrong with each of these hosts, empty where ranks can run."""
+    judged = _ask_all(entries, {entry.host: entry.slots for entry in entries}, None)
+    return {entry.host: finding.detail if finding.level == "fail" else ""
+            for entry, finding in judged}
 
 
 def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes | None
@@ -238,19 +245,13 @@ def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
 
 
 def main() -> None:
-    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT [living]`: for the launch
-    scripts.
+    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
 
     Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
     lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
-    living: hosts that do not answer are left out, and the number of ranks for which there is room
-    is printed, NP at most.
     """
-    hostfile, n_ranks, kind, out, *how = sys.argv[1:]
+    hostfile, n_ranks, kind, out = sys.argv[1:]
     write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
-    if how:
-        _write_living(hostfile, int(n_ranks), write, Path(out))
-        return
     try:
         if not n_ranks.isdigit() or int(n_ranks) < 1:
             raise UsageError(f"{n_ranks!r} ranks: give a number of at least 1")
@@ -270,20 +271,6 @@ def main() -> None:
     beside = nodes_file_beside(hostfile)
     print(beside.resolve() if beside else "")
     print(common_network(entries))
-
-
-def _write_living(hostfile: str, n_ranks: int, write: Callable[[Sequence[HostEntry]], str],
-                  out: Path) -> None:
-    try:
-        entries, gone = living(hostfile)
-    except UsageError as error:
-        print(f"pipeinfer: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None  # it may be back soon
-    for finding in gone:
-        print(f"pipeinfer: note: {finding.what} {finding.detail}: going on without it",
-              file=sys.stderr)
-    out.write_text(write(entries), encoding="utf-8")
-    print(min(n_ranks, sum(entry.slots for entry in entries)))
 
 
 if __name__ == "__main__":

@@ -40,11 +40,17 @@ class _Main(click.Group):
         "pull": ("pipeinfer.cli.models", "pull_command"),
         "inflate": ("pipeinfer.experiments.inflate", "inflate_command"),
         "plan": ("pipeinfer.cli.plan", "plan_command"),
+        "down": ("pipeinfer.supervise.commands", "down_command"),
         "rebalance": ("pipeinfer.cli.client", "rebalance_command"),
+        "reload": ("pipeinfer.supervise.commands", "reload_command"),
+        "rescale": ("pipeinfer.supervise.commands", "rescale_command"),
         "serve": ("pipeinfer.cli.serve", "serve_command"),
         "shard": ("pipeinfer.cli.files", "shard"),
+        "status": ("pipeinfer.supervise.commands", "status_command"),
         "trace": ("pipeinfer.cli.files", "trace"),
+        "top": ("pipeinfer.supervise.top", "top_command"),
         "train": ("pipeinfer.training.__main__", "main"),
+        "up": ("pipeinfer.supervise.commands", "up_command"),
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

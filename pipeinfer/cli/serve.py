@@ -29,6 +29,7 @@ from pipeinfer.models.locate import advice, open_model, targeted
 from pipeinfer.server import http_process, journal
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
+from pipeinfer.server.keys import Allowance, parse_line
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.prompts import methods_for
 
@@ -140,9 +141,10 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
     """What the HTTP process has to know. Raises UsageError, ModelError."""
     target = targeted(job)
     open_model(target.path)  # what is wrong with the file is said before anything starts
+    keys = api_keys(config)
     return Settings(
         model=str(target.path), name=config.alias or target.name,
-        any_name=config.any_model_name, api_keys=api_keys(config),
+        any_name=config.any_model_name, api_keys=tuple(keys), allowances=tuple(keys.values()),
         parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
         client_timeout=config.client_timeout, restart_timeout=config.restart_timeout,
@@ -166,21 +168,23 @@ def host_names(config: ServeConfig) -> tuple[str, ...]:
     return tuple(name.lower().rstrip(".") for name in (*config.allow_host, config.host))
 
 
-def api_keys(config: ServeConfig) -> tuple[str, ...]:
-    """Every key that opens the server. Raises UsageError for a file that cannot be used."""
-    keys = tuple(config.api_key)
+def api_keys(config: ServeConfig) -> dict[str, Allowance]:
+    """Every key that opens the server, and what it may do. Raises UsageError for a file that cannot
+    be used."""
+    keys = dict.fromkeys(config.api_key, Allowance())
     if config.api_key_file:
         try:
             lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
-        found = tuple(
-            line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        found = dict(parse_line(line.strip(), f"--api-key-file {config.api_key_file}, line {i}")
+                     for i, line in enumerate(lines, 1)
+                     if line.strip() and not line.startswith("#"))
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} contains no key: write one key "
                              "per line")
-        keys += found
+        keys |= found
     if not all(key.strip() for key in keys):
         raise UsageError("an API key is empty: give one, or leave out --api-key to serve without "
                          "keys")

@@ -47,13 +47,13 @@ _ERRORS: _Responses = {
     status: {"model": replies.ErrorReply, "description": text} for status, text in (
         (400, "The request cannot be used; the error names the field."),
         (401, "No valid API key."), (404, "No such model, or nothing that this server does."),
-        (403, "A page of another site, or a host name that is not the server's."),
+        (403, "A key without the scope, a page of another site, or another host's name."),
         (408, "The request's body did not arrive in time."),
         (409, "The answer was begun by another model."),
         (413, "The request is too long."),
         (422, "Another request came with this Idempotency-Key."),
         (431, "The request's headers are too long."),
-        (429, "The queue is full; see Retry-After."), (500, "A bug in the server."),
+        (429, "The queue, or the key's bound, is full; see Retry-After."), (500, "A bug."),
         (503, "Loading, shutting down or failed; see Retry-After."),
         (504, "The request took too long."),
     )

@@ -1,5 +1,5 @@
-"""An HTTP process that outlives the job: `python -m pipeinfer.server.door PATH`, started by the
-launch scripts where a job that fails is started again.
+"""An HTTP process that outlives the job: `python -m pipeinfer.server.door PATH [LINK]`, started by
+the supervisor. LINK is a socket over which that one asks and tells (`door_control`).
 
 Every job's rank 0 enters at PATH, a socket that only this user can reach, and brings its settings;
 the first one also the socket on which clients are heard. When a job has gone, requests wait, and
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from pipeinfer.server.engine_client import Hub
+    from pipeinfer.server.door_control import MovingHub
     from pipeinfer.server.settings import Settings
 
 _SET_DEATH_SIGNAL = 1  #: of prctl
@@ -101,16 +101,19 @@ class Entrance:
 
 
 class _Current:
-    """The application with the settings of the job that there is."""
+    """The application with the settings of the job that there is. New requests wait where the hub
+    lets none in."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, hub: MovingHub) -> None:
+        self.app, self._hub = app, hub
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._hub.admission()
         await self.app(scope, receive, send)
 
 
-def main(path: str) -> int:
+def main(path: str, link: int | None = None) -> int:
     """Serve until no job comes any more."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -118,7 +121,7 @@ def main(path: str) -> int:
     entrance = Entrance(path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        return _serve(entrance, entrance.first())
+        return _serve(entrance, entrance.first(), link)
     finally:
         entrance.close()
 
@@ -131,12 +134,12 @@ def _end_with_parent() -> None:
         raise SystemExit(1)
 
 
-def _serve(entrance: Entrance, guest: Guest) -> int:
+def _serve(entrance: Entrance, guest: Guest, link: int | None) -> int:
     import uvloop
 
     from pipeinfer.server.__main__ import prepare, serve
     from pipeinfer.server.app import Server
-    from pipeinfer.server.engine_client import Hub
+    from pipeinfer.server.door_control import MovingHub, obey
     from pipeinfer.server.http_process import url_of
     from pipeinfer.server.metrics import Metrics
 
@@ -144,18 +147,20 @@ def _serve(entrance: Entrance, guest: Guest) -> int:
     assert listener is not None
     prepare()
     entrance.url = url_of(listener)
-    hub = Hub(guest.settings, Metrics(), outlives=True)
-    app = _Current(Server(hub).asgi)
+    hub = MovingHub(guest.settings, Metrics(), entrance.url)
+    app = _Current(Server(hub).asgi, hub)
 
     async def run() -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, hub.leave)
+        if link is not None:
+            hub.orders = asyncio.create_task(obey(hub, socket.socket(fileno=link)))
         return await serve(hub, _follow(hub, entrance, guest.link, app), app, listener)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
 
 
-async def _follow(hub: Hub, entrance: Entrance, link: socket.socket, app: _Current) -> None:
+async def _follow(hub: MovingHub, entrance: Entrance, link: socket.socket, app: _Current) -> None:
     """One rank 0 after the other."""
     from pipeinfer.server.__main__ import load
     from pipeinfer.server.app import Server
@@ -165,15 +170,16 @@ async def _follow(hub: Hub, entrance: Entrance, link: socket.socket, app: _Curre
         if hub.left.is_set():
             return
         link, settings, _ = await entrance.next()
-        if settings == hub.settings:
+        anew, hub.anew = hub.anew, False
+        if settings == hub.settings and not anew:
             continue
         before, hub.settings = hub.settings, settings
         app.app = Server(hub).asgi
-        if settings.model != before.model:
+        if settings.model != before.model or anew:
             hub.end_all("the server has come back with another model")
             hub.tokenizer = None
             await load(hub)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:3])))

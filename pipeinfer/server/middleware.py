@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.errors import ApiError
+from pipeinfer.server.keys import Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
 from pipeinfer.server.schema_replies import Reply
@@ -85,6 +87,8 @@ class Guard:
         self._app, self._public = app, public
         self._salt = secrets.token_bytes(32)
         self._keys = [self._digest(key.encode()) for key in settings.api_keys]
+        allowed = settings.allowances + (Allowance(),) * len(self._keys)
+        self._meters = [Meter(one) for one in allowed[:len(self._keys)]]
         self._origins = Origins(settings.hosts, settings.check_hosts, settings.cors_origins)
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
@@ -97,17 +101,26 @@ class Guard:
         try:
             _check_headers(scope["headers"])
             self._origins.check(scope["method"], headers)
-            self._check_key(scope["path"], headers)
+            meter = self._check_key(scope["path"], headers)
             self._check_length(headers)
+            counted = meter is not None and _counted(meter, scope["method"], scope["path"])
         except ApiError as error:
             response = Reply(error.body(), error.status, error.headers)
             await response(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
-
-    def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> None:
-        if not self._keys or path in self._public:
+        if meter is None or not counted:
+            await self._app(scope, self._bounded(receive), send)
             return
+        meter.open += 1
+        try:
+            await self._app(scope, self._bounded(receive), send)
+        finally:
+            meter.open -= 1
+
+    def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> Meter | None:
+        """What the request's key has used; None where none is needed."""
+        if not self._keys or path in self._public:
+            return None
         given = key_of(headers)
         # Digests have one length, so that time tells neither a key nor how long it is; what is not
         # given is compared, too.
@@ -117,6 +130,7 @@ class Guard:
             raise ApiError(401, "a valid API key is required: send the header Authorization: "
                                 "Bearer KEY", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})
+        return self._meters[known.index(True)]
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._salt).digest()
@@ -154,6 +168,36 @@ def key_of(headers: Mapping[bytes, bytes]) -> bytes:
     """The key that a request brings, empty for none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def scopes_of(method: str, path: str) -> tuple[str, ...]:
+    """Any of these opens a path."""
+    if path == "/rebalance":
+        return ("change",)
+    if path in ("/metrics", "/slots", "/pipeline", "/rebalance/plan"):
+        return ("watch",)
+    if path == "/props" or (method in ("GET", "HEAD") and path.startswith("/v1/models")):
+        return ("ask", "watch")
+    return ("ask",)
+
+
+def _counted(meter: Meter, method: str, path: str) -> bool:
+    """Whether a request counts among those of its key. Raises ApiError where that may not do it, or
+    not now."""
+    needed, allowance = scopes_of(method, path), meter.allowance
+    if not set(needed) & set(allowance.scopes):
+        raise ApiError(403, f"this key has the scope {','.join(allowance.scopes)}; {path} needs "
+                            f"{' or '.join(needed)}", code="insufficient_scope")
+    if method != "POST" or needed != ("ask",):
+        return False
+    if meter.full:
+        raise ApiError(429, f"this key may have {allowance.at_once} requests at a time",
+                       code="rate_limit_exceeded")
+    if (seconds := meter.wait(time.monotonic())) > 0:
+        raise ApiError(429, f"this key may send {allowance.per_minute} requests per minute",
+                       code="rate_limit_exceeded",
+                       headers={"Retry-After": str(math.ceil(seconds))})
+    return True
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.server.keys import Allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Settings:
     name: what clients call the model
     any_name: whether clients may call it anything else
     api_keys: keys that open the server; none: it is open
+    allowances: what each of them may do; everything where there are fewer
     parallel: maximum requests that run
     queue: maximum requests that wait
     max_body: bytes of a request
@@ -41,6 +43,7 @@ class Settings:
     name: str
     any_name: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowances: tuple[Allowance, ...] = ()
     parallel: int = 16
     queue: int = 64
     max_body: int = 4 << 20

@@ -79,9 +79,9 @@ def test_the_text_names_metrics_that_are_there():
 
 def test_the_text_names_options_that_are_there():
     options = set()
-    for command in ("serve", "chat"):
+    for command in ("serve", "chat", "up", "status", "top"):
         options |= set(re.findall(r"--[a-z][a-z-]+", CliRunner().invoke(
-            main, [command, "--help-all"]).output))
+            main, [command, "--help-all" if command in ("serve", "chat") else "--help"]).output))
     ours = re.findall(r"`(--[a-z][a-z-]+)", TEXT) + [
         flag for line in TEXT.splitlines() if re.match(r"(pipeinfer|launch/|mpirun)", line)
         for flag in re.findall(r" (--[a-z][a-z-]+)", line)]

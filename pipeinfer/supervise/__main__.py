@@ -1,0 +1,90 @@
+"""What the launch scripts hand over to:
+
+    python -m pipeinfer.supervise [--hosts HOSTFILE NP KIND OUT] [--remove FILE]... -- WORDS...
+
+Runs WORDS, a launcher's command line, with PIPEINFER_RESTARTS=N up to N times more when it fails;
+@NP@ among them is the number of ranks, and the hosts of OUT, a hostfile of KIND, are those of
+HOSTFILE that answer. FILE is the script's and is removed at the end. PIPEINFER_JOB is the number
+of the job. Output is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise.hosts import Roster
+from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.launcher import name_terminal
+from pipeinfer.supervise.supervisor import Supervisor
+
+
+class _Words:
+    """The command line of a script."""
+
+    def __init__(self, name: str, words: list[str], environ: dict[str, str],
+                 roster: Roster | None) -> None:
+        self.name, self._words, self._environ, self._roster = name, words, environ, roster
+
+    @property
+    def hostfile(self) -> str:
+        return str(self._roster.out) if self._roster else ""
+
+    def job(self) -> Job:
+        ranks = str(self._roster.ranks) if self._roster else "@NP@"
+        return Job([ranks if word == "@NP@" else word for word in self._words], self._environ)
+
+    def ask_hosts(self) -> list[str]:
+        if self._roster is None:
+            return []
+        lines = [f"note: {finding.what} {finding.detail}: going on without it"
+                 for finding in self._roster.choose()]
+        if self._roster.ranks != self._roster.asked:
+            lines.append(f"{self._roster.ranks} ranks instead of {self._roster.asked}")
+        return lines
+
+
+def say(text: str) -> None:
+    """A line for the user."""
+    sys.stderr.write(f"pipeinfer: {text}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser("python -m pipeinfer.supervise", allow_abbrev=False)
+    parser.add_argument("--hosts", nargs=4, metavar=("HOSTFILE", "NP", "KIND", "OUT"))
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--remove", action="append", default=[], type=Path)
+    parser.add_argument("words", nargs="+")
+    given = parser.parse_args()
+    restarts = os.environ.get("PIPEINFER_RESTARTS") or "0"
+    if not (restarts.isascii() and restarts.isdigit()):
+        say(f"PIPEINFER_RESTARTS={restarts} is not a whole number")
+        return UsageError.exit_code
+    environ = dict(os.environ) | {VARIABLE: given.job}
+    name_terminal(environ)
+    roster = None
+    if given.hosts:
+        hostfile, ranks, kind, out = given.hosts
+        roster = Roster(hostfile, kind, Path(out), int(ranks), int(ranks))
+    door = HttpDoor(environ) if int(restarts) and "serve" in given.words else None
+    source = _Words(given.job, given.words, environ, roster)
+    try:
+        return asyncio.run(Supervisor(source, int(restarts), door, say).run())
+    except ChildProcessError as error:
+        say(str(error))
+        return 127
+    finally:
+        for path in given.remove:
+            path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

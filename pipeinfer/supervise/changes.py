@@ -1,0 +1,33 @@
+"""Whether a server with other options may answer otherwise: what waits for open requests to end.
+
+Pure: compares values of options, as `Config.values` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeinfer.config import options
+
+#: options that change who computes what, when, and with which guesses: no token depends on those
+_SAME = frozenset("""
+    offline draft_model hf_repo_draft draft_small threads_draft gpu_layers_draft mlock mmap
+    distribute pace_ms pace_row_ms cancel_path keep_binding split layers remeasure strict timeout
+    heartbeat spares draft_ranks rebalance debug fault nodes
+    policy proposer ablate draft_max tree_max draft_p_min path_min alternatives adapt p_split
+    p_recovery p_decay tip branches partitions credit parallel cache_tokens prefix_cache
+    speculation""".split())
+
+
+def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Options that differ, and on which tokens of an open request may depend. Keys, limits and
+    sampling are for requests to come."""
+    later = options("serve", "sampling", "request")
+    names = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+    return sorted(names - _SAME - set(later))
+
+
+def is_wide(values: Mapping[str, Any]) -> bool:
+    """Whether layers are cut into slices: another number of ranks may cut them otherwise."""
+    return bool(values["grid"] or values["slices"])

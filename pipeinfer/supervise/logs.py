@@ -1,0 +1,90 @@
+"""What the ranks say, one file a rank, each kept from growing: the launcher's tagged output, split.
+
+Open MPI's `--output tag` writes `[1,0]<stdout>: text`, MPICH's `-prepend-rank` `[0] text`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+_TAG = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:?)? ?")
+_MOST_LINE = 1 << 16  #: characters of a line; the rest of it is the next one
+MOST_BYTES, COPIES = 8 << 20, 3
+
+
+class _Private(RotatingFileHandler):
+    """Files that only this user reads."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding="utf-8", errors="replace",
+                    opener=lambda path, flags: os.open(path, flags, 0o600))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs the line, not the job."""
+        del record
+
+
+class Logs:
+    """`rank-N.log`, `launcher.log`, `up.log` in a folder. show: gets every line, too, with the
+    number of its rank (None: the launcher's)."""
+
+    def __init__(self, folder: Path, show: Callable[[int | None, str], None]) -> None:
+        self._folder, self._show = folder, show
+        self._files: dict[str, logging.Handler] = {}
+
+    def line(self, rank: int | None, text: str) -> None:
+        """A line of a rank."""
+        self.write("launcher" if rank is None else f"rank-{rank}", text)
+        self._show(rank, text)
+
+    def write(self, name: str, text: str) -> None:
+        """A line of whoever logs under `name`."""
+        if name not in self._files:
+            try:
+                file = _Private(self._folder / f"{name}.log", maxBytes=MOST_BYTES,
+                                backupCount=COPIES)
+            except OSError:
+                return
+            file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            self._files[name] = file
+        self._files[name].handle(logging.LogRecord(name, logging.INFO, "", 0, text, None, None))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class Splitter:
+    """Makes lines of a stream's bytes. line: gets each with its rank."""
+
+    def __init__(self, line: Callable[[int | None, str], None]) -> None:
+        self._line = line
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Bytes as they come."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MOST_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._tell(line)
+
+    def close(self) -> None:
+        """The stream has ended."""
+        if self._rest:
+            self._tell(self._rest)
+        self._rest = b""
+
+    def _tell(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        found = _TAG.match(text)
+        self._line(int(found[1]) if found else None, text[found.end():] if found else text)

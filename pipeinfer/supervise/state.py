@@ -1,0 +1,168 @@
+"""The private folder of a supervisor: what it knows as `state.json`, its lock, its logs, the socket
+for commands.
+
+Only the user that owns the folder may look or command: mode 0700, and whoever is at the other end
+of the socket is asked for by the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UsageError
+
+VARIABLE = "PIPEINFER_STATE"  #: the folder of all supervisors of this user
+_SOCKET, _LOCK, _STATE = "control", "lock", "state.json"
+
+
+class Folder:
+    """The folder of the supervisor called `name`."""
+
+    def __init__(self, name: str) -> None:
+        """Raises UsageError for a name that cannot be a folder's."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            raise UsageError(f"--name {name!r}: use letters, digits, dots and dashes, 64 at most")
+        self.name, self.path = name, _base() / name
+        self._lock = -1
+
+    def make(self) -> None:
+        """Have it and its `logs`. Raises UsageError where others could write to it."""
+        try:
+            (self.path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make {self.path}: {error.strerror}; name another folder with "
+                             f"{VARIABLE}") from error
+        self.check()
+
+    def check(self) -> None:
+        """Raises UsageError unless it is this user's alone."""
+        for path in (self.path.parent, self.path):
+            info = path.lstat()
+            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) \
+                    or info.st_mode & 0o022:
+                raise UsageError(f"{path} must be a folder of this user that nobody else may write "
+                                 f"to: chmod 700 {path}, or name another one with {VARIABLE}")
+        if self.path.stat().st_mode & 0o077:
+            self.path.chmod(0o700)
+
+    def lock(self) -> bool:
+        """Be its only supervisor, until this process ends; whether that is so."""
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            return False
+        return True
+
+    @property
+    def alive(self) -> bool:
+        """Whether a supervisor has it."""
+        try:
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def write(self, state: dict[str, Any]) -> None:
+        """What `read` gives. A full disk costs the report, not the job."""
+        beside = self.path / f"{_STATE}.new"
+        with contextlib.suppress(OSError):
+            number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(number, "w", encoding="utf-8") as file:
+                json.dump(state, file, indent=1)
+            os.replace(beside, self.path / _STATE)
+
+    def read(self) -> dict[str, Any]:
+        """What was written last; empty where nothing was."""
+        try:
+            found = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # --- the socket ---------------------------------------------------------------------------
+
+    def listen(self) -> socket.socket:
+        """The socket for commands; once the folder is locked."""
+        (self.path / _SOCKET).unlink(missing_ok=True)
+        found = socket.socket(socket.AF_UNIX)
+        with self._short() as name:
+            found.bind(name)
+        (self.path / _SOCKET).chmod(0o600)
+        found.listen(8)
+        return found
+
+    def unlisten(self) -> None:
+        """Take no more commands."""
+        (self.path / _SOCKET).unlink(missing_ok=True)
+
+    def connect(self) -> socket.socket:
+        """A connection to the supervisor. Raises UsageError where there is none."""
+        if self.path.is_dir():
+            self.check()
+        found = socket.socket(socket.AF_UNIX)
+        try:
+            with self._short() as name:
+                found.connect(name)
+        except OSError as error:
+            found.close()
+            raise UsageError(nothing(self.name)) from error
+        if not is_ours(found):
+            found.close()
+            raise UsageError(f"{self.path / _SOCKET} belongs to another user")
+        return found
+
+    @contextlib.contextmanager
+    def _short(self) -> Iterator[str]:
+        """A name of the socket that is short enough for one, wherever the folder is."""
+        number = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{number}/{_SOCKET}"
+        finally:
+            os.close(number)
+
+
+def nothing(name: str) -> str:
+    """That there is no supervisor of that name, and what to do."""
+    more = "" if name == "default" else f" --name {name}"
+    others = running()
+    hint = f"; running: {', '.join(others)} (--name)" if others else ""
+    return f"nothing is up here: start it with `pipeinfer up{more}`{hint}"
+
+
+def running() -> list[str]:
+    """Names of this user's supervisors that live."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in _base().iterdir()
+                      if path.is_dir() and Folder(path.name).alive)
+    return []
+
+
+def is_ours(link: socket.socket) -> bool:
+    """Whether this user is at the other end, by the kernel."""
+    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", found)[1] == os.getuid())
+
+
+def _base() -> Path:
+    if named := os.environ.get(VARIABLE):
+        return Path(named).absolute()
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home).absolute() / "pipeinfer" / "up"

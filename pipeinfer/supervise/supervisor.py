@@ -1,0 +1,155 @@
+"""The loop of every supervisor: start the job, wait for its end, decide, start it again.
+
+What is to run comes from a `Source`; `keeper` adds what `pipeinfer up` does beside that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from pipeinfer.cluster import cleanup
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise.hosts import others
+from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.rules import INTERRUPTED, Again, End, Patience
+
+_CLEAN = 15.0  #: seconds for a host to end what is left there
+
+
+class Source(Protocol):
+    """What is to run. hostfile: of the hosts that may hold leftovers, empty for none; name: the
+    number of the job, which its processes bear."""
+
+    name: str
+
+    @property
+    def hostfile(self) -> str:
+        """The launcher's, with the hosts of the last job."""
+        ...
+
+    def job(self) -> Job:
+        """The next try."""
+        ...
+
+    def ask_hosts(self) -> list[str]:
+        """Take the hosts that answer now; what there is to say. Raises UsageError when the job
+        cannot run on any."""
+        ...
+
+
+class Supervisor:
+    """Runs what `source` gives until that has ended for good. say: hears a line for the user."""
+
+    def __init__(self, source: Source, restarts: int, door: HttpDoor | None,
+                 say: Callable[[str], None]) -> None:
+        self.source, self.door, self.say = source, door, say
+        self.patience = Patience(restarts)
+        self._restarts = restarts
+        self.current: Job | None = None
+        self.asked = 0  #: how often somebody has asked for the end
+        self._woken = asyncio.Event()
+
+    async def run(self) -> int:
+        """The exit status of the last job."""
+        self._heed_signals()
+        try:
+            return await self._run()
+        finally:
+            if self.door is not None:
+                await self.door.close()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Somebody wants the end: the first time running requests may end, then at once."""
+        self.asked += 1
+        self._woken.set()
+        if self.current is not None:
+            self.current.interrupt(at_once=at_once)
+
+    # --- what `keeper` fills in ---------------------------------------------------------------
+
+    async def begun(self, job: Job) -> None:
+        """A job is about to start."""
+
+    async def ended(self, status: int, lived: float) -> bool:
+        """A job has ended; whether it was meant to, and the next one follows at once."""
+        del status, lived
+        return False
+
+    async def paused(self, status: int, verdict: Again) -> None:
+        """There is a pause before the next job."""
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    async def _run(self) -> int:
+        while True:
+            if self.door is not None:
+                await self.door.open()
+            if self.asked:
+                return INTERRUPTED
+            self.current = job = self.source.job()
+            await self.begun(job)
+            began = time.monotonic()
+            status = await job.run()
+            lived = time.monotonic() - began
+            self.current = None
+            if await self.ended(status, lived) and not self.asked:
+                await self.clean(self.source.name, others(self.source.hostfile))
+                continue
+            verdict = self.patience.after(status, lived, asked=self.asked > 0)
+            if isinstance(verdict, End):
+                if verdict.used_up:
+                    self.say(f"the job has ended with exit code {status}, and every restart is "
+                             "used up")
+                return status
+            self.say(f"the job has ended with exit code {status}: starting again in "
+                     f"{verdict.pause:.0f} s ({verdict.left} more after that)")
+            await self.paused(status, verdict)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), verdict.pause)
+            if self.asked:
+                return INTERRUPTED
+            await self.clean(self.source.name, others(self.source.hostfile))
+            try:
+                for line in await asyncio.to_thread(self.source.ask_hosts):
+                    self.say(line)
+            except UsageError as error:
+                self.say(f"error: {error}")  # they may be back soon
+
+    def _heed_signals(self) -> None:
+        """What was ignored when this process started stays so: nohup."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(
+                    number, lambda at_once: self.stop(at_once=at_once), number == signal.SIGHUP)
+
+    async def clean(self, name: str, hosts: list[str]) -> None:
+        """No rank of an earlier job may hold a port, memory or a lock: here and on its hosts
+        whatever bears its number is killed. A host that does not answer has its own clock."""
+        await asyncio.gather(asyncio.to_thread(self._clean_here, name), *(
+            asyncio.to_thread(_clean_there, host, name) for host in hosts))
+
+    def _clean_here(self, name: str) -> None:
+        cleanup.clear_sessions()
+        if killed := cleanup.end(name):
+            self.say(f"killed {len(killed)} processes that the previous job left behind")
+
+
+def _clean_there(host: str, name: str) -> None:
+    ssh = ["ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5",
+           *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), host,
+           shlex.join([sys.executable, "-m", "pipeinfer.cluster.cleanup", name])]
+    environ = {k: v for k, v in os.environ.items() if k != cleanup.VARIABLE}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(ssh, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
+                       timeout=_CLEAN, check=False)

@@ -1,0 +1,86 @@
+"""What a key may do, and how often."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import requests
+
+from pipeinfer.errors import UsageError
+from pipeinfer.experiments.rig.server_peer import SECONDS
+from pipeinfer.server.keys import Allowance, Meter, parse_line
+from pipeinfer.server.middleware import scopes_of
+from tests.server.test_http import MODEL, error, front
+
+
+@pytest.mark.parametrize(("line", "key", "allowance"), [
+    ("abc", "abc", Allowance()), ("ab== ", "ab==", Allowance()),
+    ("two words", "two words", Allowance()),
+    ("k scopes=watch", "k", Allowance(("watch",))),
+    ("k= scopes=ask,change requests-per-minute=60 at-once=2", "k=",
+     Allowance(("ask", "change"), 60, 2))])
+def test_lines_of_key_files(line, key, allowance):
+    assert parse_line(line.strip(), "f, line 1") == (key, allowance)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("scopes=all", "scopes are some of ask,watch,change"),
+    ("scope=ask", "word 2 is none of scopes="),
+    ("at-once=0", "at-once is a whole number from 1"), ("at-once=2 fast", "word 3 is none of"),
+    ("requests-per-minute=" + "9" * 5000, "requests-per-minute is a whole number")])
+def test_lines_that_cannot_be_used_show_no_key(words, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        parse_line(f"secretkey {words}", "keys.txt, line 3")
+    assert str(caught.value).startswith("keys.txt, line 3: ")
+    assert "secretkey" not in str(caught.value)
+
+
+def test_a_minutes_requests_may_come_at_once_and_then_one_by_one():
+    meter = Meter(Allowance(per_minute=30))
+    assert [meter.wait(100.0) for _ in range(31)] == [0.0] * 30 + [2.0]
+    assert meter.wait(101.0) == pytest.approx(1.0)
+    assert meter.wait(102.0) == 0.0
+    assert meter.wait(102.0) == pytest.approx(2.0)
+    assert [meter.wait(10_000.0) for _ in range(31)][-2:] == [0.0, 2.0]
+    assert Meter(Allowance()).wait(1.0) == 0.0
+
+
+def test_every_path_needs_a_scope():
+    for method, path, scopes in (
+            ("POST", "/v1/chat/completions", "ask"), ("GET", "/v1/responses/x", "ask"),
+            ("POST", "/tokenize", "ask"), ("GET", "/metrics", "watch"), ("GET", "/slots", "watch"),
+            ("GET", "/pipeline", "watch"), ("GET", "/rebalance/plan", "watch"),
+            ("POST", "/rebalance", "change"), ("GET", "/v1/models", "ask watch"),
+            ("GET", "/props", "ask watch"), ("GET", "/whatever", "ask")):
+        assert scopes_of(method, path) == tuple(scopes.split())
+
+
+def test_keys_with_scopes_and_bounds():
+    keys = {"all": Allowance(), "watch": Allowance(("watch",)),
+            "ask": Allowance(("ask",), per_minute=2), "one": Allowance(("ask",), at_once=1)}
+    with front(MODEL, api_keys=list(keys), allowances=tuple(keys.values())) as server:
+        def ask(key, path="/v1/completions", **body):
+            return requests.post(server.url + path, json={"prompt": "x", **body}, stream=True,
+                                 timeout=SECONDS, headers={"Authorization": f"Bearer {key}"})
+
+        def get(key, path):
+            return server.get(path, headers={"Authorization": f"Bearer {key}"})
+
+        for answer in (ask("watch"), ask("ask", "/rebalance"), get("ask", "/metrics")):
+            assert error(answer, 403)["code"] == "insufficient_scope"
+        assert get("watch", "/metrics").status_code == 200
+        assert get("ask", "/props").status_code == 200
+        assert [ask("ask").status_code for _ in range(2)] == [200, 200]
+        late = ask("ask")
+        assert error(late, 429)["code"] == "rate_limit_exceeded"
+        assert 1 <= int(late.headers["Retry-After"]) <= 30
+        assert ask("all").status_code == 200  # each key for itself
+        server.peer.answer = lambda frame: None
+        with ask("one", stream=True):
+            assert error(ask("one"), 429)["code"] == "rate_limit_exceeded"
+        server.peer.answer = lambda frame: server.peer.say(frame.id, "ok")
+        deadline = time.monotonic() + SECONDS
+        while ask("one").status_code == 429:  # until it is noticed that the client has left
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

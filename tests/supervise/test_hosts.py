@@ -1,0 +1,58 @@
+"""Which hosts a job gets: those that answer, as many ranks as wanted."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.cli import doctor_hosts
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise.hosts import Roster, others
+
+OWN = doctor_hosts._own_facts()
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Names of the hosts that answer."""
+    names = {"head"}
+
+    def ask(entry):
+        if entry.host in names:
+            return doctor_hosts.Answer(entry, OWN | {"host": entry.host, "cores": 64})
+        return doctor_hosts.Answer(entry, {}, "does not answer", "switch it on")
+
+    monkeypatch.setattr(doctor_hosts, "ask", ask)
+    return names
+
+
+def test_the_job_has_the_hosts_that_answer(tmp_path, answering):
+    hosts, out = tmp_path / "hosts", tmp_path / "out"
+    hosts.write_text("head slots=2\nann@b slots=3\nc\n")
+    roster = Roster(str(hosts), "openmpi", out, 4)
+    gone = roster.choose()
+    assert [finding.what for finding in gone] == ["host b", "host c"]
+    assert (roster.ranks, roster.wanted, out.read_text()) == (2, 4, "head slots=2\n")
+    assert [entry.host for entry in roster.missing] == ["b", "c"]
+    answering.add("b")
+    roster.choose()
+    assert (roster.ranks, roster.missing) == (4, [])
+    assert [entry.host for entry in roster.used] == ["head", "b"]
+    assert others(str(out)) == ["head", "ann@b"]
+    answering.remove("head")
+    with pytest.raises(UsageError, match="host head, on which rank 0 runs, does not answer"):
+        roster.choose()
+
+
+def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answering):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("head\n")
+    roster = Roster(str(hosts), "hydra", tmp_path / "out")
+    roster.choose()
+    assert (roster.ranks, roster.missing) == (1, [])
+    hosts.write_text("head\nnew slots=2\n")
+    answering.add("new")
+    assert ([entry.host for entry in roster.missing], roster.wanted) == (["new"], 3)
+    roster.choose()
+    assert roster.ranks == 3
+    hosts.write_text("head\nbroken slots=\n")
+    assert (roster.missing, roster.wanted) == ([], 3)

@@ -1,0 +1,78 @@
+"""When a job starts again, what its end was, when missing hosts are asked: no process, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.cli.options import parse
+from pipeinfer.supervise.changes import is_wide, risky
+from pipeinfer.supervise.logs import Splitter
+from pipeinfer.supervise.rules import Again, Comeback, End, Patience, outcome
+
+
+def test_pauses_double_up_to_half_a_minute_and_tries_end():
+    patience = Patience(7)
+    verdicts = [patience.after(6, 0.1, asked=False) for _ in range(8)]
+    assert [v.pause for v in verdicts[:7]] == [1, 2, 4, 8, 16, 30, 30]
+    assert [v.left for v in verdicts[:7]] == [6, 5, 4, 3, 2, 1, 0]
+    assert verdicts[7] == End(used_up=True)
+    assert Patience(0).after(6, 0.1, asked=False) == End()
+
+
+def test_a_life_counts():
+    patience = Patience(3)
+    assert [patience.after(6, 1, asked=False).pause for _ in range(2)] == [1, 2]
+    assert patience.after(6, 20, asked=False) == Again(1, 0)
+    assert patience.after(6, 600, asked=False) == Again(1, 2)
+
+
+@pytest.mark.parametrize(("status", "asked"), [(0, False), (2, False), (130, False), (6, True)])
+def test_what_is_not_tried_again(status, asked):
+    assert Patience(3).after(status, 1, asked=asked) == End()
+
+
+@pytest.mark.parametrize(("launcher", "said", "asked", "status"), [
+    (0, "0", False, 0), (0, "6 lost", False, 6), (-9, "", False, 137), (5, "up 77", True, 5),
+    (0, "", True, 130), (0, "up 77", False, 1), (0, "up 77", True, 130), (0, "", False, 0)])
+def test_the_exit_status_is_rank_0s_own_where_it_left_one(launcher, said, asked, status):
+    assert outcome(launcher, said, asked=asked) == status
+
+
+def test_a_host_that_keeps_getting_lost_is_left_alone_for_longer():
+    comeback = Comeback(60)
+    comeback.missing("a", 0)
+    comeback.missing("a", 30)
+    assert comeback.due(59) == []
+    assert comeback.due(60) == ["a"]
+    assert comeback.due(61) == []
+    assert comeback.due(120) == ["a"]
+    comeback.present("a")
+    comeback.missing("a", 200)
+    assert comeback.due(319) == []
+    assert comeback.due(320) == ["a"]
+    comeback.soon(321)
+    assert comeback.due(321) == ["a"]
+    never = Comeback(0)
+    never.missing("a", 0)
+    assert never.due(10**9) == []
+
+
+@pytest.mark.parametrize(("new", "names"), [
+    ("-m a --queue 3 --temp 0.1 --spares 1 -np 4 -md b", []), ("-m b", ["model"]),
+    ("-m a --grid 2x2 -ctk f16", ["cache_type_k", "grid"])])
+def test_options_on_which_tokens_may_depend(new, names):
+    sections = ("model", "cluster", "speculation", "sampling", "serve")
+    old, other = (parse(words.split(), *sections).config.values() for words in ("-m a", new))
+    assert risky(old, other) == names
+    assert is_wide(other) == ("grid" in names)
+
+
+def test_tagged_output_is_split_by_rank():
+    seen = []
+    splitter = Splitter(lambda rank, text: seen.append((rank, text)))
+    for data in (b"[1,0]<stdout>: a\n[1,", b"12]<stderr>: b [1] c\n[3] d\nprte: [x]\n\n[1,1]<std",
+                 b"out>: \xff"):
+        splitter.feed(data)
+    splitter.close()
+    assert seen == [(0, "a"), (12, "b [1] c"), (3, "d"), (None, "prte: [x]"), (None, ""),
+                    (1, "\ufffd")]

@@ -1,0 +1,144 @@
+"""The private folder of a supervisor, and who may command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.supervise import commands_socket, state
+from pipeinfer.supervise.commands import lines_of
+from pipeinfer.supervise.commands_socket import Commands, call
+from pipeinfer.supervise.logs import Logs
+from pipeinfer.supervise.state import Folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)  # no name of a socket may be as long as this
+    monkeypatch.setenv("PIPEINFER_STATE", str(long / "up"))
+    long.mkdir()
+    found = Folder("one")
+    found.make()
+    return found
+
+
+def test_a_folder_that_others_could_write_to_is_refused(folder):
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.path.chmod(0o720)
+    for use in (folder.make, folder.connect):
+        with pytest.raises(UsageError, match="nobody else may write to: chmod 700"):
+            use()
+    with pytest.raises(UsageError, match=r"'../x': use letters"):
+        Folder("../x")
+
+
+def test_only_one_supervisor_has_it(folder):
+    other = Folder("one")
+    assert not folder.alive
+    assert folder.lock()
+    assert not other.lock()
+    assert other.alive
+    with pytest.raises(UsageError, match=r"nothing is up here: .*; running: one"):
+        Folder("two").connect()
+
+
+def serve(folder, commands):
+    """Answer commands in a thread until the returned function is called."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+
+    async def run():
+        server = Commands(folder, commands)
+        await server.start()
+        ending = asyncio.Event()
+        loop.end = lambda: loop.call_soon_threadsafe(ending.set)
+        started.set()
+        await ending.wait()
+        await server.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert started.wait(10)
+
+    def end():
+        loop.end()
+        thread.join(10)
+        loop.close()
+
+    return end
+
+
+async def greet(asked, tell):
+    tell("wait")
+    if "name" not in asked:
+        raise UsageError("who?")
+    return {"hello": asked["name"]}
+
+
+def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
+    end, heard = serve(folder, {"greet": greet}), []
+    try:
+        assert (folder.path / "control").stat().st_mode & 0o777 == 0o600
+        assert call(folder, heard.append, 10, op="greet", name="a")["hello"] == "a"
+        assert heard == ["wait"]
+        for asked, says in (({"op": "greet"}, "who?"), ({"op": "bad"}, "no command 'bad'")):
+            with pytest.raises(RequestError, match=says):
+                call(folder, heard.append, 10, **asked)
+        monkeypatch.setattr(commands_socket, "is_ours", lambda link: False)
+        with pytest.raises(RequestError, match=r"ended before it answered|connection was lost"):
+            call(folder, heard.append, 10, op="greet", name="another user")
+    finally:
+        end()
+    assert not (folder.path / "control").exists()
+    with pytest.raises(UsageError, match="nothing is up here"):
+        folder.connect()
+
+
+def test_another_users_socket_is_not_spoken_to(folder, monkeypatch):
+    with folder.listen():
+        monkeypatch.setattr(state, "is_ours", lambda link: False)
+        with pytest.raises(UsageError, match="belongs to another user"):
+            folder.connect()
+
+
+def test_logs_are_private_and_do_not_grow(folder, monkeypatch):
+    shown = []
+    monkeypatch.setattr("pipeinfer.supervise.logs.MOST_BYTES", 2000)
+    logs = Logs(folder.path / "logs", lambda rank, text: shown.append((rank, text)))
+    for number in range(200):
+        logs.line(2, f"line {number}")
+    logs.line(None, "from the launcher")
+    logs.close()
+    files = {path.name: path for path in (folder.path / "logs").iterdir()}
+    assert set(files) == {"rank-2.log", "rank-2.log.1", "rank-2.log.2", "rank-2.log.3",
+                          "launcher.log"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files.values())
+    assert all(path.stat().st_size <= 2000 for path in files.values())
+    assert files["rank-2.log"].read_text().endswith(" line 199\n")
+    assert shown[-1] == (None, "from the launcher")
+
+
+def test_what_is_written_is_read(folder):
+    assert folder.read() == {}
+    folder.write({"pid": os.getpid()})
+    assert folder.read() == {"pid": os.getpid()}
+    (folder.path / "state.json").write_text("[")
+    assert folder.read() == {}
+
+
+def test_a_status_for_people():
+    found = lines_of({
+        "name": "a", "phase": "ready", "ready": True, "url": "http://h:1", "model": "m", "open": 2,
+        "held": 0, "reason": "", "words": ["serve"], "pid": 7, "since": 0.0, "door_pid": 8,
+        "ranks": 2, "wanted": 3, "lost": [1], "logs": "/l",
+        "hosts": [{"host": "n1", "slots": 1, "state": "used", "why": ""},
+                  {"host": "node2", "slots": 0, "state": "missing", "why": "does not answer"}],
+        "starts": [{"at": 0.0, "ranks": 3, "exit": 137, "lived": 3.5, "moved": False},
+                   {"at": 9.0, "ranks": 2, "exit": None}]})
+    assert found[0] == "a: ready at http://h:1, model m, 2 requests open"
+    assert "  ranks     2 ranks of 3, lost: 1" in found
+    assert "  host      node2  missing: does not answer" in found
+    assert any(line.endswith("3 ranks, exit code 137 after 3.5 s") for line in found)

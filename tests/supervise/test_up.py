@@ -1,0 +1,139 @@
+"""`pipeinfer up` as its users run it: a real server, moved and reloaded under streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from pipeinfer.errors import RequestError
+from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.served import PIPEINFER, Served
+from pipeinfer.supervise.commands_socket import call
+from pipeinfer.supervise.state import Folder
+from tests.mpi.test_supervised import Stream, job_processes
+from tests.support.sample import full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
+SERVE = ["serve", "-c", "512", "-t", "1", "--pace-ms", "5"]
+
+
+class Up:
+    """`pipeinfer up`, and commands to it."""
+
+    def __init__(self, folder, *words):
+        self.env = {"PIPEINFER_STATE": str(folder / "state")}
+        self.served = Served(launch.start([*PIPEINFER, "up", *words], timeout=200, **self.env))
+
+    def call(self, *words):
+        """Exit code, standard output and error."""
+        done = subprocess.run([*PIPEINFER, *words], capture_output=True, text=True, timeout=120,
+                              env=launch.environment(**self.env), check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    def status(self):
+        return json.loads(self.call("status", "--json")[1])
+
+
+@contextlib.contextmanager
+def up(folder, *words):
+    one = Up(folder, *words)
+    process = one.served.process
+    try:
+        one.served.wait_until_ready()
+        yield one
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+        process.stdout.close()
+        one.served._reader.join(10)
+        process.stderr.close()
+
+
+def test_streams_go_on_while_the_job_is_moved(tmp_path):
+    words = [*SERVE, "--port", str(launch.free_port())]
+    with up(tmp_path, "-np", "2", "--", *words) as one:
+        served = one.served
+        whole = Stream(served).ended().tokens
+        assert len(whole) == 120
+        stream = Stream(served)
+        served.until(lambda: len(stream.tokens) > 5, "tokens")
+        code, said, err = one.call("rescale", "-np", "3")
+        assert (code, "moved to 3 ranks: ready again after" in said) == (0, True), err
+        assert stream.ended().tokens == whole
+        assert stream.last["timings"]["restarts_n"] == 1
+        assert stream.last["timings"]["same_arithmetic"] is True
+        status = one.status()
+        assert (status["ready"], status["ranks"], status["words"]) == (True, 3, words)
+        logs = tmp_path / "state" / "default" / "logs"
+        assert " with 2 stages" in (logs / "rank-0.log").read_text()
+        assert "the job is moved to 3 ranks" in (logs / "up.log").read_text()
+        code, shown, err = one.call("top", "--once", "--interval", "0.2")
+        assert (code, f"embedded at {served.url}  ready" in shown) == (0, True), err
+        assert "ended: 2 length" in shown
+        assert "new jobs 1" in shown
+        code, _, err = one.call("up", "-np", "2")
+        assert (code, "is up already" in err) == (2, True)
+        assert one.call("down")[0] == 0
+        assert served.process.wait(30) == 0
+        assert one.call("status")[0] == 2
+
+
+def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
+    """Another file in the model's place: no stream may have tokens of both."""
+    model = tmp_path / "model.gguf"
+    shutil.copy(MODEL, model)
+    words = [*SERVE, "--speculation", "off", "--pace-ms", "15", "--port", str(launch.free_port()),
+             "-m", str(model)]
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+    folder = Folder("default")
+    with up(tmp_path, "--", *words[1:]) as one:
+        served = one.served
+        whole = Stream(served).ended().tokens
+        stream = Stream(served)
+        served.until(lambda: len(stream.tokens) > 5, "tokens")
+        shutil.copy(MODEL, tmp_path / "new.gguf")
+        (tmp_path / "new.gguf").replace(model)
+        heard = []
+        with pytest.raises(RequestError, match="1 requests still run after 0 s, so nothing was ch"):
+            call(folder, heard.append, 30, op="reload", wait=0)
+        call(folder, heard.append, 90, op="reload", wait=60)
+        assert heard[-1].startswith("the model's file is another one: waiting for 1 open")
+        assert stream.ended().tokens == whole
+        assert stream.last["timings"].get("restarts_n") is None
+
+        for more, says in ((["-m", str(tmp_path / "none")], r"does not start \(exit code 3"),
+                           (["--nothing"], "serve: No such option")):
+            with pytest.raises(RequestError, match=says):
+                call(folder, heard.append, 90, op="reload", words=[*words, *more])
+        assert folder.read()["words"] == words
+
+        (rank,) = (p for p in job_processes(folder.read()["job"]).values()
+                   if "serve" in p.cmdline())
+        rank.kill()
+        served.until(lambda: len(folder.read()["starts"]) == 5, "another start", 30)
+        assert Stream(served).ended().tokens == whole  # it has waited
+        assert [start["exit"] for start in folder.read()["starts"]][2:] == [3, 137, None]
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
+    full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
+    full(["--", "--port", "many"], "Invalid value for '--port'"),
+    full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
+])
+def test_wrong_use_is_one_line(tmp_path, words, says):
+    done = subprocess.run([*PIPEINFER, "up", *words], capture_output=True, text=True, timeout=60,
+                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
