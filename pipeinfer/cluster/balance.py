@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.own_time import Share
 from pipeinfer.planning.partition import Split
 from pipeinfer.planning.replan import Holding
@@ -138,6 +139,7 @@ class Balance:
                   for node, one in leaders]
         session.head.times.pace = StagePace(
             len(leaders), session.first.curve, shares, judge.cores)
+        session.head.times.members = MemberPace(assembly.grid)
         session.head.times.load.restart(session.head.scheduler.totals.accepted)
         self._trial = None
 

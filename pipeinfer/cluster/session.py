@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
+from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, why
 from pipeinfer.cluster.placement import Survey
@@ -42,7 +43,6 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
     spare_cells,
 )
-from pipeinfer.cluster.wide_stage import drawing
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
