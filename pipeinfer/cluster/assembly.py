@@ -34,7 +34,7 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
-from pipeinfer.nodes import RankInfo
+from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
@@ -248,7 +248,8 @@ class Assembly:
         lost = [holding for holding in self.held if holding.rank in self.lost]
         try:
             if is_cut(self.held):
-                return retake(self.held, self.lost, self.spares, self._has_room)
+                return retake(self.held, self.lost, self.spares, self._has_room,
+                              {one.rank: group_of(one) for one in self._hosts})
             return replan(self._load, self._rooms(alive), alive, self.spares, lost, self.judge)
         except PlanError as error:
             if not alive and not self.spares:

@@ -17,7 +17,7 @@ from pipeinfer.core.control import Measured, TestLinks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, RankLost, UnsupportedArchitecture, UsageError
 from pipeinfer.host import Place
-from pipeinfer.nodes import RankInfo
+from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
@@ -44,7 +44,8 @@ def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> T
     if cluster.spares >= len(usable):
         raise UsageError(f"--spares {cluster.spares} leaves no rank for a stage: only "
                          f"{len(usable)} ranks can hold layers; start more, or lower --spares")
-    return teams_of(cluster.grid, cluster.slices, usable[:len(usable) - cluster.spares])
+    return teams_of(cluster.grid, cluster.slices, usable[:len(usable) - cluster.spares],
+                    {rank: group_of(hosts[rank]) for rank in usable})
 
 
 def grid_chosen(
@@ -81,7 +82,8 @@ def _compared(
     return grids_of_ranks(
         model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
         network_of(ranks, _links(config, place)), mix,
-        SumCost(4 if config.cluster.sum_type == "f32" else 2))
+        SumCost(4 if config.cluster.sum_type == "f32" else 2),
+        [group_of(hosts[rank]) for rank in ranks])
 
 
 def would_gain(

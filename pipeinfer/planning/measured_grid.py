@@ -60,8 +60,10 @@ def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Ne
 def grids_of_ranks(
     model: ModelFile | ModelDir, load: Load, members: Sequence[Member],
     figures: Sequence[Figures | None], network: Network, mix: LoadMix, sums: SumCost,
+    groups: Sequence[str] = (),
 ) -> tuple[GridPlan, GridPlan]:
-    """The best grid of these ranks, and the plain pipeline of all of them.
+    """The best grid of these ranks, and the plain pipeline of all of them. groups: of the ranks,
+    see `Cluster`.
 
     Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
     not fit.
@@ -70,5 +72,6 @@ def grids_of_ranks(
                        () if one is None else tuple(
                            (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
                   for member, one in zip(members, figures, strict=True))
-    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,))
+    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,),
+                      groups=tuple(groups))
     return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))
