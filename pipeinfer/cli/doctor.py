@@ -27,9 +27,10 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
-from pipeinfer.cluster.grid_choice import teams_asked, wide_plan
+from pipeinfer.cluster.grid_choice import teams_asked, usable_ranks, wide_plan
 from pipeinfer.cluster.grid_drawing import lines_of
 from pipeinfer.cluster.handshake import hello
+from pipeinfer.cluster.remembered_grid import GridChoice, recall_grid
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
@@ -248,14 +249,23 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
                  for one in everyone]
         counts: list[int | None] = [None] * len(candidates)
         members = placement.members_of(candidates, counts, ranks, {})
+        choice: GridChoice | None
         if config.cluster.grid == "auto":
-            return [Finding("ok", "grid", "--grid auto measures ranks and links when a job starts",
-                            "mpirun ... pipeinfer plan MODEL says which grid that would be")]
-        teams = teams_asked(config, candidates, ranks)
-        if teams is not None:
+            known = recall_grid(model, ranks, usable_ranks(config, candidates, ranks))
+            choice = None if known is None else known.choice
+            if choice is None:
+                return [Finding("ok", "grid", "--grid auto measures ranks and links at its first "
+                                "start" if known is None else "one rank to a stage, as chosen on "
+                                f"{known.day} (--remeasure chooses anew)",
+                                "" if known else "mpirun ... pipeinfer plan MODEL names the grid")]
+        else:
+            teams = teams_asked(config, candidates, ranks)
+            choice = None if teams is None else GridChoice(teams, ())
+        if choice is not None:
             return _draw_grid(config, model, path, wide_plan(
-                config, model, load, dict(zip(candidates, members, strict=True)), ranks, teams,
-                Policy.ITERATIVE, timed=False), everyone)
+                config, model, load, dict(zip(candidates, members, strict=True)), ranks,
+                choice.teams, Policy.ITERATIVE, timed=False, layers=choice.layers,
+                cuts=choice.cuts), everyone)
         counts = planner.asked_counts(config.cluster, model, candidates, ranks,
                                       None if nodes is None else nodes.layers)
         members = placement.members_of(

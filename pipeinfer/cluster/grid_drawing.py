@@ -42,5 +42,10 @@ def lines_of(held: Sequence[Holding], host_of: Callable[[Holding], str],
 
 def _slices(holding: Holding) -> str:
     own = [Slice.parse(holding.cut[index]) for index in holding.slices]
-    return " and ".join(f"KV heads {one.heads[0]}-{one.heads[1] - 1}, columns "
-                        f"{one.ff[0]}-{one.ff[1] - 1}" for one in own)
+    return " and ".join(f"{_heads(one)}, columns {one.ff[0]}-{one.ff[1] - 1}" for one in own)
+
+
+def _heads(piece: Slice) -> str:
+    if piece.queries is not None:
+        return f"query heads {piece.queries[0]}-{piece.queries[1] - 1} of KV head {piece.heads[0]}"
+    return f"KV heads {piece.heads[0]}-{piece.heads[1] - 1}"

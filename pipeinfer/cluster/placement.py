@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.grid_choice import grid_chosen, teams_asked, wide_plan, would_gain
+from pipeinfer.cluster.grid_choice import auto_plan, teams_asked, wide_plan, would_gain
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
@@ -97,16 +97,15 @@ def agree(
 
     if whole:
         plan = replicate(load, list(members.values()), candidates)
-    elif auto and (chosen := grid_chosen(config, place, model, load, members, figures, hosts,
+    elif auto and (chosen := auto_plan(config, place, model, load, members, figures, hosts, policy,
                                        expected(policy, config.speculation.parallel)[0], notes)):
-        plan = wide_plan(config, model, load, members, hosts, chosen[0], policy,
-                         timed=bool(figures), layers=chosen[1])
+        plan = chosen
     elif teams is not None:
         plan = wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
-        if figures:
+        if figures and not auto:
             notes += would_gain(config, place, model, load, members, figures, hosts,
                                 expected(policy, config.speculation.parallel)[0])
     if place.comm is not None:

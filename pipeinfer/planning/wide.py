@@ -157,6 +157,17 @@ def is_cut(held: Sequence[Holding]) -> bool:
     return any(holding.cut for holding in held)
 
 
+def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Which layers are cut into which slices, whoever holds them: what tokens depend on."""
+    found: list[tuple[int, int, tuple[str, ...]]] = []
+    for team in stages_of(held):
+        start, stop, cut = team[0].start, team[0].stop, team[0].cut
+        if found and found[-1][2] == cut:
+            start = found.pop()[0]
+        found.append((start, stop, cut))
+    return found
+
+
 def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int],
            room: Callable[[int, Holding], bool], groups: Mapping[int, str] | None = None
            ) -> tuple[Holding, ...]:
