@@ -38,6 +38,7 @@ from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.regrid import GridRoom, Rate, regrid
 from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
@@ -197,6 +198,15 @@ class Assembly:
         """See `replan.rebalance`; seconds: what each stage takes for a run now."""
         return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
                          judge, dict.fromkeys(self.returning, 0.0))
+
+    def better_grid(self, seconds: Sequence[float],
+                    shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> Verdict:
+        """See `regrid.regrid`; seconds: what each member computes for a run now."""
+        rooms = self._rooms(self.held)
+        return regrid(self._load, self.held, seconds, GridRoom(
+            shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
+            {one.rank: (group_of(one), one.asked_backend) for one in self._hosts}, self.spares,
+            self._load.barred), rate)
 
     @property
     def returning(self) -> tuple[int, ...]:

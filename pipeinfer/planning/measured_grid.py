@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_parts import sizes_of
+from pipeinfer.models.slices import Slice
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
@@ -40,6 +41,18 @@ def cut_from(model: ModelFile | ModelDir) -> Cut:
         f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")))
     return Cut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
                attention / total, keys / total, sizes.kv_heads * parts)
+
+
+def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]:
+    """Of a layer's work, for each slice of a cut; more than 1 together where heads are repeated."""
+    sizes, whole = sizes_of(model), cut_from(model)
+    found = []
+    for piece in map(Slice.parse, cut):
+        low, high = sizes.queries(piece)
+        keys = (piece.heads[1] - piece.heads[0]) / sizes.kv_heads
+        found.append((whole.attention - whole.kv) * (high - low) / sizes.heads + whole.kv * keys
+                     + (1 - whole.attention) * (piece.ff[1] - piece.ff[0]) / sizes.ff)
+    return found
 
 
 def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Network:

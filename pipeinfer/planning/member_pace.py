@@ -23,6 +23,7 @@ class MemberPace:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self._seen: dict[int, deque[tuple[int, float, float]]] = {}
+        self._best: dict[int, float] = {}
 
     def saw(self, node: int | None, runs: int, compute: float, waited: float) -> None:
         """A node has gone through so many runs, and computed and waited for so many seconds; None:
@@ -62,6 +63,14 @@ class MemberPace:
             found += [(took * compute, took * waited) for compute, waited in shares] or [
                 (took, 0.0)] * width
         return found if some else []
+
+    def slowdown(self, seconds: Sequence[float]) -> list[float]:
+        """How many times as long as at its best, of all looks so far, each node computes; empty
+        until that is known. seconds: as in `figures`."""
+        now = [computing for computing, _ in self.figures(seconds)] if min(seconds) > 0 else []
+        for node, took in enumerate(now, 1):
+            self._best[node] = min(took, self._best.get(node, took))
+        return [took / self._best[node] for node, took in enumerate(now, 1)]
 
     def _window(self, stage: int) -> tuple[int, int] | None:
         """The first and the last number of runs that all members of a stage have told of."""

@@ -68,7 +68,7 @@ def members_of(stage_layers, holders, team_of):
 class Cluster:
     """A head and the members of a grid, each with a thread of its own."""
 
-    def __init__(self, grid, way, limits, *, late=None, cancel_path=CancelPath.DIRECT):
+    def __init__(self, grid, way, limits, *, late=None, cancel_path=CancelPath.DIRECT, dealt=deal):
         widths, slices = GRIDS[grid]
         self.grid = Grid(widths)
         ports = local_ports(self.grid.n_nodes + 1)
@@ -78,7 +78,7 @@ class Cluster:
         self.stages, self.teams, self.errors = [], [], []
         for stage, (layers, count) in enumerate(self.cuts, 1):
             nodes = self.grid.members(stage)
-            holders = deal(count, len(nodes))
+            holders = dealt(count, len(nodes))
             region = Region.private(shape_of(SPEC, holders, 0)) if way == "memory" else None
 
             def team_of(shape, member, nodes=nodes, region=region):
@@ -206,6 +206,26 @@ def test_no_interleaving_of_late_and_lost_messages_changes_a_token(
     assert sum(fate["skipped"] + fate["stopped"] for fate in fates) >= 0
     computed = {fate["computed"] for fate in fates}
     assert len(computed) == 1  # all members of a stage have gone the same way
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grid", ["1,3", "2,1", "1x3"])
+def test_tokens_are_the_same_however_slices_were_moved_between_members(expected, grid, way, seed):
+    """As after a rebalance: any member may hold any of them, the leader the first."""
+    rng = random.Random(seed)
+
+    def dealt(count, width):
+        while True:
+            owners = [0, *rng.choices(range(width), k=count - 1)]
+            if set(owners) == set(range(width)):
+                held = [tuple(i for i, own in enumerate(owners) if own == k) for k in range(width)]
+                return tuple(sorted(held))
+
+    limits = Limits(n_ctx=128, exact_width=4, **POLICIES["pipeinfer"])
+    cluster = Cluster(grid, way, limits, dealt=dealt)
+    assert cluster.generate(SAMPLERS["sampled"]) == expected(grid, "sampled")
+    cluster.close()
 
 
 def test_a_cancellation_stops_the_members_within_a_run():
