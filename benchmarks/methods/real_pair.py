@@ -2,12 +2,12 @@
 
     python -m benchmarks.methods.real_pair --model SmolLM2.gguf --draft smollm2-draft.gguf
 
-Ten questions in the model's chat template, five openings of prose and five of programs; greedy and
-at temperature 0.8. Every proposer (none, the draft, prompt lookup, both) over 1 to 4 ranks, one
-thread each, against rig/plain_loop.py, which shares no code with the pipeline. A mismatch is
-teacher-forced as in `lossless`. With --pace-ms all stages together take at least that long for a
-run, as on hosts of their own; speeds are then those of such hosts. --grid 1xN: a wide stage.
-Guesses are not tuned or stopped here, as other jobs do.
+Ten questions in the model's chat template, twelve about a text that they hold, five openings of
+prose and five of programs; greedy and at temperature 0.8. Every proposer (none, the draft, prompt
+lookup, both) over 1 to 4 ranks, one thread each, against rig/plain_loop.py, which shares no code
+with the pipeline. A mismatch is teacher-forced as in `lossless`. With --pace-ms all stages together
+take at least that long for a run, as on hosts of their own; speeds are then those of such hosts.
+--grid 1xN: a wide stage. Guesses are not tuned or stopped here, as other jobs do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods.lossless import explain
+from benchmarks.methods.prompts import CHATS
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
@@ -47,7 +48,9 @@ CODE = (
     "def fibonacci(n):\n", "import os\nimport sys\n\ndef main():\n", "class Stack:\n    def ",
     "// Returns the sum of an array\nfunction sum(", "for i in range(10):\n    if i % 2 == 0:\n",
 )
-KINDS = (*("chat",) * len(QUESTIONS), *("prose",) * len(PROSE), *("code",) * len(CODE))
+ABOUT = (*CHATS["about a text"], *CHATS["edits"])  #: answers that repeat their question
+KINDS = (*("chat",) * len(QUESTIONS), *("prose",) * len(PROSE), *("code",) * len(CODE),
+         *("about a text",) * len(ABOUT))
 PROPOSERS: dict[str, tuple[str, ...]] = {
     "none": (), "draft": ("draft",), "prompt lookup": ("prompt-lookup",),
     "both": ("prompt-lookup", "draft")}
@@ -57,8 +60,9 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "ke
 def prompts(model: Path) -> list[list[int]]:
     """Token ids of every prompt."""
     tokenizer = open_tokenizer(model)
-    chats = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    return [*chats, *(tokenizer.encode(text) for text in (*PROSE, *CODE))]
+    chats, about = ([tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+                    for texts in (QUESTIONS, ABOUT))
+    return [*chats, *(tokenizer.encode(text) for text in (*PROSE, *CODE)), *about]
 
 
 def job(model: Path, ranks: int, name: str, cases: list[dict[str, Any]], given: argparse.Namespace

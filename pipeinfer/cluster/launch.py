@@ -45,6 +45,7 @@ from pipeinfer.cluster.sizing import (
     hint_cells,
     spare_cells,
     widths_for,
+    with_lookup,
 )
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
@@ -287,6 +288,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     model = open_model(target_path)
     config = for_state(config, model)
     backends = backends_of(config, model, hosts)
+    config = with_lookup(config, draft_path, place.size)
     policy = choose_policy(config, draft_path)
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)

@@ -24,8 +24,8 @@ def why(config: SpeculationConfig, job: Job) -> str:
     guessers = [spec.name for spec in registry.named(config)]
     if job.plan.whole:
         guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
-    elif not guessers and job.draft is not None:
-        guessers = [job.draft.name]
+    elif job.draft is not None:
+        guessers = [job.draft.name if name == "draft" else name for name in guessers or ["draft"]]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
     if config.speculation == "off":

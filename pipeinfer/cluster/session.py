@@ -42,6 +42,7 @@ from pipeinfer.cluster.sizing import (
     row_proposer,
     sizes_for,
     spare_cells,
+    with_lookup,
 )
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
@@ -271,6 +272,7 @@ class Session:
         if self.plan.whole:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
+        config = with_lookup(config, self.ground.job.draft, self.ground.place.size)
         policy = choose_policy(config, self.ground.job.draft)
         worker = self.ground.proposers(config, policy)
         if (remote := remote_of(worker)) is not None:

@@ -288,6 +288,22 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
     return config.replace(policy=Policy.ITERATIVE, parallel=1, prefix_cache=False)
 
 
+def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
+    """The config with what the text itself repeats as a proposer, before the draft, where nobody
+    has said who guesses and it costs next to nothing: over several ranks, and without a draft over
+    several stages. On one rank a wrong guess takes time from the right tokens, and the paper's
+    policy knows the draft alone."""
+    own = config.speculation
+    asked = own.proposer or own.speculation == "off" or own.layout == "replicate" \
+        or registry.named(own) or config.model.draft_model == NO_DRAFT \
+        or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED)
+    stages = ranks if config.cluster.head_stage else ranks - 1
+    if asked or ranks < 2 or (draft is None and stages < 2):
+        return config
+    return config.replace(proposer=("prompt-lookup",) if draft is None else
+                          ("prompt-lookup", "draft"))
+
+
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
     """The policy of a config. Raises UsageError where its options contradict one another."""
     if config.speculation.layout == "replicate":

@@ -2,7 +2,8 @@
 
 The better one always has the newest job that it can begin with: where it is slower, jobs between
 are answered by the quick one alone. Where it is quick enough to keep the stages busy by itself, the
-other one's guesses would only take up room, and wait until it has nothing to say. Knows no models.
+other one's guesses would only take up room, and wait until it has nothing to say, unless they are
+as good as certain. Knows no models.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import SURE, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
@@ -27,9 +28,9 @@ class DraftTeam:
     that is not known."""
 
     local = True
+    free = False
 
     def __init__(self, quick: Drafts, better: RemoteDraft) -> None:
-        self.free = quick.free
         self.slot: Callable[[], float] = lambda: 0.0
         self._slot, self._asked, self._guess_seconds = 0.0, 0, 0.0
         self._held: dict[int, Drafted] = {}
@@ -71,7 +72,7 @@ class DraftTeam:
             if found.job_id in self._answered:
                 continue
             awaited = self._awaited(found.job_id)
-            if awaited and (self._waits or not found.proposals):
+            if awaited and not _sure(found) and (self._waits or not found.proposals):
                 self._held[found.job_id] = found
                 continue
             self._note(found.job_id)
@@ -128,3 +129,8 @@ class DraftTeam:
         self._answered[job_id] = None
         if len(self._answered) > _REMEMBERED:
             self._answered.popitem(last=False)
+
+
+def _sure(found: Drafted) -> bool:
+    """Whether a better draft would hardly say anything else."""
+    return bool(found.proposals) and found.proposals[0].confidence >= SURE

@@ -18,6 +18,7 @@ from pipeinfer.cluster.sizing import (
     kept_for,
     limits_for,
     sizes_for,
+    with_lookup,
 )
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
@@ -66,6 +67,25 @@ def test_speculation():
         is Policy.ITERATIVE
     with pytest.raises(UsageError, match="--speculation off and --policy pipeinfer"):
         choose_policy(JobConfig.of(speculation="off", policy="pipeinfer"), DRAFT)
+
+
+@pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
+    ({}, DRAFT, 2, ("prompt-lookup", "draft")),
+    ({}, DRAFT, 1, ()),
+    ({}, None, 3, ("prompt-lookup",)),
+    ({}, None, 2, ()),
+    ({"head_stage": True}, None, 2, ("prompt-lookup",)),
+    ({"policy": "speculative"}, DRAFT, 4, ("prompt-lookup", "draft")),
+    ({"policy": "published"}, DRAFT, 4, ()),
+    ({"policy": "iterative"}, None, 4, ()),
+    ({"speculation": "off"}, DRAFT, 4, ()),
+    ({"draft_model": "none"}, None, 4, ()),
+    ({"layout": "replicate"}, None, 4, ()),
+    ({"proposer": ("draft",)}, DRAFT, 4, ("draft",)),
+])
+def test_who_guesses_where_nobody_has_said(given, draft, ranks, guesses):
+    found = with_lookup(JobConfig.of(**given), draft, ranks)
+    assert found.speculation.proposer == guesses
 
 
 def test_what_cannot_be():

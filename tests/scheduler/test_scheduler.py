@@ -52,6 +52,8 @@ LIMITS = st.builds(
     p_recovery=st.sampled_from([0.0, 0.2]),
     join_tip=st.booleans(),
 )
+#: a proposer of rows of its own has no place in the paper's one chain (`sizing.choose_policy`)
+LIMITS_OF_ROWS = LIMITS.filter(lambda limits: limits.policy is not Policy.PUBLISHED)
 
 
 @st.composite

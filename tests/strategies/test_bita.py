@@ -20,7 +20,7 @@ from pipeinfer.scheduler.events import IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
-from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
+from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
 from tests.support.sample import examples
 from tests.support.simulated import Cell, KvModel, Pipeline, next_token, plain
 
@@ -215,9 +215,10 @@ class WithMasks(Pipeline):
         return named(*dict.fromkeys(names))
 
 
-@given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]), drafts=st.booleans(),
-       shape=st.sampled_from(Shape), masks=st.sampled_from([1, 2, 3]), top=st.sampled_from([1, 3]),
-       accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
+@given(data=st.data(), limits=LIMITS_OF_ROWS, n_stages=st.sampled_from([1, 2, 4]),
+       drafts=st.booleans(), shape=st.sampled_from(Shape), masks=st.sampled_from([1, 2, 3]),
+       top=st.sampled_from([1, 3]), accuracy=st.sampled_from([0.0, 0.7, 1.0]),
+       seed=st.integers(0, 2**32))
 @examples(150)
 def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
                                                    top, accuracy, seed):

@@ -23,7 +23,7 @@ from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Window, window_rows
 from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
-from tests.scheduler.test_scheduler import LIMITS, check_at_rest, requests
+from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
 from tests.support import simulated
 from tests.support.sample import examples
 from tests.support.simulated import Pipeline, next_token, plain
@@ -245,7 +245,7 @@ PROPOSERS = st.builds(Lookahead, st.sampled_from([0, 1, 2, 5]), st.sampled_from(
                       st.sampled_from([0, 1, 3]), prompt_pool=st.booleans())
 
 
-@given(data=st.data(), limits=LIMITS, rows=PROPOSERS, n_stages=st.sampled_from([1, 2, 4]),
+@given(data=st.data(), limits=LIMITS_OF_ROWS, rows=PROPOSERS, n_stages=st.sampled_from([1, 2, 4]),
        drafts=st.booleans(), accuracy=st.sampled_from([0.0, 0.5, 1.0]),
        seed=st.integers(0, 2**32), parallel=st.sampled_from([1, 1, 3]))
 @examples(200)

@@ -49,9 +49,9 @@ def test_what_followed_last_time():
 def test_the_longest_agreement_wins_then_the_latest():
     text = [1, 2, 7, 0, 5, 2, 8, 0, 1, 2]
     assert chain(ask(PromptLookup(), text))[0] == 7  # "1 2" agrees, later "2" alone does too
-    alternatives = [p.token for p in ask(PromptLookup(longest=1), text) if p.alternative]
-    assert chain(ask(PromptLookup(longest=1), text))[0] == 8
-    assert alternatives == [7]
+    text = [6, 2, 7, 0, 5, 2, 8, 0, 1, 2]
+    assert chain(ask(PromptLookup(), text))[0] == 8
+    assert [p.token for p in ask(PromptLookup(), text) if p.alternative] == [7]
 
 
 def test_guesses_in_flight_are_part_of_the_path():
@@ -59,9 +59,26 @@ def test_guesses_in_flight_are_part_of_the_path():
     assert chain(ask(PromptLookup(), text, (2, 3))) == [4, 5, 6, 0]
 
 
+def test_a_copy_runs_into_what_it_has_named_and_goes_on():
+    assert chain(ask(PromptLookup(), [7, 1, 2, 1, 2], most=6)) == [1, 2, 1, 2, 1, 2]
+    assert chain(ask(PromptLookup(), [7, 1, 2, 3, 1], (2, 3), most=5)) == [1, 2, 3, 1, 2]
+
+
+def test_how_far_a_copy_is_trusted_is_learnt_from_what_was_accepted():
+    def claim_after(answer):
+        lookup = PromptLookup()
+        ask(lookup, [1, 2, 3, 4])
+        ask(lookup, [1, 2, 3, 4, *answer])
+        return ask(lookup, [1, 2, 3, 4, *answer, 5, 1, 2, 3])[0].confidence
+
+    fresh = ask(PromptLookup(), [1, 2, 3, 4, 1, 2, 3])[0].confidence
+    repeats = [5, 1, 2, 3, 4] * 4
+    turns = [x for k in range(5) for x in (5, 1, 2, 3, 10 + k)]
+    assert claim_after(repeats) > fresh > claim_after(turns)
+
+
 def test_nothing_where_nothing_repeats():
     assert ask(PromptLookup(), [1, 2, 3, 4]) == ()
-    assert ask(PromptLookup(shortest=2), [1, 2, 3, 1]) == ()
     assert ask(PromptLookup(), [1, 2, 1], stop=frozenset({2})) == ()
     assert ask(PromptLookup(), [1, 2, 1], p_min=0.9) == ()
     assert ask(PromptLookup(), [1, 1, 1], most=0) == ()
@@ -72,20 +89,18 @@ def test_lanes_do_not_mix_and_the_index_grows():
     assert chain(ask(lookup, [1, 2, 3, 1], lane=0))[0] == 2
     assert chain(ask(lookup, [1, 5, 3, 1], lane=1))[0] == 5
     assert chain(ask(lookup, [1, 2, 3, 1, 6, 0, 1], lane=0))[0] == 6
-    with pytest.raises(ValueError, match="cannot compare runs"):
-        PromptLookup(2, 3)
 
 
 def test_it_finds_what_a_plain_search_finds():
     rng = random.Random(1)
     for _ in range(300):
         text = [rng.randrange(4) for _ in range(rng.randint(2, 40))]
-        found = ask(PromptLookup(longest=3), text, alternatives=0)
+        found = ask(PromptLookup(), text, alternatives=0)
         best = None
-        for size in (3, 2, 1):
+        for size in range(len(text) - 1, 0, -1):
             for end in range(len(text) - 1, size - 1, -1):
-                if best is None and size <= len(text) and text[end - size : end] == text[-size:]:
-                    best = text[end : end + 4]
+                if best is None and text[end - size : end] == text[-size:]:
+                    best = [(text + text[end:] * 4)[end + k] for k in range(4)]
         assert chain(found) == (best or [])
 
 
@@ -106,15 +121,39 @@ class Fixed:
 
 
 def test_several_ask_the_next_only_where_the_first_is_unsure():
-    sure, unsure = Fixed(Proposal(-1, 3, 0.9)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
+    sure, unsure = Fixed(Proposal(-1, 3, 0.96)), Fixed(Proposal(-1, 3, 0.3), Proposal(0, 4, 0.3))
     big = Fixed(Proposal(-1, 7, 0.5), Proposal(0, 8, 0.5))
     assert ask(Cascade([sure, big]), [1]) == sure.proposals
     assert big.asked == 0
-    merged = ask(Cascade([unsure, big]), [1])
-    assert chain(merged) == [7, 8]
-    assert [(p.token, p.parent) for p in merged if p.alternative] == [(3, -1)]
+    both = ask(Cascade([unsure, big]), [1])
+    assert chain(both) == [7, 8]
+    assert [(p.token, p.parent) for p in both if p.alternative] == [(3, -1)]
     assert ask(Cascade([unsure, Fixed()]), [1]) == unsure.proposals
     both = Cascade([unsure, big])
     assert both.rows_evaluated == 2
     both.close()
     assert (unsure.asked, big.asked) == (-1, -1)
+
+
+def test_the_likelier_word_goes_out_and_agreement_makes_it_likelier_still():
+    first = Fixed(Proposal(-1, 3, 0.6), Proposal(0, 4, 0.6))
+    doubtful, agrees = Fixed(Proposal(-1, 7, 0.4)), Fixed(Proposal(-1, 3, 0.5))
+    found = ask(Cascade([first, doubtful]), [1])
+    assert chain(found) == [3, 4]
+    assert [(p.token, p.confidence) for p in found if p.alternative] == [(7, 0.4)]
+    found = ask(Cascade([first, agrees]), [1])
+    assert chain(found) == [3, 4]
+    assert found[0].confidence == 1 - 0.4 * 0.5
+
+
+def test_in_steps_it_names_the_same_and_only_models_take_steps():
+    class Model(Fixed):
+        def steps(self, job):
+            yield 2
+            return self.propose(job, lambda: False)
+
+    steps = Cascade([PromptLookup(), Model(Proposal(-1, 9, 0.99))]).steps(job([1, 2, 3, 1]))
+    assert next(steps) == 2
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert chain(end.value.value) == [9]

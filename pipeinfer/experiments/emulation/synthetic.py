@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.core.types import ALL_SEQS, FloatArray, Rows
 
 N_VOCAB = 64  #: small: every logit costs time
-_TAIL = 3
+TAIL = 3
 _MASK = (1 << 64) - 1
 _FLOOR = 1e-6  #: probability of every token that is not a guess
 
@@ -43,13 +44,22 @@ class SyntheticPair:
     second: float | None = None
     claimed: float | None = None
 
+    @property
+    def n_vocab(self) -> int:
+        """Tokens that there are."""
+        return N_VOCAB
+
+    def prompt(self, count: int, request: int) -> tuple[int, ...]:
+        """A prompt of so many tokens; another request has another."""
+        return tuple((token + 7 * request) % 60 for token in range(1, 1 + count))
+
     def token(self, path: tuple[int, ...], pos: int) -> int:
         """The target's token after the row at `pos`, whose path ends with `path`."""
-        return _hash(self.seed, pos, path, 1) % N_VOCAB
+        return mixed(self.seed, pos, path, 1) % N_VOCAB
 
     def guesses(self, path: tuple[int, ...], pos: int) -> tuple[list[int], list[float]]:
         """The draft's four best tokens there, and the confidences that it claims."""
-        draw = _hash(self.seed, pos, path, 2)
+        draw = mixed(self.seed, pos, path, 2)
         rank = (draw & 0xFFFF) / 0x10000
         confidence = _quantile(self.acceptance, self.spread, rank)
         claim = confidence if self.claimed is None else _quantile(self.claimed, self.spread, rank)
@@ -72,8 +82,22 @@ class SyntheticPair:
         """What plain decoding gives."""
         path = list(prompt)
         for pos in range(len(prompt) - 1, len(prompt) - 1 + count):
-            path.append(self.token(tuple(path[-_TAIL:]), pos))
+            path.append(self.token(tuple(path[-TAIL:]), pos))
         return path[len(prompt):]
+
+
+class Pair(Protocol):
+    """A target and its draft, as the emulator asks them: see `SyntheticPair`."""
+
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def acceptance(self) -> float: ...
+
+    def prompt(self, count: int, request: int) -> tuple[int, ...]: ...
+    def token(self, path: tuple[int, ...], pos: int) -> int: ...
+    def guesses(self, path: tuple[int, ...], pos: int) -> tuple[list[int], list[float]]: ...
+    def plain(self, prompt: tuple[int, ...], count: int) -> list[int]: ...
 
 
 class SyntheticBackend:
@@ -84,12 +108,12 @@ class SyntheticBackend:
     """
 
     def __init__(
-        self, pair: SyntheticPair, *, layers: tuple[int, int], n_layers: int, n_ctx: int,
+        self, pair: Pair, *, layers: tuple[int, int], n_layers: int, n_ctx: int,
         n_seq_max: int, draft: bool = False, n_embd: int = 8, n_batch: int = 256,
     ) -> None:
         last = layers[1] == n_layers
         self.info = ShardInfo("synthetic", layers, n_layers, layers[0] == 0, last, n_embd,
-                              N_VOCAB, n_ctx, n_seq_max, n_batch, 0, 0)
+                              pair.n_vocab, n_ctx, n_seq_max, n_batch, 0, 0)
         self.capabilities = Capabilities(free_positions=True, separate_views=False,
                                          embedding_rows=False, stops_inside=False)
         self.pair = pair
@@ -110,7 +134,7 @@ class SyntheticBackend:
         if not self.info.last:
             return np.zeros((len(rows), self.info.n_embd), np.float32)
         wanted = np.flatnonzero(rows.outputs).tolist()
-        logits = np.full((len(wanted), N_VOCAB), np.log(_FLOOR), np.float32)
+        logits = np.full((len(wanted), self.info.n_vocab), np.log(_FLOOR), np.float32)
         for row, index in zip(logits, wanted, strict=True):
             _, pos, ids = places[index]
             path = self.path(ids[0], pos)
@@ -123,7 +147,7 @@ class SyntheticBackend:
 
     def path(self, seq_id: int, pos: int) -> tuple[int, ...]:
         """The last tokens of a sequence up to and with `pos`."""
-        return tuple(self._tokens[seq_id, max(0, pos + 1 - _TAIL) : pos + 1].tolist())
+        return tuple(self._tokens[seq_id, max(0, pos + 1 - TAIL) : pos + 1].tolist())
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""
@@ -143,10 +167,10 @@ class SyntheticBackend:
         """See `Backend.close`."""
 
 
-def _hash(seed: int, pos: int, path: tuple[int, ...], salt: int) -> int:
+def mixed(seed: int, pos: int, path: tuple[int, ...], salt: int) -> int:
     """64 well-mixed bits (the finaliser of SplitMix64 after each word)."""
     value = seed * 0x9E3779B97F4A7C15 + salt & _MASK
-    for word in (pos, *path[-_TAIL:]):
+    for word in (pos, *path[-TAIL:]):
         value = (value ^ (word + 0x9E3779B97F4A7C15)) & _MASK
         value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
         value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK

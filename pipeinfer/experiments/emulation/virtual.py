@@ -24,7 +24,7 @@ from pipeinfer.backends.base import apply
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import PipeinferError
-from pipeinfer.experiments.emulation.synthetic import SyntheticBackend, SyntheticPair
+from pipeinfer.experiments.emulation.synthetic import Pair, SyntheticBackend
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.events import (
     CancelRuns,
@@ -45,7 +45,9 @@ from pipeinfer.scheduler.events import (
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
 
 HEADER_BYTES = 96  #: a transaction without its columns
 ROW_BYTES = 24  #: columns of one row without activations
@@ -87,14 +89,15 @@ class Scenario:
     """One request on one pipeline.
 
     links: one more than stages: head to first, between stages, last to head. draft: seconds of a
-    draft decode of so many rows. row_bytes: bytes of one row's activations.
+    draft decode of so many rows. row_bytes: bytes of one row's activations. proposers: `draft`
+    and `prompt-lookup` in the order in which they are asked; the latter takes no time of its own.
     """
 
     stages: tuple[VirtualStage, ...]
     links: tuple[Wire, ...]
     draft: Callable[[int], float]
     limits: Limits
-    pair: SyntheticPair
+    pair: Pair
     row_bytes: int = 0
     prompt: int = 128
     tokens: int = 512
@@ -102,6 +105,7 @@ class Scenario:
     draft_paths: int = 8
     direct_cancel: bool = False
     trace: bool = False
+    proposers: tuple[str, ...] = ("draft",)
 
     def __post_init__(self) -> None:
         if len(self.links) != len(self.stages) + 1:
@@ -162,7 +166,7 @@ class Result:
 
 def prompt_of(scenario: Scenario, request: int = 0) -> tuple[int, ...]:
     """The prompt's tokens; another request has others."""
-    return tuple((token + 7 * request) % 60 for token in range(1, 1 + scenario.prompt))
+    return scenario.pair.prompt(scenario.prompt, request)
 
 
 def simulate(scenario: Scenario, controller: Controller | None = None) -> Result:
@@ -213,9 +217,11 @@ class Simulation:
         self.target = SyntheticBackend(
             scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq)
         paths = scenario.draft_paths + scenario.limits.parallel - 1
-        self.draft = DraftModel(SyntheticBackend(
+        draft = DraftModel(SyntheticBackend(
             scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
             n_seq_max=paths + max(scenario.limits.branches, 1), draft=True), paths=paths)
+        self.draft = Cascade([PromptLookup() if name == "prompt-lookup" else draft
+                              for name in scenario.proposers])
         self.stages = [_StageState(spec) for spec in scenario.stages]
         self.link_free = [0.0] * len(scenario.links)
         self.head_free = 0.0

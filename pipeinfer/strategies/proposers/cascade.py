@@ -1,25 +1,36 @@
 """Several proposers at once: the quick ones first, the better ones where those are unsure.
 
 The PipeInfer paper proposes more than one draft model, the smallest first. Here each proposer is
-asked in turn until one names something likely enough; what the earlier ones named then stays as
-alternatives. This module knows no models.
+asked in turn until one names something likely enough; of what they named, the likelier chain goes
+out, and the others' first tokens stay as alternatives. This module knows no models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, runtime_checkable
 
-from pipeinfer.core.drafting import ENOUGH, Proposal, StartDraft
+from pipeinfer.core.drafting import SURE, Proposal, StartDraft
 from pipeinfer.strategies.proposers.base import Proposer
 
 
-class Cascade:
-    """A `Proposer` made of others, the quickest first; the last one's word always stands."""
+@runtime_checkable
+class Stepped(Protocol):
+    """A proposer whose work is done in steps: see `DraftModel.steps`."""
 
-    def __init__(self, proposers: Sequence[Proposer], enough: float = ENOUGH) -> None:
+    def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
+        """The job cut before each evaluation: yields how many rows come next."""
+
+
+class Cascade:
+    """A `Proposer` made of others, the quickest first. sure: how likely a first guess must be for
+    the next one not to be asked."""
+
+    def __init__(self, proposers: Sequence[Proposer], sure: float = SURE) -> None:
         if not proposers:
             raise ValueError("a cascade needs at least one proposer")
-        self._proposers, self._enough = tuple(proposers), enough
+        self._proposers, self._sure = tuple(proposers), sure
         self.free = all(proposer.free for proposer in proposers)
 
     @property
@@ -35,8 +46,21 @@ class Cascade:
             newer = proposer.propose(job, stopped)
             if newer is None:
                 return None
-            found = _merge(newer, found, job.alternatives) if newer else found
-            if found and found[0].confidence >= self._enough:
+            found = merged(found, newer, job.alternatives)
+            if found and found[0].confidence >= self._sure:
+                break
+        return found
+
+    def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
+        """The job cut before each evaluation of a model: see `DraftModel.steps`."""
+        found: tuple[Proposal, ...] = ()
+        for proposer in self._proposers:
+            if isinstance(proposer, Stepped):
+                newer = yield from proposer.steps(job)
+            else:
+                newer = proposer.propose(job, lambda: False) or ()
+            found = merged(found, newer, job.alternatives)
+            if found and found[0].confidence >= self._sure:
                 break
         return found
 
@@ -46,18 +70,26 @@ class Cascade:
             proposer.close()
 
 
-def _merge(better: tuple[Proposal, ...], older: tuple[Proposal, ...], most: int
+def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
            ) -> tuple[Proposal, ...]:
-    """The better proposals, with the older ones' first tokens as alternatives to their first."""
-    named = {p.token for p in better if p.parent < 0}
-    alternatives = [p for p in better if p.alternative]
+    """The proposals whose first token is likelier, the newer ones where both are as likely, with
+    the others' first tokens among at most `most` alternatives to theirs. A token that both name is
+    wrong only if both are."""
+    if not older or not newer:
+        return newer or older
+    best, others = (newer, older) if newer[0].confidence >= older[0].confidence else (older, newer)
+    if best[0].token == others[0].token:
+        doubt = (1.0 - best[0].confidence) * (1.0 - others[0].confidence)
+        best = (dataclasses.replace(best[0], confidence=1.0 - doubt), *best[1:])
+    named = {p.token for p in best if p.parent < 0}
+    alternatives = [p for p in best if p.alternative]
     room = most - sum(p.parent < 0 for p in alternatives)
-    for proposal in older:
+    left = 1.0 - best[0].confidence
+    for proposal in others:
         if room > 0 and proposal.parent < 0 and proposal.token not in named:
             named.add(proposal.token)
-            left = max(0.0, 1.0 - better[0].confidence)
             alternatives.append(
                 Proposal(-1, proposal.token, min(proposal.confidence, left), alternative=True)
             )
             room -= 1
-    return (*(p for p in better if not p.alternative), *alternatives)
+    return (*(p for p in best if not p.alternative), *alternatives)

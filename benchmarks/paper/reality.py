@@ -1,0 +1,233 @@
+"""The emulator held against real hosts: predicted, then measured.
+
+    python -m benchmarks.paper.reality                       # at a pace; needs root, ten minutes
+    python -m benchmarks.paper.reality --quota big.gguf      # by quotas of processor time
+
+Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
+layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
+the scheduler, both models, but how long a stage computes, which is set (`--pace-ms`). The
+prediction knows that, the link's rate, what a row of the draft takes on the head's host, and what
+the runtime costs elsewhere (`Overheads`, `planning.teams.EXCHANGE`). The tokens are those of the
+pair itself, played back (`emulation.recorded`).
+
+With --quota stages compute for as long as their host's share of a processor makes them, which is
+predicted from runs of the whole model on one such host. The model must be inflated from the
+embedded target, so that its draft fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paper.record_texts import record
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import END, make_rows
+from pipeinfer.experiments.emulation import scenarios
+from pipeinfer.experiments.emulation.recorded import RecordedPair, Text
+from pipeinfer.experiments.emulation.scenarios import Experiment
+from pipeinfer.experiments.emulation.virtual import (
+    Overheads,
+    Scenario,
+    VirtualStage,
+    Wire,
+    prompt_of,
+    simulate,
+)
+from pipeinfer.experiments.rig.namespaces import Cluster
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models import bundled
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.planning.judge import relative
+from pipeinfer.planning.teams import EXCHANGE
+from pipeinfer.scheduler.controller import Controller
+
+ROWS = (1, 2, 4, 8)
+CODE = "parser = argparse.ArgumentParser(description='Count words in a file')\n"
+QUESTION = "Write a Python class for a stack with push, pop and peek."
+GRIDS = {"four stages": (1, 1, 1, 1), "two wide stages": (2, 2)}
+POLICIES = (Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER)
+WIRE = Wire(60e-6, 1e9 / 8)
+PACE, ROW = 60.0, 12.0  #: milliseconds of a stage for a row, and for each further one
+_DEPTH, _REPEATS, _CTX = 96, 12, 512
+
+
+def kernels(path: Path) -> dict[int, float]:
+    """Median seconds of a run of so many rows of a whole model on this host, one thread."""
+    n_layers = ModelFile(path).n_layers
+    backend = LlamaCppBackend.load(
+        path, layers=(0, n_layers), n_layers_total=n_layers, first=True, last=True, n_ctx=_CTX,
+        n_seq_max=2, n_batch=128, n_threads=1)
+    backend.decode(make_rows([(k % 97, k, (0,), k == _DEPTH - 1) for k in range(_DEPTH)]))
+    found = {}
+    for rows in ROWS:
+        times = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            backend.decode(make_rows([(5, _DEPTH + k, (0,), True) for k in range(rows)]))
+            times.append(time.perf_counter() - start)
+            backend.seq_rm(0, _DEPTH, END)
+        found[rows] = statistics.median(times)
+    backend.close()
+    return found
+
+
+def measured_on(cluster: Cluster, node: int, path: Path) -> dict[int, float]:
+    """`kernels` on a host."""
+    done = cluster.run([sys.executable, "-m", "benchmarks.paper.reality", "--kernels", str(path)],
+                       timeout=240, node=node)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return {int(rows): seconds for rows, seconds in json.loads(done.stdout).items()}
+
+
+def curve_of(seconds: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    """Times of 2 and more rows over that of one."""
+    return tuple((rows, seconds[rows] / seconds[1]) for rows in ROWS[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pair and what it says. options: of the job. seconds: of a stage with this part of the
+    layers, the last or not, for so many rows."""
+
+    name: str
+    target: Path
+    draft: Path
+    text: Text
+    prompt: tuple[str, ...]
+    draft_seconds: dict[int, float]
+    seconds: Callable[[float, bool, int], float]
+    options: tuple[str, ...] = ()
+
+    def predicted(self, widths: tuple[int, ...], policy: Policy) -> float:
+        """Tokens per second in virtual time."""
+        model = ModelFile(self.target)
+        share = 1 / len(widths)
+        sums = 2 * model.n_layers // len(widths)
+        row_bytes = 4 * model.n_embd
+
+        def stage(width: int, *, last: bool) -> VirtualStage:
+            def seconds(rows: int) -> float:
+                exchange = EXCHANGE + WIRE.latency + rows * row_bytes / WIRE.bandwidth
+                return self.seconds(share / width if self.options == () else share, last, rows) \
+                    + (width > 1) * sums * exchange
+            return VirtualStage(seconds, model.n_layers // len(widths))
+
+        stages = tuple(stage(width, last=k == len(widths) - 1) for k, width in enumerate(widths))
+        asked = Experiment("c", "dolphin-tinyllama", policy=policy.value,
+                           prompt=len(self.text.prompt), tokens=len(self.text.answer))
+        curve = tuple((rows, stages[0].seconds(rows) / stages[0].seconds(1)) for rows in ROWS[1:])
+        limits, _ = scenarios.limits_of(policy, len(widths), curve[0][1] - 1.0, asked)
+        draft = curve_of(self.draft_seconds)
+        pair = RecordedPair(self.text)
+        scenario = Scenario(
+            stages, (WIRE,) * (len(widths) + 1),
+            lambda rows: self.draft_seconds[1] * relative(draft, rows), limits, pair,
+            row_bytes=row_bytes, prompt=len(self.text.prompt), tokens=len(self.text.answer),
+            overheads=Overheads(), direct_cancel=True)
+        controller = Controller(limits, (), curve) if policy is Policy.PIPEINFER else None
+        result = simulate(scenario, controller)
+        assert result.tokens == pair.plain(prompt_of(scenario), len(self.text.answer))
+        return result.tokens_per_second
+
+    def measured(self, cluster: Cluster, widths: tuple[int, ...], policy: Policy) -> float:
+        """Tokens per second of a job over the hosts; says so where tokens are not the pair's."""
+        layers = ModelFile(self.target).n_layers // len(widths)
+        grid = ["--grid", f"{len(widths)}x{widths[0]}"] if widths[0] > 1 else []
+        guesses = ["--proposer", "draft"] if policy is not Policy.ITERATIVE else []
+        done = cluster.pipeinfer(
+            ["generate", "-m", str(self.target), "-md", str(self.draft), "-c", str(_CTX), "-t", "1",
+             *self.prompt, "-n", str(len(self.text.answer)), "--temp", "0", "--json", "--layers",
+             ",".join([str(layers)] * len(widths)), "--policy", policy.value, *grid, *guesses,
+             *self.options], timeout=400, ranks=cluster.n_nodes)
+        if done.returncode:
+            sys.exit(f"{self.name} {widths} {policy}: {done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        if found["tokens"] != self.text.answer.tolist():
+            print(f"{self.name} {widths} {policy}: other tokens than the pair alone", flush=True)
+        return float(found["stats"]["tokens_per_second"])
+
+
+def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool) -> Text:
+    """What a pair says to a prompt."""
+    tokenizer = open_tokenizer(target)
+    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat \
+        else tokenizer.encode(prompt)
+    found = record(PlainLoop(target), PlainLoop(draft), "", list(ids))
+    if found is None:
+        sys.exit(f"{target}: the answer is too short")
+    return dataclasses.replace(found, answer=found.answer[:tokens], names=found.names[:tokens],
+                               claims=np.asarray(found.claims[:tokens]))
+
+
+def at_a_pace(cluster: Cluster, tokens: int) -> list[Case]:
+    """Both pairs that come along, at a set pace."""
+    options = ("--pace-ms", str(PACE), "--pace-row-ms", str(ROW))
+    cases = []
+    for name, prompt, chat in (("embedded", CODE, False), ("smollm2", QUESTION, True)):
+        target, draft = bundled.file_of(name), bundled.draft_of(name)
+        assert draft is not None
+        cases.append(Case(
+            name, target, draft, answer_of(target, draft, prompt, tokens, chat=chat),
+            ("-p", prompt, *(("--chat",) if chat else ())), measured_on(cluster, 1, draft),
+            lambda share, last, rows: (PACE + ROW * (rows - 1)) / 1e3, options))  # noqa: ARG005
+    return cases
+
+
+def by_quota(cluster: Cluster, path: Path, tokens: int) -> Case:
+    """An inflated model on hosts that have a part of a processor."""
+    small, draft = bundled.file_of("embedded"), bundled.draft_of("embedded")
+    assert draft is not None
+    whole, model = measured_on(cluster, 2, path), ModelFile(path)
+    print(f"{path.stem}: the whole model on a host:",
+          ", ".join(f"{rows} rows {1e3 * s:.0f} ms" for rows, s in whole.items()), flush=True)
+    output = next(model.tensors[name].nbytes for name in ("output.weight", "token_embd.weight")
+                  if name in model.tensors)
+    head, curve = output / (sum(model.layer_bytes) + output), curve_of(whole)
+    return Case(
+        path.stem, path, draft, answer_of(small, draft, CODE, tokens, chat=False), ("-p", CODE),
+        measured_on(cluster, 1, draft),
+        lambda share, last, rows: whole[1] * relative(curve, rows) * (
+            (1.0 - head) * share + head * last))
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quota", type=Path, nargs="+", default=[])
+    parser.add_argument("--cores", type=float, default=0.35, help="of each host, with --quota")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--kernels", type=Path, help="measure one model here, print JSON")
+    given = parser.parse_args()
+    if given.kernels:
+        print(json.dumps(kernels(given.kernels)))
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    print("| pair | hosts | policy | predicted | measured | error |\n" + "| --- " * 6 + "|")
+    with Cluster(5, cpu=given.cores if given.quota else 0.0) as cluster:
+        cases = [by_quota(cluster, path, given.tokens) for path in given.quota] \
+            or at_a_pace(cluster, given.tokens)
+        for case in cases:
+            for name, widths in GRIDS.items():
+                for policy in POLICIES:
+                    expected = case.predicted(widths, policy)
+                    speed = case.measured(cluster, widths, policy)
+                    print(f"| {case.name} | {name} | {policy.value} | {expected:.2f} | {speed:.2f} "
+                          f"| {100 * (expected / speed - 1):+.0f} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

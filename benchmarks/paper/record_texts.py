@@ -1,0 +1,80 @@
+"""What a real target says and what its draft names on the way, for the emulator.
+
+    python -m benchmarks.paper.record_texts smollm2 smollm2-draft.gguf OUT.npz
+
+Greedy answers of the target to `prompts.CHATS`, and the draft's four best tokens with its
+probabilities at each position of them. `emulation.recorded` plays them back in virtual time. One
+context each, a row at a time, so that no setting of a pipeline plays a part. A small model that
+decodes greedily ends up in circles, which are easy to foresee: answers end where one begins.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from benchmarks.methods.prompts import CHATS
+from pipeinfer.experiments.emulation.recorded import NAMED, Text, save
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import find, open_tokenizer
+
+_TOKENS = 192
+_SHORTEST = 48  #: shorter answers say little
+_CIRCLE = 24  #: tokens that come a second time within four times as many are a circle
+
+def record(target: PlainLoop, draft: PlainLoop, kind: str, prompt: list[int]) -> Text | None:
+    """The answer to one prompt, None where it is too short."""
+    tokens = list(prompt)
+    logits = target.decode(tokens, 0)
+    while len(tokens) < len(prompt) + _TOKENS:
+        token = int(np.argmax(logits))
+        if target.is_eog(token):
+            break
+        tokens.append(token)
+        if circles(tokens[len(prompt):]):
+            del tokens[-_CIRCLE:]
+            break
+        logits = target.decode([token], len(tokens) - 1)
+    target.reset()
+    if len(tokens) < len(prompt) + _SHORTEST:
+        return None
+    answers = list(draft.logits_after(prompt, tokens[len(prompt):]))[: len(tokens) - len(prompt)]
+    names = np.zeros((len(answers), NAMED), np.int32)
+    claims = np.zeros((len(answers), NAMED), np.float32)
+    for row, scores in enumerate(answers):
+        best = np.argsort(-scores, kind="stable")[:NAMED]
+        shares = np.exp(scores - scores[best[0]])
+        names[row], claims[row] = best, shares[best] / shares.sum()
+    return Text(kind, np.array(prompt, np.int32), np.array(tokens[len(prompt):], np.int32), names,
+                claims)
+
+
+def circles(answer: list[int]) -> bool:
+    """Whether the last `_CIRCLE` tokens repeat what was there shortly before."""
+    end, at = answer[-_CIRCLE:], len(answer) - _CIRCLE
+    return at > 0 and any(answer[k : k + _CIRCLE] == end
+                          for k in range(max(0, at - 4 * _CIRCLE), at))
+
+
+def main() -> None:
+    """See the module docstring."""
+    model, draft_path, out = sys.argv[1:4]
+    path = find(model).path
+    target, draft = PlainLoop(path), PlainLoop(draft_path)
+    tokenizer = open_tokenizer(path)
+    texts = []
+    for kind, wishes in CHATS.items():
+        for wish in wishes:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": wish}])
+            text = record(target, draft, kind, list(prompt))
+            if text is not None:
+                texts.append(text)
+                right = float(np.mean(text.names[:, 0] == text.answer))
+                print(f"{kind}: {len(text.answer)} tokens, {right:.2f} named by the draft: "
+                      f"{tokenizer.decode(text.answer[:24].tolist())!r}", flush=True)
+    save(out, texts)
+
+
+if __name__ == "__main__":
+    main()
