@@ -36,7 +36,8 @@ function holds(stage) {
   const [start, stop] = stage.layers;
   const count = stop - start;
   const layers = count === 1 ? `layer ${start}` : `layers ${start} to ${stop - 1} (${count})`;
-  return stage.of_slices ? `${stage.slices} of ${stage.of_slices} slices of ${layers}` : layers;
+  if (!stage.of_slices) return layers;
+  return `${stage.slices} of ${stage.of_slices} slices, ${layers.replace(/ \(.*/, "")}`;
 }
 
 // --- what there is --------------------------------------------------------------------------
@@ -68,6 +69,8 @@ function does(rank, stages) {
 }
 
 function showStages() {
+  const grid = facts.stages.some((stage) => stage.of_slices);
+  $("waits").hidden = !grid;
   $("stages").replaceChildren(...facts.stages.map((stage) => {
     const at = stage.stage - 1;  // members of a stage work in step
     const wide = Boolean(stage.of_slices);
@@ -79,8 +82,8 @@ function showStages() {
       slowdown ? `${slowdown.toFixed(2)} times` : "–");
     return row([stage.of_slices ? `${stage.stage}.${stage.member + 1}` : stage.stage, stage.rank,
       stage.host, holds(stage), bytes(stage.weight_bytes), bytes(stage.cache_bytes),
-      stage.threads ?? "–", milliseconds(seconds), milliseconds(waits),
-      stage.sum_seconds ? `${Math.round(1e6 * stage.sum_seconds)} µs` : "–", slow,
+      stage.threads ?? "–", milliseconds(seconds),
+      ...(grid ? [milliseconds(waits)] : []), slow,
       loadCell(at, stage)]);
   }));
 }
