@@ -40,7 +40,7 @@ from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.regrid import GridRoom, Rate, regrid
 from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
-from pipeinfer.planning.wide import is_cut, retake, stages_of, widths_of
+from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
 
@@ -283,9 +283,8 @@ class Assembly:
         return rooms
 
     def _bytes_of(self, holding: Holding) -> float:
-        """What a holding takes of its rank's memory, slices counted as equal."""
-        whole = self._load.stage_bytes(holding.start, holding.stop)
-        return whole * (len(holding.slices) / len(holding.cut) if holding.cut else 1.0)
+        """What a holding takes of its rank's memory."""
+        return self._load.stage_bytes(holding.start, holding.stop) * share_of(holding)
 
     def _has_room(self, rank: int, holding: Holding) -> bool:
         alive = [one for one in self.held if one.rank not in self.lost]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeinfer.core.grid import deal, parse_widths
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.models.slices import Slice
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.replan import Holding
 
@@ -155,6 +156,14 @@ def widths_of(held: Sequence[Holding]) -> tuple[int, ...]:
 def is_cut(held: Sequence[Holding]) -> bool:
     """Whether a stage's layers are cut into slices."""
     return any(holding.cut for holding in held)
+
+
+def share_of(holding: Holding) -> float:
+    """The part of its layers' weights that a rank holds, by FFN columns; 1 where they are whole."""
+    if not holding.cut:
+        return 1.0
+    columns = [ff[1] - ff[0] for ff in (Slice.parse(name).ff for name in holding.cut)]
+    return sum(columns[index] for index in holding.slices) / sum(columns)
 
 
 def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:

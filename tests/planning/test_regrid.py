@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import Load
 from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.wide import cut_layers, holdings, stages_of, teams_of
+from pipeinfer.planning.wide import cut_layers, holdings, retake, stages_of, teams_of
 
 SHARES = {1: (1.0,), 2: (0.75, 0.25), 3: (0.5, 0.3, 0.2), 4: (0.25,) * 4}
 EQUAL = {2: (0.5, 0.5), 3: (1 / 3,) * 3, 4: (0.25,) * 4}
@@ -117,7 +119,17 @@ def test_whatever_moves_every_slice_of_every_layer_is_held_once_and_none_is_othe
     assert cut_layers(found.held) == cut_layers(held)
     assert len({one.rank for one in found.held}) == len(found.held)
     assert found.gain >= 1.0
-    for team in stages_of(found.held):
+    lost = data.draw(st.sampled_from([one.rank for one in found.held]))
+    with contextlib.suppress(PlanError):  # nobody is left of a stage
+        after = retake(found.held, {lost}, (), lambda rank, one: True)
+        assert cut_layers(after) == cut_layers(held)
+        complete(after)
+    complete(found.held)
+
+
+def complete(held):
+    """Each stage has all of its slices once, and the member with the first one leads."""
+    for team in stages_of(held):
         assert sorted(index for one in team for index in one.slices) == list(
             range(len(team[0].cut)))
         assert [one.member for one in team] == list(range(len(team)))

@@ -17,6 +17,7 @@ from pipeinfer.planning.wide import (
     grouped,
     holdings,
     retake,
+    share_of,
     shares_of,
     stages_of,
     teams_of,
@@ -101,6 +102,12 @@ def test_a_spare_of_the_same_group_is_taken_first():
     assert [one.rank for one in first] == [1, 9, 3, 4]
     then = retake(first, {9}, [8], anyone, racks)  # better than to hold two slices
     assert [one.rank for one in then] == [1, 8, 3, 4]
+
+
+def test_a_larger_slice_takes_more_memory():
+    cut = ("h0-1.f0-96.v0-8", "h1-2.f96-128.v8-16")
+    assert share_of(Holding(1, 0, 4, 0, cut, (0,))) == 0.75
+    assert share_of(Holding(1, 0, 4, 0, cut, (0, 1))) == share_of(Holding(1, 0, 4)) == 1.0
 
 
 def test_shares_of_slices():
