@@ -70,13 +70,16 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
     middling = statistics.median(speeds.values())
     known = dict.fromkeys(room.spares, middling) | speeds
 
+    def took(team: _Team) -> float:
+        """Seconds of its slowest member."""
+        return max(known[one.rank] * work(one) for one in team)
+
     def times(grid: _Grid) -> list[float]:
-        """Seconds of each stage's slowest member."""
-        return [max(known[one.rank] * work(one) for one in team) for team in grid]
+        return [took(team) for team in grid]
 
     seen: dict[_Grid, None] = {}
     for first in (sum, max):
-        seen |= dict.fromkeys(_descent(present, room, times, first))
+        seen |= dict.fromkeys(_descent(present, room, took, first))
     now = rate(times(present), present)
     best, gain = present, 1.0
     least = min(speeds.values())
@@ -90,16 +93,19 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
     return Verdict(tuple(one for team in best for one in team), gain, known)
 
 
-def _descent(present: _Grid, room: GridRoom, times: Callable[[_Grid], list[float]],
+def _descent(present: _Grid, room: GridRoom, took: Callable[[_Team], float],
              first: Callable[[list[float]], float]) -> Iterator[_Grid]:
     """The arrangements on the way down, the best step each time. first: what is to become less;
     of equals, where the sum of squares is less."""
-    def height(grid: _Grid) -> tuple[float, float]:
-        taken = times(grid)
-        return first(taken), sum(took * took for took in taken)
+    here, known = present, {id(team): took(team) for team in present}
 
-    here, at = present, height(present)
+    def height(grid: _Grid) -> tuple[float, float]:
+        taken = [known[id(team)] if id(team) in known else took(team) for team in grid]
+        return first(taken), sum(one * one for one in taken)
+
+    at = height(present)
     for _ in range(_STEPS):
+        known = {id(team): took(team) for team in here}  # a step leaves most teams as they are
         step = min(_steps(here, room), key=height, default=here)
         found = height(step)
         if found[0] >= at[0] * _BETTER and not (
@@ -124,6 +130,8 @@ def _allowed(before: _Grid, grid: _Grid, room: GridRoom) -> bool:
         return False
     known = {frozenset(one.rank for one in team) for team in before}
     for team in grid:
+        if any(team is other for other in before):
+            continue
         ranks = frozenset(one.rank for one in team)
         if ranks not in known and len({room.kinds.get(rank) for rank in ranks}) > 1:
             return False
@@ -139,7 +147,8 @@ def _places(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
     for one, other in (*itertools.combinations(ranks, 2), *itertools.product(ranks, idle)):
         swap = {one: other, other: one}
         yield tuple(tuple(dataclasses.replace(member, rank=swap.get(member.rank, member.rank))
-                          for member in team) for team in grid)
+                          for member in team) if any(member.rank in swap for member in team)
+                    else team for team in grid)
 
 
 def _dealt(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
