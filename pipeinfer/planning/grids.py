@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
 from pipeinfer.planning.partition import SAME_SPEED, size_text
 from pipeinfer.planning.paths import Matrix
 from pipeinfer.planning.teams import Team
-from pipeinfer.planning.wide import grouped
 
 _BOUNDS = 24  #: bounds on the slowest stage that are tried
 _ROWS = (1, 4)  #: rows of the runs whose way is made short

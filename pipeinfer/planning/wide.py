@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.core.grid import deal, parse_widths
+from pipeinfer.core.grid import deal, grouped, parse_widths
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.models.slices import Slice
 from pipeinfer.planning.partition import Member
@@ -55,36 +55,6 @@ def teams_of(grid: str, slices: str, candidates: Sequence[int],
         raise UsageError(f"--grid {grid} needs members of different groups of the nodes file in "
                          f"one stage ({there}): use narrower stages, or change the groups")
     return Teams(ranks, shares)
-
-
-def grouped(widths: Sequence[int], candidates: Sequence[int], groups: Mapping[int, str]
-            ) -> tuple[tuple[int, ...], ...] | None:
-    """Ranks of stages with these widths, each of one group, as early ranks as possible in the order
-    of the stages; None where there are none."""
-    left: dict[str, list[int]] = {}
-    for rank in candidates:
-        left.setdefault(groups.get(rank, ""), []).append(rank)
-    hopeless: set[tuple[int, ...]] = set()
-
-    def rest(stage: int) -> list[tuple[int, ...]] | None:
-        state = (stage, *map(len, left.values()))
-        if stage == len(widths):
-            return []
-        if state in hopeless:
-            return None
-        width = widths[stage]
-        able = sorted((own[:width], name) for name, own in left.items() if len(own) >= width)
-        for team, name in able:
-            own, left[name] = left[name], left[name][width:]
-            further = rest(stage + 1)
-            if further is not None:
-                return [tuple(team), *further]
-            left[name] = own
-        hopeless.add(state)
-        return None
-
-    found = rest(0)
-    return None if found is None else tuple(found)
 
 
 def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ...]:
