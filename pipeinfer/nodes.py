@@ -32,8 +32,10 @@ _MAX_SLOTS = 1 << 16
 _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
 #: settings that stand in for options of the same name
 _OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
+OWN_HOST = "host"
 BACKENDS = ("", "auto", "llamacpp", "torch")
 _ALL_LAYERS = 100_000
+_NAME = 64  #: characters of a group's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class NodeSettings:
     gpu_layers: layers of a stage on its GPU
     gpu_layers_draft: layers of the draft on the GPU
     backend: llamacpp or torch
+    group: its ranks form wide stages with those of hosts in the same group only (hosts without one
+        with each other); OWN_HOST: only with each other
     """
 
     profile: str = ""
@@ -75,6 +79,7 @@ class NodeSettings:
     gpu_layers: int | None = None
     gpu_layers_draft: int | None = None
     backend: str = ""
+    group: str = ""
 
     def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
         """Option values that these settings stand for, without those named in `given`.
@@ -302,6 +307,10 @@ def _setting(name: str, value: Any, where: str) -> Any:
         case "profile":
             if not isinstance(value, str):
                 raise UsageError(f"{where} must be the name of a profile, not {value!r}")
+        case "group":
+            if not isinstance(value, str) or not value.isprintable() or len(value) > _NAME:
+                raise UsageError(f"{where} must be a name, such as \"rack1\", or \"{OWN_HOST}\" "
+                                 f"for the ranks of one host, not {repr(value)[:80]}")
         case _:
             if not _is_int(value) or not 0 <= value <= _ALL_LAYERS:
                 raise UsageError(f"{where} must be a whole number from 0 to {_ALL_LAYERS}, not "
@@ -326,6 +335,12 @@ def apply(resolved: Resolved, host: str) -> Resolved:
     origin = dict.fromkeys(values, f"nodes file {nodes.path}")
     return Resolved(resolved.config.replace(**values), {**resolved.origin, **origin},
                     resolved.own)
+
+
+def group_of(info: RankInfo) -> str:
+    """What a rank's group is called: ranks of one wide stage are in the same one."""
+    own = info.settings.group
+    return f"{own} {info.host}" if own == OWN_HOST else own
 
 
 def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:

@@ -16,8 +16,10 @@ from pipeinfer.files import parse_bytes
 from pipeinfer.nodes import (
     HostEntry,
     NodeSettings,
+    RankInfo,
     apply,
     check_head,
+    group_of,
     nodes_file_beside,
     ranks_of,
     read_hostfile,
@@ -138,6 +140,7 @@ def test_a_nodes_file(tmp_path):
     ("[node.a]\nthreads = 2.5\n", r"threads must be a whole number"),
     ("[node.a]\nthreads = true\n", r"threads must be a whole number"),
     ("[node.a]\nprofile = 3\n", r"profile must be the name"),
+    ("[node.a]\ngroup = 3\n", r"group must be a name, such as \"rack1\", or \"host\""),
     ("[node]\na = 3\n", r"node.a is not a table"),
     ("node = 3\n", r"write \[defaults\]"),
     ("defaults = 3\n", r"write \[defaults\]"),
@@ -270,3 +273,13 @@ def test_a_session_takes_its_hosts_settings(tmp_path, monkeypatch):
     with (pytest.raises(PlanError, match=r"has 0 MiB: it lacks"),
           join(JobConfig.of(nodes=str(path))).lead()):
         pass
+
+
+def test_ranks_of_a_host_may_be_a_group_of_their_own(tmp_path):
+    nodes = read_nodes(write(tmp_path, "[node.\"a*\"]\ngroup = \"rack1\"\n[node.b]\n"
+                                       "group = \"host\"\n"))
+    names = [group_of(RankInfo(rank, name, settings=nodes.of(name)))
+             for rank, name in enumerate(("a1", "a2", "b", "b", "c"))]
+    assert names[0] == names[1] == "rack1"
+    assert names[2] == names[3] not in (names[0], names[4])
+    assert names[4] == ""

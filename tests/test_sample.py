@@ -28,6 +28,8 @@ ALONE = {
     "tests/strategies/test_sampling_law.py::test_the_joint_law_of_three_tokens":
         "the law of one token by 20,000 draws in tests/core/test_sampling.py; every policy writes "
         "what plain decoding writes with the same noise in tests/scheduler/test_scheduler.py",
+    "tests/mpi/test_wide_moves.py::test_a_slow_members_slice_is_moved_while_requests_run":
+        "moves between ranks beside it, when and where to in tests/cluster/test_grid_balance.py",
     "tests/mpi/test_torch_wide.py::test_stages_of_a_grid_may_be_on_different_backends":
         "ranks on different backends in tests/mpi/test_torch.py, grids on torch beside it",
     "tests/namespaces/test_namespaces.py::test_settings_of_single_hosts":

@@ -56,7 +56,7 @@ def measure(np_: int, draft: Path, ablations: list[str], count: int, model: str,
     died = {int(k): t for k, t in answer["died"].items()}
     busy = dead = stopped = 0.0
     for report in answer["reports"].values():
-        for run_id, start, end, fate, _ in report["events"]:
+        for run_id, start, end, fate, *_ in report["events"]:
             busy += end - start
             if start >= died.get(run_id, float("inf")):
                 dead += end - start

@@ -16,8 +16,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -26,15 +27,27 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
+from pipeinfer.cluster.grid_choice import teams_asked, usable_ranks, wide_plan
+from pipeinfer.cluster.grid_drawing import lines_of
 from pipeinfer.cluster.handshake import hello
+from pipeinfer.cluster.remembered_grid import GridChoice, recall_grid
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import BackendError, PipeinferError, PlanError
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
 from pipeinfer.models import locate
 from pipeinfer.models.architectures import keeps_state
-from pipeinfer.models.shard import check_splittable
-from pipeinfer.nodes import RankInfo
+from pipeinfer.models.shard import check_splittable, shard_bytes
+from pipeinfer.models.slices import Slice
+from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning import planner
+from pipeinfer.planning.grids import shape
+from pipeinfer.planning.measured_grid import network_of
+from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.teams import SumCost
+from pipeinfer.planning.wide import widths_of
 
 _PROBE_SECONDS = 60
 
@@ -44,11 +57,17 @@ _PROBE_SECONDS = 60
               help="Check that this model's layers fit the ranks' memory.")
 @click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens for the memory check.")
 @click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
+@click.option("--grid", default="", help="Draw this grid of wide stages, such as 2x4.")
+@click.option("--slices", default="", help="With a grid: slices of each stage, such as 4 or 3:2:2.")
+@click.option("--layers", default="", help="Number of layers of each stage, such as 10,12.")
+@click.option("--spares", default=0, help="Ranks, from the last, that hold no layers.")
+@click.option("--sum-type", type=click.Choice(["f32", "f16", "bf16"]), default="f32",
+              help="With a grid: numbers in which parts of sums travel.")
+@click.option("--nodes", default="", help="Settings per host (TOML).")
 @click.option("--hostfile", default="", help="Check this hostfile's hosts by ssh instead.")
 @click.option("--ranks", default=0, help="With --hostfile: number of ranks to place.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks: int,
-                   as_json: bool) -> None:
+def doctor_command(hostfile: str, ranks: int, as_json: bool, **given: Any) -> None:
     """Check this host, or every rank of an mpirun, and say what to do about each finding."""
     findings: list[Finding] | None
     if hostfile:
@@ -56,7 +75,7 @@ def doctor_command(model: str, ctx: int, head_stage: bool, hostfile: str, ranks:
 
         findings = check_hosts(hostfile, ranks)
     else:
-        findings = examine(JobConfig.of(model=model, ctx=ctx, head_stage=head_stage))
+        findings = examine(JobConfig.of(**given))
     if findings is None:
         return
     if as_json:
@@ -219,18 +238,44 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         candidates = range(
             0 if config.cluster.head_stage or len(everyone) == 1 else 1, len(everyone)
         )
+        nodes = load_nodes(config.cluster)
         if len(candidates) > 1 and not path.is_dir():
             check_splittable(model)
         load = planner.load_of(
             model, locate.context_size(config.model, model), config.speculation.chunk
         )
-        ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]))
+        ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
+                          settings=NodeSettings() if nodes is None else nodes.of(one["host"]))
                  for one in everyone]
-        members = placement.members_of(candidates, [None] * len(candidates), ranks, {})
+        counts: list[int | None] = [None] * len(candidates)
+        members = placement.members_of(candidates, counts, ranks, {})
+        choice: GridChoice | None
+        if config.cluster.grid == "auto":
+            known = recall_grid(model, ranks, usable_ranks(config, candidates, ranks))
+            choice = None if known is None else known.choice
+            if choice is None:
+                return [Finding("ok", "grid", "--grid auto measures ranks and links at its first "
+                                "start" if known is None else "one rank to a stage, as chosen on "
+                                f"{known.day} (--remeasure chooses anew)",
+                                "" if known else "mpirun ... pipeinfer plan MODEL names the grid")]
+        else:
+            teams = teams_asked(config, candidates, ranks)
+            choice = None if teams is None else GridChoice(teams, ())
+        if choice is not None:
+            return _draw_grid(config, model, path, wide_plan(
+                config, model, load, dict(zip(candidates, members, strict=True)), ranks,
+                choice.teams, Policy.ITERATIVE, timed=False, layers=choice.layers,
+                cuts=choice.cuts), everyone)
+        counts = planner.asked_counts(config.cluster, model, candidates, ranks,
+                                      None if nodes is None else nodes.layers)
+        members = placement.members_of(
+            candidates, placement.leave_spares(config.cluster, counts), ranks, {})
         plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]
+    except UsageError as error:
+        return [Finding("fail", "options", str(error))]
     except PipeinferError as error:
         return [Finding("fail", "model", str(error))]
     cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
@@ -240,6 +285,39 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             "warn", "model", f"{path.name}: layers of a {model.architecture} keep a state of the "
             "text: it runs one request at a time, without guesses",
             "leave out -md and --proposer; docs/models.md says why"))
+    return found
+
+
+def _draw_grid(config: JobConfig, model: Any, path: Path, plan: Plan,
+               everyone: list[dict[str, Any]]) -> list[Finding]:
+    """The stages of a grid with their members, and what a sum would take over the links."""
+    links = [link for rank in everyone for link in rank["links"]]
+    cost = SumCost(4 if config.cluster.sum_type == "f32" else 2)
+
+    def sums(team: Sequence[Holding]) -> str:
+        ranks = [one.rank for one in team]
+        if len(ranks) == 1:
+            return "sums within one process"
+        if len({everyone[rank]["host"] for rank in ranks}) == 1:
+            return "sums through shared memory"
+        wire = network_of(ranks, links).worst(range(len(ranks)))
+        return f"a sum takes about {1e6 * cost.seconds(len(ranks), model.n_embd, wire):.0f} us " \
+               "(worked out from the links)"
+
+    def size(one: Holding) -> float:
+        if path.is_dir():
+            whole = float(sum(model.layer_bytes[one.start:one.stop]))
+            return whole * len(one.slices) / len(one.cut)
+        return float(sum(shard_bytes(model, one.start, one.stop, Slice.parse(one.cut[index]))
+                         for index in one.slices))
+
+    lines = lines_of(plan.held, lambda one: str(everyone[one.rank]["host"]), size, sums)
+    name = shape(widths_of(plan.held))
+    found = [Finding("ok", "plan", f"{path.name}: {plan.line().removeprefix('plan: ')}; fits")]
+    found += [Finding("ok", f"grid {name}", line) for line in lines]
+    used = {0, *(one.rank for one in plan.held)}
+    if spare := [str(one["rank"]) for one in everyone if one["rank"] not in used]:
+        found.append(Finding("ok", f"grid {name}", f"spare: rank {', '.join(spare)}"))
     return found
 
 

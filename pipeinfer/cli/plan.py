@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,17 @@ from pipeinfer.experiments import grids
 from pipeinfer.experiments.emulation import wide
 from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
 from pipeinfer.experiments.emulation.wide import ITEM_BYTES, WideExperiment
-from pipeinfer.experiments.forecast import Link, Machine, Report, View, dry, file_view, report_of
+from pipeinfer.experiments.forecast import (
+    Link,
+    Machine,
+    Report,
+    View,
+    cluster_of_file,
+    dry,
+    file_view,
+    report_of,
+)
+from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import size_text
 from pipeinfer.planning.planner import ACCEPTANCE
@@ -44,7 +54,7 @@ if TYPE_CHECKING:
 @click.argument("model", default="")
 @click.option("--dry-run", is_flag=True, help="Use machine profiles and contact no host.")
 @click.option("--hostfile", default="",
-              help="File with the hosts, one rank per slot (with --dry-run).")
+              help="File with the hosts, one rank per slot (with --dry-run or --grids).")
 @click.option("--nodes", "nodes_file", default="",
               help="Settings per host [default: the TOML file beside the hostfile].")
 @click.option("--cluster", default="", help="Use this cluster profile instead of a hostfile.")
@@ -82,7 +92,7 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
         raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
     if given["compared"]:
-        experiment = _grid_experiment(model, profiles, given)
+        profiles, experiment = _grid_experiment(model, profiles, given)
         if said := wide.warning(profiles, experiment):
             click.echo(f"note: {said}", err=True)
         table = grids.compare(profiles, experiment)
@@ -97,21 +107,27 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
         click.echo(json.dumps(as_data(report)) if as_json else as_text(report))
 
 
-def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]) -> WideExperiment:
-    """What --grids compares. model: the target's profile. Raises UsageError."""
-    if not given["cluster"]:
-        raise UsageError("--grids needs --cluster NAME (known clusters: "
-                         f"{', '.join(profiles.clusters)})")
+def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]
+                     ) -> tuple[Profiles, WideExperiment]:
+    """What --grids compares, and profiles with its cluster. model: the target's profile. Raises
+    UsageError."""
+    cluster, groups = given["cluster"], tuple[str, ...]()
+    if bool(cluster) == bool(given["hostfile"]):
+        raise UsageError("--grids needs either --cluster NAME (known clusters: "
+                         f"{', '.join(profiles.clusters)}) or --hostfile FILE")
+    if not cluster:
+        profiles, groups = cluster_of_file(profiles, given)
+        cluster = given["hostfile"]
     pairs = [name for name, pair in profiles.pairs.items()
              if pair.target == model and given["draft"] in ("", pair.draft)]
     if model and not given["pair"] and not pairs:
         raise UsageError(f"no pair of {model} is known: give --pair NAME (known pairs: "
                          f"{', '.join(profiles.pairs)})")
     pair = given["pair"] or (pairs[0] if pairs else "dolphin-tinyllama")
-    return WideExperiment(
-        given["cluster"], pair, nodes=given["hosts"], acceptance=given["acceptance"],
+    return profiles, WideExperiment(
+        cluster, pair, nodes=given["hosts"], acceptance=given["acceptance"],
         link=given["link"], tokens=256, sum_type=given["sum_type"],
-        exchange=1e-6 * given["exchange_us"])
+        exchange=1e-6 * given["exchange_us"], groups=groups)
 
 
 # --- where machines come from -----------------------------------------------------------------
@@ -171,12 +187,13 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if not found.figures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
-    notes = [*found.notes, *_grid_note(job, measured_links, given)]
+    notes = [*found.notes, *_grid_note(job, hosts, measured_links, given)]
     return report_of(target, machines, links, "links as measured", profiles, given, notes, job.plan,
                      str(job.draft or ""))
 
 
-def _grid_note(job: Job, links: list[dict[str, float]], given: Mapping[str, Any]) -> list[str]:
+def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]],
+               given: Mapping[str, Any]) -> list[str]:
     """What a grid of these ranks would bring, where the model can be sliced at all."""
     from pipeinfer.planning import measured_grid
 
@@ -188,7 +205,8 @@ def _grid_note(job: Job, links: list[dict[str, float]], given: Mapping[str, Any]
         best, plain = measured_grid.grids_of_ranks(
             job.model, survey.load, [survey.members[rank] for rank in ranks],
             [survey.figures.get(rank) for rank in ranks],
-            measured_grid.network_of(ranks, links), LoadMix(policy, acceptance=acceptance), sums)
+            measured_grid.network_of(ranks, links), LoadMix(policy, acceptance=acceptance), sums,
+            [group_of(hosts[rank]) for rank in ranks])
     except PipeinferError as error:
         return [f"no grid is considered: {error}"]
     if max(best.widths) == 1:

@@ -34,12 +34,13 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
-from pipeinfer.nodes import RankInfo
+from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.regrid import GridRoom, Rate, regrid
 from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
-from pipeinfer.planning.wide import is_cut, retake, stages_of, widths_of
+from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
 
@@ -198,6 +199,15 @@ class Assembly:
         return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
                          judge, dict.fromkeys(self.returning, 0.0))
 
+    def better_grid(self, seconds: Sequence[float],
+                    shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> Verdict:
+        """See `regrid.regrid`; seconds: what each member computes for a run now."""
+        rooms = self._rooms(self.held)
+        return regrid(self._load, self.held, seconds, GridRoom(
+            shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
+            {one.rank: (group_of(one), one.asked_backend) for one in self._hosts}, self.spares,
+            self._load.barred), rate)
+
     @property
     def returning(self) -> tuple[int, ...]:
         """Idle ranks that have held layers and may get some again."""
@@ -248,7 +258,8 @@ class Assembly:
         lost = [holding for holding in self.held if holding.rank in self.lost]
         try:
             if is_cut(self.held):
-                return retake(self.held, self.lost, self.spares, self._has_room)
+                return retake(self.held, self.lost, self.spares, self._has_room,
+                              {one.rank: group_of(one) for one in self._hosts})
             return replan(self._load, self._rooms(alive), alive, self.spares, lost, self.judge)
         except PlanError as error:
             if not alive and not self.spares:
@@ -272,9 +283,8 @@ class Assembly:
         return rooms
 
     def _bytes_of(self, holding: Holding) -> float:
-        """What a holding takes of its rank's memory, slices counted as equal."""
-        whole = self._load.stage_bytes(holding.start, holding.stop)
-        return whole * (len(holding.slices) / len(holding.cut) if holding.cut else 1.0)
+        """What a holding takes of its rank's memory."""
+        return self._load.stage_bytes(holding.start, holding.stop) * share_of(holding)
 
     def _has_room(self, rank: int, holding: Holding) -> bool:
         alive = [one for one in self.held if one.rank not in self.lost]

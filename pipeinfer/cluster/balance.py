@@ -5,8 +5,9 @@
     move      ranks that are left out give their threads to those of their host that stay
     verify    when enough runs have passed over the new stages: was it faster? If not, back
 
-A rank that holds nothing may get layers again. A move that was taken back is not tried again for
-a while. This module knows no HTTP and no engine.
+A rank that holds nothing may get layers again. Slices of wide stages move between ranks and are
+never cut anew (`grid_balance`). A move that was taken back is not tried again for a while. This
+module knows no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeinfer.cluster.grid_balance import GridBalance
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.own_time import Share
-from pipeinfer.planning.partition import Split
-from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.partition import SAME_SPEED, Split
+from pipeinfer.planning.replan import Holding, Verdict
 from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.planning.wide import is_cut
 
@@ -77,6 +80,10 @@ class Balance:
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0
     _moved: float = field(default_factory=time.monotonic)
+    _grid: GridBalance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._grid = GridBalance(self.session)
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """See `Session.rebalance`."""
@@ -112,17 +119,20 @@ class Balance:
             found, how = seen.speed / trial.seen.speed, "tokens/s"
         else:
             judge = dataclasses.replace(trial.judge, using=session.assembly.threads)
-            found = judge(*self._present(), now=True) / trial.rate
+            if self._cut and not self._grid.known:
+                self._trial = trial  # it cannot be told yet
+                return None
+            found = self._rate(judge) / trial.rate
             how = "by what stages take"
         if found >= _LOST:
             self._failed.pop(held, None)
-            text = (f"the layers dealt out otherwise bring {found:.2f} times the speed ({how}; "
-                    f"promised {trial.promised:.2f})")
+            text = (f"the {self._noun} dealt out otherwise bring {found:.2f} times the speed "
+                    f"({how}; promised {trial.promised:.2f})")
             session.notes.append(text)
             return text
         wait = 2 * self._failed.get(held, (0.0, _AGAIN / 2))[1]
         self._failed[held] = (time.monotonic() + wait, wait)
-        self._move(trial.before, f"layers back where they were: {found:.2f} times the speed "
+        self._move(trial.before, f"{self._noun} back where they were: {found:.2f} times the speed "
                    f"instead of the {trial.promised:.2f} that was promised ({how})", trial.threads)
         return str(session.assembly.changes[-1])
 
@@ -138,6 +148,7 @@ class Balance:
                   for node, one in leaders]
         session.head.times.pace = StagePace(
             len(leaders), session.first.curve, shares, judge.cores)
+        session.head.times.members = MemberPace(assembly.grid)
         session.head.times.load.restart(session.head.scheduler.totals.accepted)
         self._trial = None
 
@@ -160,27 +171,41 @@ class Balance:
     # --- steps --------------------------------------------------------------------------------
 
     def _movable(self) -> bool:
-        """Whether layers can be moved at all, and enough is known. Slices stay as they are, and so
-        do the layers of their stages."""
+        """Whether layers or slices can be moved at all, and enough is known."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
-        return session.head.times.pace.known and not (
-            session.plan.whole or alone or is_cut(assembly.held))
+        known = self._grid.known if self._cut else session.head.times.pace.known
+        return known and not (session.plan.whole or alone)
+
+    @property
+    def _cut(self) -> bool:
+        """Whether stages are cut into slices, which stay as they are, whoever holds them."""
+        return is_cut(self.session.assembly.held)
+
+    @property
+    def _noun(self) -> str:
+        return "slices" if self._cut else "layers"
+
+    def _rate(self, judge: Judge) -> float:
+        """Tokens per second of the stages that are there, as judged by what they take now."""
+        return self._grid.now(judge) if self._cut else judge(*self._present(), now=True)
 
     def _better(self, need: float) -> _Better | None:
         """Stages that promise `need` times the speed, None where there are none."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
-        verdict = assembly.better(pace.seconds, judge)
+        cut = self._cut
+        verdict = self._grid.better(judge) if cut else assembly.better(pace.seconds, judge)
         held = verdict.held
         if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
             return None
         ranks = [holding.rank for holding in held]
-        threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
-        trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain,
-                       judge(*self._present(), now=True), seen, judge)
-        why = _why(judge, verdict.gain, pace) + _idle(assembly.held, held, threads, judge)
-        return _Better(held, why, trial)
+        grows = judge.grows and not cut
+        threads = granted(judge.seats, judge.cores, ranks) if grows else {}
+        trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain, self._rate(judge),
+                       seen, judge)
+        why = _why_grid(judge, verdict) if cut else _why(judge, verdict.gain, pace)
+        return _Better(held, why + _idle(assembly.held, held, threads, judge), trial)
 
     def _present(self) -> tuple[Split, list[int]]:
         """The stages that are there with what they take, and their ranks."""
@@ -192,9 +217,10 @@ class Balance:
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
         """Unasked: one stage is slower than the others have become, for a while; or a rank is
         idle for a while. A neighbour that slows all stages alike is nothing to move layers for."""
-        slower = max(pace.slowdown)
-        if len(pace.slowdown) > 1:
-            slower /= min(pace.slowdown)
+        slowdown = (self._cut and self._grid.slowdown) or pace.slowdown
+        slower = max(slowdown)
+        if len(slowdown) > 1:
+            slower /= min(slowdown)
         self._looks = self._looks + 1 if slower >= drift else 0
         return self._looks >= _LOOKS or (idle and time.monotonic() - self._moved > _RETURN)
 
@@ -205,6 +231,16 @@ class Balance:
         self.session.assembly.move(held, why, threads)
         self._moved = time.monotonic()
         self.session.resume()
+
+
+def _why_grid(judge: Judge, verdict: Verdict) -> str:
+    streams = max(mix.streams for mix in judge.mixes)
+    slowest = max(verdict.speeds, key=lambda rank: verdict.speeds[rank])
+    times = verdict.speeds[slowest] / min(verdict.speeds.values())
+    why = f"rank {slowest} takes {times:.1f} times as long for the same work as the fastest" \
+        if times > SAME_SPEED else "ranks are about equally fast now"
+    return (f"slices moved between ranks for {verdict.gain:.2f} times the speed with "
+            f"{streams} request{'s' * (streams != 1)} at once ({why})")
 
 
 def _why(judge: Judge, gain: float, pace: StagePace) -> str:

@@ -12,30 +12,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.backends.factory import check_teams
+from pipeinfer.cluster.grid_choice import auto_plan, teams_asked, wide_plan, would_gain
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import (
-    PlanError,
-    ProtocolError,
-    RankLost,
-    UnsupportedArchitecture,
-    UsageError,
-)
+from pipeinfer.errors import ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
-from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
-from pipeinfer.planning.measured_grid import grids_of_ranks, network_of
 from pipeinfer.planning.partition import Load, Member, Split, level
 from pipeinfer.planning.planner import (
     Plan,
@@ -47,11 +38,8 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
     with_head,
 )
-from pipeinfer.planning.teams import SumCost
-from pipeinfer.planning.wide import Teams, combined, teams_of
 
 Hosts = Sequence[RankInfo]
-_GAIN_WORTH_SAYING = 1.1  #: times the plain pipeline's speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +74,7 @@ def agree(
     whole = config.speculation.layout == "replicate"
     nodes = load_nodes(config.cluster)
     auto = config.cluster.grid == "auto"
-    teams = None if auto else _teams(config, candidates, hosts)
+    teams = None if auto else teams_asked(config, candidates, hosts)
     counts: list[int | None] = [None] * len(candidates)
     if teams is None:
         counts = asked_counts(config.cluster, model, candidates, hosts,
@@ -109,18 +97,17 @@ def agree(
 
     if whole:
         plan = replicate(load, list(members.values()), candidates)
-    elif auto and (chosen := _chosen(config, place, model, load, members, figures, hosts,
-                                     expected(policy, config.speculation.parallel)[0], notes)):
-        plan = _wide_plan(config, model, load, members, hosts, chosen[0], policy,
-                          timed=bool(figures), layers=chosen[1])
+    elif auto and (chosen := auto_plan(config, place, model, load, members, figures, hosts, policy,
+                                       expected(policy, config.speculation.parallel)[0], notes)):
+        plan = chosen
     elif teams is not None:
-        plan = _wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
+        plan = wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
-        if figures:
-            notes += _would_gain(config, place, model, load, members, figures, hosts,
-                                 expected(policy, config.speculation.parallel)[0])
+        if figures and not auto:
+            notes += would_gain(config, place, model, load, members, figures, hosts,
+                                expected(policy, config.speculation.parallel)[0])
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
 
@@ -130,118 +117,6 @@ def agree(
             with contextlib.suppress(RankLost):  # found out again, where it can be mended
                 mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
-
-
-def _teams(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams | None:
-    """The ranks of wide stages, None where there are none. Raises UsageError."""
-    cluster = config.cluster
-    if not (cluster.grid or cluster.slices):
-        return None
-    if config.speculation.layout == "replicate":
-        raise UsageError("--layout replicate puts the whole model on every rank: leave out --grid "
-                         "and --slices")
-    usable = [rank for rank in candidates if not hosts[rank].dead
-              and hosts[rank].settings.role not in ("spare", "draft")]
-    if cluster.spares >= len(usable):
-        raise UsageError(f"--spares {cluster.spares} leaves no rank for a stage: only "
-                         f"{len(usable)} ranks can hold layers; start more, or lower --spares")
-    return teams_of(cluster.grid, cluster.slices, usable[:len(usable) - cluster.spares])
-
-
-def _chosen(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, notes: list[str],
-) -> tuple[Teams, tuple[int, ...]] | None:
-    """What --grid auto takes: teams and their layers; None for a plain pipeline. Says why in
-    `notes`."""
-    ranks = [rank for rank, member in members.items() if member.layers is None]
-    if place.comm is None or len(ranks) < 2:
-        return None
-    try:
-        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
-    except (PlanError, UnsupportedArchitecture, UsageError, RankLost) as error:
-        notes.append(f"no grid is chosen: {error}")
-        return None
-    if max(best.widths) == 1:
-        notes.append("no grid of wide stages would be faster than one rank to a stage")
-        return None
-    notes.append(f"{best.why()} ({best.tokens / plain.tokens:.2f} times one rank to a stage)")
-    shares = tuple(tuple(1 / members[ranks[i]].per_cost for i in stage.hosts) if stage.width > 1
-                   else () for stage in best.stages)
-    return Teams(tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages),
-                 shares), best.layers
-
-
-def _compared(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, ranks: Sequence[int],
-) -> tuple[GridPlan, GridPlan]:
-    """The best grid of these ranks, and one rank to a stage. Raises PlanError,
-    UnsupportedArchitecture, UsageError, RankLost."""
-    check_teams(model.path, [ranks], hosts)
-    return grids_of_ranks(
-        model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
-        network_of(ranks, _links(config, place)), mix,
-        SumCost(4 if config.cluster.sum_type == "f32" else 2))
-
-
-def _would_gain(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix,
-) -> list[str]:
-    """For the user, what a grid would bring where none was asked for."""
-    ranks = [rank for rank, member in members.items() if member.layers is None]
-    crowd = Counter(hosts[rank].host for rank in ranks)
-    if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core were never measured
-            crowd[hosts[rank].host] > hosts[rank].cores_host for rank in ranks):
-        return []
-    try:
-        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
-    except (PlanError, UnsupportedArchitecture, UsageError, RankLost):
-        return []  # the plain pipeline does without
-    gain = best.tokens / plain.tokens
-    if max(best.widths) == 1 or gain < _GAIN_WORTH_SAYING:
-        return []
-    name = ",".join(map(str, best.widths))
-    return [f"--grid {name} would be about {gain:.1f} times as fast, by what these ranks measured "
-            "(docs/wide.md)"]
-
-
-def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
-    """The links between neighbours, as all ranks measure them together. Raises RankLost."""
-    from pipeinfer.transport import mpi_startup
-
-    for rank in range(1, place.size):
-        mpi_startup.say(place.comm, rank, TestLinks())
-    found = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
-    for rank in range(1, place.size):
-        heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
-        if isinstance(heard, Measured) and heard.figures:
-            found += heard.figures["links"]
-    return found
-
-
-def _wide_plan(
-    config: JobConfig, model: Any, load: Load, members: Mapping[int, Member], hosts: Hosts,
-    teams: Teams, policy: Policy, *, timed: bool, layers: Sequence[int] = (),
-) -> Plan:
-    """The layers dealt out to teams, and cut into slices. layers: of each stage, where that is
-    decided. Raises PlanError, UsageError, UnsupportedArchitecture."""
-    from pipeinfer.models.slices import cut_of
-
-    check_teams(model.path, teams.ranks, hosts)
-    counts: Sequence[int | None] = layers or asked_counts(
-        config.cluster, model, teams.leaders, hosts, None)
-    leaders = [dataclasses.replace(one, layers=count)
-               for one, count in zip(combined(members, teams), counts, strict=True)]
-    plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts,
-                     lambda split: estimate(split, policy), timed=timed)
-    if plan.left_out:
-        raise UsageError("every stage of a grid needs layers: give --layers a count above 0 for "
-                         "each")
-    cuts = [tuple(one.name for one in cut_of(model, shares)) if shares else ()
-            for shares in teams.shares]
-    return dataclasses.replace(plan, teams=teams, cuts=tuple(cuts))
 
 
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,

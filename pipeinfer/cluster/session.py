@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
+from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, why
 from pipeinfer.cluster.placement import Survey
@@ -43,7 +44,6 @@ from pipeinfer.cluster.sizing import (
     spare_cells,
     with_lookup,
 )
-from pipeinfer.cluster.wide_stage import drawing
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
@@ -58,6 +58,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.wide import cut_layers, is_cut
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.head import Head
@@ -260,7 +261,7 @@ class Session:
         model, assembly = self.config.model, self.assembly
         parts = (self.ground.job.model.fingerprint, self.ground.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
-                 sorted({holding.cut for holding in assembly.held}),
+                 cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 

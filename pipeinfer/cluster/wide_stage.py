@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,13 +14,11 @@ from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.control import Ready, Setup, SumRegion
+from pipeinfer.core.control import Setup, SumRegion
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Part, Tag
 from pipeinfer.errors import ProtocolError, TransportTimeout, UsageError
 from pipeinfer.models.slices import Slice
-from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.wide import stages_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Port
@@ -119,26 +117,6 @@ def paced_team(config: ClusterConfig, setup: Setup, team: Team, n_embd: int) -> 
         sums = 2 * (setup.stop - setup.start)
         team = PacedTeam(team, config.pace_ms / 1e3 / sums, config.pace_row_ms / 1e3 / sums, n_embd)
     return team
-
-
-def drawing(held: Sequence[Holding], ready: Mapping[int, Ready]) -> list[str]:
-    """A line for each wide stage: who holds what of its layers, and what a sum takes."""
-    lines, node = [], 0
-    for number, team in enumerate(stages_of(held), 1):
-        members = []
-        for holding in team:
-            node += 1
-            own = [Slice.parse(name) for name in ready[node].slices]
-            what = " and ".join(f"KV heads {one.heads[0]}-{one.heads[1] - 1}, columns "
-                                f"{one.ff[0]}-{one.ff[1] - 1}" for one in own)
-            members.append(f"rank {holding.rank} on {ready[node].host} ({what}; "
-                           f"{ready[node].weight_bytes / 1e6:.0f} MB)")
-        if team[0].cut:
-            lines.append(
-                f"stage {number}: layers {team[0].start}-{team[0].stop - 1}, a sum takes "
-                f"{1e6 * ready[node].sum_seconds:.0f} us ({ready[node].sums}): "
-                + "; ".join(members))
-    return lines
 
 
 class SumWatch:

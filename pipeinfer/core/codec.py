@@ -29,6 +29,7 @@ from pipeinfer.core.control import (
     DraftReady,
     DraftSetup,
     DraftStop,
+    Pace,
     PortMessage,
     Progress,
     Ready,
@@ -77,7 +78,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 10
+VERSION = 11
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -138,9 +139,9 @@ def encode(message: Message) -> bytes:
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
         case ShardEnd(digest):
             return _frame(Op.SHARD_END, digest)
-        case (Setup() | Receive() | Progress() | Ready() | Received() | Report() | SumRegion()
-              | ShardWanted() | ShardOffer() | DraftSetup() | DraftReady() | DraftJob()
-              | DraftStop() | DraftDone()):
+        case (Setup() | Receive() | Progress() | Ready() | Received() | Pace() | Report()
+              | SumRegion() | ShardWanted() | ShardOffer() | DraftSetup() | DraftReady()
+              | DraftJob() | DraftStop() | DraftDone()):
             return _frame(Op.CONTROL, pack(message))
         case _:
             raise ProtocolError(f"cannot encode {type(message).__name__}")

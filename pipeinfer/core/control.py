@@ -236,10 +236,20 @@ class Received(_Message, frozen=True, tag=True):
     rank: int
 
 
+class Pace(_Message, frozen=True, tag=True):
+    """A member of a wide stage, now and then: what `runs` runs took so far, in seconds of its own
+    computing and of waiting for the other members, who have gone through the same runs."""
+
+    port: PortName
+    runs: int
+    compute: float
+    waited: float
+
+
 class Report(_Message, frozen=True, tag=True):
     """A stage's figures at its end. Seconds: busy in all, of it compute, sample and waited (for
     other members of the stage), wasted on runs that were stopped; wall: since it began. events:
-    (run, start, end, fate, rows) with --trace. more: what its process adds."""
+    (run, start, end, fate, rows, waited) with --trace. more: what its process adds."""
 
     port: PortName
     layers: tuple[int, int]
@@ -254,13 +264,14 @@ class Report(_Message, frozen=True, tag=True):
     runs: dict[str, int]
     wall: float
     sent_bytes: int
-    events: list[tuple[int, float, float, str, int]]
+    events: list[tuple[int, float, float, str, int, float]]
     more: dict[str, Any]
 
     def figures(self) -> dict[str, Any]:
-        """All of it in one mapping, but for the port's name."""
+        """All of it in one mapping, with the numbers of stage and member."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
         del own["port"]
+        own |= {"stage": self.port.stage, "member": self.port.member}
         more: dict[str, Any] = own.pop("more")
         return own | more
 
@@ -393,7 +404,8 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Report | SumRegion | ShardWanted | ShardOffer
+    Setup | Receive | Progress | Ready | Received | Pace | Report | SumRegion | ShardWanted
+    | ShardOffer
     | DraftSetup | DraftReady | DraftJob | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage

@@ -8,7 +8,7 @@ are counted stage by stage. Pure.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeinfer.core.control import PortName
@@ -120,6 +120,36 @@ def deal(n_slices: int, n_members: int) -> tuple[tuple[int, ...], ...]:
     size, extra = divmod(n_slices, n_members)
     bounds = list(itertools.accumulate((size + (i < extra) for i in range(n_members)), initial=0))
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(bounds))
+
+
+def grouped(widths: Sequence[int], candidates: Sequence[int], groups: Mapping[int, str]
+            ) -> tuple[tuple[int, ...], ...] | None:
+    """Ranks of stages with these widths, each of one group, as early ranks as possible in the order
+    of the stages; None where there are none."""
+    left: dict[str, list[int]] = {}
+    for rank in candidates:
+        left.setdefault(groups.get(rank, ""), []).append(rank)
+    hopeless: set[tuple[int, ...]] = set()
+
+    def rest(stage: int) -> list[tuple[int, ...]] | None:
+        state = (stage, *map(len, left.values()))
+        if stage == len(widths):
+            return []
+        if state in hopeless:
+            return None
+        width = widths[stage]
+        able = sorted((own[:width], name) for name, own in left.items() if len(own) >= width)
+        for team, name in able:
+            own, left[name] = left[name], left[name][width:]
+            further = rest(stage + 1)
+            if further is not None:
+                return [tuple(team), *further]
+            left[name] = own
+        hopeless.add(state)
+        return None
+
+    found = rest(0)
+    return None if found is None else tuple(found)
 
 
 def owner_of(holders: Sequence[Sequence[int]], index: int) -> int:

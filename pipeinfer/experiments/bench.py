@@ -363,7 +363,7 @@ def pacing(built: Built, reports: Mapping[int, Mapping[str, Any]], scale: float
         free = float("inf")
         per_rows: dict[int, float] = defaultdict(float)
         wire = scenario.links[node - 1]
-        for run, start, end, fate, rows in report["events"]:
+        for run, start, end, fate, rows, *_ in report["events"]:
             hops += 1
             if fate == "computed":
                 if rows not in per_rows:

@@ -15,9 +15,15 @@ from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
 from pipeinfer.core.policy import PRACTICAL, Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, Profiles
+from pipeinfer.experiments.emulation.profiles import (
+    ClusterProfile,
+    ModelProfile,
+    NodeProfile,
+    Profiles,
+)
 from pipeinfer.experiments.emulation.synthetic import SyntheticPair
 from pipeinfer.experiments.emulation.virtual import Scenario, VirtualStage, Wire, simulate
+from pipeinfer.experiments.emulation.wide import part_of
 from pipeinfer.models import bundled, local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import check_splittable
@@ -130,6 +136,35 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
         found = [_machine(rank, f"{name}-{rank}", profiles.node(name), NodeSettings(), 1)
                  for rank, name in enumerate(launch.nodes)]
         return found, given["link"] or launch.link, None
+    settings, hosts = _read(profiles, given)
+    machines = [_machine(rank, name, profiles.node(settings.of(name).profile), settings.of(name),
+                         hosts.count(name)) for rank, name in enumerate(hosts)]
+    return machines, given["link"] or settings.link, settings.layers
+
+
+def cluster_of_file(profiles: Profiles, given: Mapping[str, Any]
+                    ) -> tuple[Profiles, tuple[str, ...]]:
+    """Profiles with the cluster of a hostfile, by the file's name; and the groups of its ranks, see
+    `NodeSettings`, none where the nodes file names none. Raises UsageError."""
+    settings, hosts = _read(profiles, given)
+    path = str(given["hostfile"])
+    parts: dict[str, NodeProfile] = {}
+    names = []
+    for name in hosts:
+        own, count = profiles.node(settings.of(name).profile), hosts.count(name)
+        names.append(own.name if count == 1 else f"{own.name}/{count}")
+        parts[names[-1]] = own if count == 1 else dataclasses.replace(
+            part_of(own, 1 / count), name=names[-1], memory=own.memory // count)
+    cluster = ClusterProfile(path, path, tuple(names), settings.link or "gigabit")
+    groups = tuple(nodes.group_of(RankInfo(rank, name, settings=settings.of(name)))
+                   for rank, name in enumerate(hosts))
+    return dataclasses.replace(
+        profiles, nodes={**profiles.nodes, **parts},
+        clusters={**profiles.clusters, path: cluster}), groups if any(groups) else ()
+
+
+def _read(profiles: Profiles, given: Mapping[str, Any]) -> tuple[nodes.Nodes, tuple[str, ...]]:
+    """The nodes file, with a profile for each host, and the host of each rank."""
     path = given["hostfile"]
     entries = nodes.read_hostfile(path)
     beside = given["nodes_file"] or nodes.nodes_file_beside(path)
@@ -138,16 +173,13 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
                          "for each host, or give --nodes (known profiles: "
                          f"{', '.join(profiles.nodes)})")
     settings = nodes.read_nodes(beside)
-    machines: list[Machine] = []
     hosts = nodes.ranks_of(entries, sum(entry.slots for entry in entries), path)
     nodes.check_head(settings, hosts)
-    for rank, name in enumerate(hosts):
-        of = settings.of(name)
-        if not of.profile:
+    for name in hosts:
+        if not settings.of(name).profile:
             raise UsageError(f"{beside} names no profile for {name}: add profile = \"...\" to its "
                              f"table (known profiles: {', '.join(profiles.nodes)})")
-        machines.append(_machine(rank, name, profiles.node(of.profile), of, hosts.count(name)))
-    return machines, given["link"] or settings.link, settings.layers
+    return settings, hosts
 
 
 def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings, sharers: int

@@ -39,13 +39,18 @@ def chrome_trace(
     for run_id, at in results:
         events.append(_mark(f"result {run_id}", at - zero, {"run": run_id}))
     for node, report in sorted(reports.items()):
-        events.append(_name(node, f"stage {node} ({report.get('host', '')})"))
-        for run_id, start, end, fate, rows in report.get("events", ()):
+        stage = f"stage {report.get('stage', node)}"
+        if report.get("n_sums") is not None:
+            stage += f" member {report['member']}"
+        events.append(_name(node, f"{stage} ({report.get('host', '')})"))
+        for run_id, start, end, fate, rows, *waited in report.get("events", ()):
             kind = fates.get(run_id, "prompt") if fate == "computed" else fate
+            args = {"run": run_id, "fate": kind, "rows": rows}
+            if sum(waited):
+                args["waited_ms"] = 1e3 * sum(waited)  # for the other members, in all sums
             events.append({
                 "name": f"run {run_id}", "cat": kind, "ph": "X", "pid": 1, "tid": node,
-                "ts": (start - zero) * 1e6, "dur": (end - start) * 1e6,
-                "args": {"run": run_id, "fate": kind, "rows": rows},
+                "ts": (start - zero) * 1e6, "dur": (end - start) * 1e6, "args": args,
             })
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -70,8 +75,9 @@ def pyplot() -> Any:
     return plt
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The runs of a trace that --trace wrote. Raises UsageError."""
+def read_trace(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The runs of a trace that --trace wrote, and the names of its tracks. Raises UsageError."""
+    names: dict[int, str] = {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         events = [e for e in data["traceEvents"] if e.get("ph") == "X"]
@@ -79,7 +85,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             isinstance(e["ts"], int | float) and isinstance(e["dur"], int | float)
             and isinstance(e["tid"], int) and isinstance(e["cat"], str)
             and isinstance(e["args"]["run"], int) and abs(e["ts"]) < 1e18 and abs(e["dur"]) < 1e18
+            and isinstance(e["args"].get("waited_ms", 0.0), int | float)
             for e in events)
+        names = {e["tid"]: str(e["args"]["name"]).partition(" (")[0]
+                 for e in data["traceEvents"] if e.get("ph") == "M"}
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -88,12 +97,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{path} is not a trace written by --trace")
     if not events:
         raise UsageError(f"{path} contains no runs")
-    return events
+    return events, names
 
 
 def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: float) -> None:
-    """Draw stages against time, runs coloured by fate. Raises UsageError."""
-    events = read_trace(trace_file)
+    """Draw stages against time, runs coloured by fate, paler where they waited for other members
+    of a wide stage. Raises UsageError."""
+    events, names = read_trace(trace_file)
     plt = pyplot()
     from matplotlib.patches import Patch
 
@@ -105,10 +115,14 @@ def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: 
         left, width = event["ts"] / 1e3 - first, max(event["dur"] / 1e3, span_ms / 4000)
         axis.barh(event["tid"], width, left=left, height=0.72, align="center",
                   color=COLOURS.get(event["cat"], "#000"), edgecolor="white", linewidth=0.6)
+        waited = min(event["args"].get("waited_ms", 0.0), width)
+        if waited > 0:  # all waits of a run are shown at its end
+            axis.barh(event["tid"], waited, left=left + width - waited, height=0.72, align="center",
+                      color="white", alpha=0.6)
         if width > span_ms / 60:
             axis.text(left + width / 2, event["tid"], str(event["args"]["run"]), ha="center",
                       va="center", color="white", fontsize=8)
-    axis.set_yticks(nodes, [f"stage {n}" for n in nodes])
+    axis.set_yticks(nodes, [names.get(n, f"stage {n}") for n in nodes])
     axis.invert_yaxis()
     axis.set_xlim(0, span_ms)
     axis.set_xlabel("milliseconds")

@@ -19,7 +19,8 @@ from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
 class Cluster:
     """All that a grid is planned for. load: costs and bytes of the layers, whose costs are taken
     for equal; hop: seconds of processor time of a message between stages; draft: seconds per guess;
-    widths: those that may be used, () for all that the cut allows."""
+    widths: those that may be used, () for all that the cut allows; groups: of each host, () where
+    all may form a stage with all."""
 
     hosts: tuple[Host, ...]
     network: Network
@@ -30,6 +31,7 @@ class Cluster:
     hop: float = 0.0
     draft: float = 0.0
     widths: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
     _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -52,6 +54,10 @@ class Cluster:
     def allows(self, width: int) -> bool:
         """Whether a stage may be so wide."""
         return self.cut.allows(width) and (not self.widths or width in self.widths)
+
+    def together(self, chosen: Sequence[int]) -> bool:
+        """Whether these hosts may form a stage."""
+        return not self.groups or len({self.groups[index] for index in chosen}) == 1
 
     def bytes_of(self, one: Team, n_layers: int, *, first: bool, last: bool) -> list[float]:
         """Memory of each member of a stage."""

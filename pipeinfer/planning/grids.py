@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
@@ -136,9 +137,10 @@ def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
         raise PlanError(f"this model's layers cannot be cut for {shape(widths)} on "
                         f"{len(cluster.hosts)} hosts: possible widths are "
                         f"{', '.join(map(str, cluster.cut.widths(len(cluster.hosts))))}")
-    starts = itertools.accumulate(widths, initial=0)
-    stages = tuple(cluster.team(range(at, at + width))
-                   for at, width in zip(starts, widths, strict=False))
+    teams = grouped(widths, range(len(cluster.hosts)), dict(enumerate(cluster.groups)))
+    if teams is None:
+        raise PlanError(f"{shape(widths)} needs hosts of different groups in one stage")
+    stages = tuple(map(cluster.team, teams))
     layers = _level(cluster, stages)
     if layers is None:
         raise PlanError(f"{shape(widths)} does not fit the memory of its hosts")
@@ -164,7 +166,8 @@ def _keep(found: dict[tuple[int, ...], GridPlan], plans: Sequence[GridPlan]) -> 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
     """Orders in which contiguous groups are looked for: as given; by speed; and along the best
-    links from each of a few hosts. One where all are alike."""
+    links from each of a few hosts. One where all are alike. Each also by groups, where there are
+    any."""
     hosts, network = cluster.hosts, cluster.network
     given = tuple(range(len(hosts)))
     alike = len({(host.per_cost, host.memory, host.curve) for host in hosts}) == 1
@@ -182,6 +185,10 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
                     hosts[i].per_cost, i)))
                 left.discard(chain[-1])
             found.append(tuple(chain))
+    if len(set(cluster.groups)) > 1:  # so that those who may form a stage are neighbours
+        found += [tuple(sorted(order, key=lambda i: min(
+            place for place, other in enumerate(order)
+            if cluster.groups[other] == cluster.groups[i]))) for order in list(found)]
     return list(dict.fromkeys(found))
 
 
@@ -209,6 +216,8 @@ def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged
            ) -> GridPlan | None:
     """Stages of these widths along an order, layers so that the slowest stage is fast."""
     cuts = list(itertools.accumulate(widths, initial=0))
+    if not all(cluster.together(order[a:b]) for a, b in itertools.pairwise(cuts)):
+        return None
     stages = tuple(cluster.team(sorted(order[a:b])) for a, b in itertools.pairwise(cuts))
     layers = _level(cluster, stages)
     if layers is None:
@@ -284,7 +293,7 @@ def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[
 def _groups(cluster: Cluster, order: Sequence[int], rows: int) -> list[_Group]:
     found = []
     for start, stop in itertools.combinations(range(len(order) + 1), 2):
-        if not cluster.allows(stop - start):
+        if not cluster.allows(stop - start) or not cluster.together(order[start:stop]):
             continue
         one = cluster.team(sorted(order[start:stop]))
         none, layer, last = (one.time(count, cost, cluster.cut, cluster.sums) for count, cost in (

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_parts import sizes_of
+from pipeinfer.models.slices import Slice
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
@@ -42,6 +43,18 @@ def cut_from(model: ModelFile | ModelDir) -> Cut:
                attention / total, keys / total, sizes.kv_heads * parts)
 
 
+def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]:
+    """Of a layer's work, for each slice of a cut; more than 1 together where heads are repeated."""
+    sizes, whole = sizes_of(model), cut_from(model)
+    found = []
+    for piece in map(Slice.parse, cut):
+        low, high = sizes.queries(piece)
+        keys = (piece.heads[1] - piece.heads[0]) / sizes.kv_heads
+        found.append((whole.attention - whole.kv) * (high - low) / sizes.heads + whole.kv * keys
+                     + (1 - whole.attention) * (piece.ff[1] - piece.ff[0]) / sizes.ff)
+    return found
+
+
 def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Network:
     """Wires between ranks, by their places in `ranks`. links: source, dest, latency (seconds),
     bandwidth (bytes/s) of neighbours."""
@@ -60,8 +73,10 @@ def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Ne
 def grids_of_ranks(
     model: ModelFile | ModelDir, load: Load, members: Sequence[Member],
     figures: Sequence[Figures | None], network: Network, mix: LoadMix, sums: SumCost,
+    groups: Sequence[str] = (),
 ) -> tuple[GridPlan, GridPlan]:
-    """The best grid of these ranks, and the plain pipeline of all of them.
+    """The best grid of these ranks, and the plain pipeline of all of them. groups: of the ranks,
+    see `Cluster`.
 
     Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
     not fit.
@@ -70,5 +85,6 @@ def grids_of_ranks(
                        () if one is None else tuple(
                            (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
                   for member, one in zip(members, figures, strict=True))
-    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,))
+    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,),
+                      groups=tuple(groups))
     return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.core.grid import deal, parse_widths
+from pipeinfer.core.grid import deal, grouped, parse_widths
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.models.slices import Slice
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.replan import Holding
 
@@ -30,9 +31,11 @@ class Teams:
         return tuple(team[0] for team in self.ranks)
 
 
-def teams_of(grid: str, slices: str, candidates: Sequence[int]) -> Teams | None:
+def teams_of(grid: str, slices: str, candidates: Sequence[int],
+             groups: Mapping[int, str] | None = None) -> Teams | None:
     """Teams as --grid and --slices ask for them, None where neither does. candidates: ranks that
-    may hold layers, in order; what is left of them is spare. Raises UsageError."""
+    may hold layers, in order; what is left of them is spare. groups: of ranks; only those of one
+    group form a stage. Raises UsageError."""
     if not grid and not slices:
         return None
     widths = parse_widths(grid) if grid else (1,) * len(candidates)
@@ -42,11 +45,16 @@ def teams_of(grid: str, slices: str, candidates: Sequence[int]) -> Teams | None:
             f"--grid {grid} has {need} members, but only {len(candidates)} ranks can hold layers: "
             "start more ranks (rank 0 holds some only with --head-stage), or use a smaller grid")
     shares = shares_of(slices, widths)
-    ranks, at = [], 0
-    for width in widths:
-        ranks.append(tuple(candidates[at:at + width]))
-        at += width
-    return Teams(tuple(ranks), shares)
+    ranks = grouped(widths, candidates, groups or {})
+    if ranks is None:
+        by_group: dict[str, list[int]] = {}
+        for rank in candidates:
+            by_group.setdefault((groups or {}).get(rank, ""), []).append(rank)
+        there = "; ".join(f"{name or 'no group'}: rank{'s' * (len(own) > 1)} "
+                          f"{', '.join(map(str, own))}" for name, own in by_group.items())
+        raise UsageError(f"--grid {grid} needs members of different groups of the nodes file in "
+                         f"one stage ({there}): use narrower stages, or change the groups")
+    return Teams(ranks, shares)
 
 
 def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ...]:
@@ -120,22 +128,45 @@ def is_cut(held: Sequence[Holding]) -> bool:
     return any(holding.cut for holding in held)
 
 
+def share_of(holding: Holding) -> float:
+    """The part of its layers' weights that a rank holds, by FFN columns; 1 where they are whole."""
+    if not holding.cut:
+        return 1.0
+    columns = [ff[1] - ff[0] for ff in (Slice.parse(name).ff for name in holding.cut)]
+    return sum(columns[index] for index in holding.slices) / sum(columns)
+
+
+def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Which layers are cut into which slices, whoever holds them: what tokens depend on."""
+    found: list[tuple[int, int, tuple[str, ...]]] = []
+    for team in stages_of(held):
+        start, stop, cut = team[0].start, team[0].stop, team[0].cut
+        if found and found[-1][2] == cut:
+            start = found.pop()[0]
+        found.append((start, stop, cut))
+    return found
+
+
 def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int],
-           room: Callable[[int, Holding], bool]) -> tuple[Holding, ...]:
+           room: Callable[[int, Holding], bool], groups: Mapping[int, str] | None = None
+           ) -> tuple[Holding, ...]:
     """Who holds what when ranks are lost: every slice is held again, and none is cut anew.
 
     held: before, in order of nodes. A spare stands in for a lost member; else the member of the
     same stage that has the fewest slices takes its slices, too. A stage that has nobody left is
     joined to a neighbour whose layers are cut alike. room: whether a rank has the memory for what
-    a holding says. Raises PlanError where that is not possible.
+    a holding says. groups: of ranks; a spare of the lost member's group is taken first, one of
+    another group rather than none. Raises PlanError where that is not possible.
     """
     free = list(spares)
+    near = groups or {}
     stages: list[_Team] = []
     for team in stages_of(held):
         alive = [one for one in team if one.rank not in lost]
         waiting = []
         for gone in (one for one in team if one.rank in lost):
-            stand_in = next((rank for rank in free if room(rank, gone)), None)
+            nearest = sorted(free, key=lambda rank: near.get(rank, "") != near.get(gone.rank, ""))
+            stand_in = next((rank for rank in nearest if room(rank, gone)), None)
             if stand_in is None:
                 waiting.append(gone)
             else:

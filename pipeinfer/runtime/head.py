@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.control import Progress, Ready, Received, Report
+from pipeinfer.core.control import Pace, Progress, Ready, Received, Report
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
@@ -93,7 +93,7 @@ class Head:
         self._last_result = time.monotonic()
         self._woken = False
         self.trace = RunTrace() if trace else None
-        self.times = StageTimes(grid.n_stages)
+        self.times = StageTimes(grid)
         self._live: LiveRuns | None = None
         self._tuner: Tuner | None = None
         self._observers: list[RunObserver] = []
@@ -197,7 +197,7 @@ class Head:
         return self.scheduler.snapshot() | {
             "head_busy": self.stats.busy,
             "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
-            "stage_seconds": self.times.pace.seconds,
+            "stage_seconds": self.times.pace.seconds, **self.times.members_now(),
             "stage_slowdown": self.times.pace.slowdown}
 
     def drain(self, timeout: float) -> None:
@@ -252,6 +252,8 @@ class Head:
                     self._returned(message, RunDone(run_id, choices))
                 case RunCancelled(run_id):
                     self._returned(message, RunDone(run_id, None))
+                case Pace(port, runs, compute, waited):
+                    self.times.members.saw(self._grid.node(port), runs, compute, waited)
                 case Progress() | Ready() | Received() | Report():
                     pass  # of an arrangement that is over
                 case _:

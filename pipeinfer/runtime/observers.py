@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import RunCancelled, RunFinished
 from pipeinfer.planning.load_seen import LoadWatch
+from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.runtime.run_log import RunWatch, fate
 from pipeinfer.scheduler.controller import Controller, gaps
@@ -98,9 +100,18 @@ class LiveRuns(RunObserver):
 class StageTimes(RunObserver):
     """What stages take for a run, see `StagePace`; and what they are used for."""
 
-    def __init__(self, n_stages: int) -> None:
-        self.pace = StagePace(n_stages, ())
+    def __init__(self, grid: Grid) -> None:
+        self.pace = StagePace(grid.n_stages, ())
+        self.members = MemberPace(grid)
         self.load = LoadWatch()
+
+    def members_now(self) -> dict[str, list[float]]:
+        """For the snapshot: of each node, seconds that it computes in a run of one row and waits
+        for the other members of its stage; nothing where no stage is wide or nothing is known."""
+        found = self.members.figures(self.pace.seconds)
+        return {} if not found else {
+            "member_seconds": [computing for computing, _ in found],
+            "member_waiting_seconds": [waiting for _, waiting in found]}
 
     def issued(self, run: Run, when: float) -> None:
         """See `RunObserver`."""

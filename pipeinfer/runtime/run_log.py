@@ -35,8 +35,8 @@ class RunWatch:
         """A run came back. spans: float64[s, 3] as in `protocol.Decode`."""
         if run_id in self._open:
             self._items.append({"id": run_id, "done": when, "skipped": skipped, "spans": [
-                [start, seconds, "computed" if seconds > 0 else "skipped"]
-                for start, seconds, _ in spans.tolist()]})
+                [start, seconds, "computed" if seconds > 0 else "skipped", waited]
+                for start, seconds, waited in spans.tolist()]})
 
     def take(self) -> list[dict[str, Any]]:
         """The reports since the last time, in order; fates as soon as they are known."""

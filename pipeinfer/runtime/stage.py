@@ -19,7 +19,7 @@ import numpy as np
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import Report
+from pipeinfer.core.control import Pace, Report
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
@@ -59,6 +59,7 @@ _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation insi
 _ANY_POSITION = 1 << 31
 _BRIEF_SECONDS = 25e-3  #: longest run that the head's own thread may do
 _NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
+_PACE = 16  #: runs after which a member of a wide stage says what they took
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
 
@@ -73,7 +74,7 @@ class Fate(enum.StrEnum):
 @dataclass(slots=True)
 class StageStats:
     """Times in seconds; waited: for other members of a wide stage, which is no part of compute.
-    `events` (run id, start, end, fate, rows) only when tracing."""
+    `events` (run id, start, end, fate, rows, waited) only when tracing."""
 
     started: float = field(default_factory=time.time)
     busy: float = 0.0
@@ -83,7 +84,7 @@ class StageStats:
     wasted: float = 0.0
     runs: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
     rows: int = 0
-    events: list[tuple[int, float, float, str, int]] = field(default_factory=list)
+    events: list[tuple[int, float, float, str, int, float]] = field(default_factory=list)
 
 
 class History:
@@ -376,7 +377,10 @@ class Stage:
         elif fate is Fate.STOPPED:
             stats.wasted += computed - start
         if self._trace:
-            stats.events.append((run.run_id, start, end, fate.value, len(run.rows)))
+            stats.events.append((run.run_id, start, end, fate.value, len(run.rows), waited))
+        runs = sum(stats.runs.values())
+        if self._team is not None and runs % _PACE == 0:
+            self._port.send(0, Tag.RESULT, Pace(self._name, runs, stats.compute, stats.waited))
 
     def _report(self) -> Report:
         stats, info = self.stats, self._backend.info

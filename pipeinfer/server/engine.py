@@ -15,8 +15,10 @@ import click
 from pipeinfer import __version__
 from pipeinfer.cluster.generate import decomposition_of
 from pipeinfer.cluster.session import Session
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ClusterError, ContextOverflow, ModelError, ProtocolError, UsageError
+from pipeinfer.planning.wide import is_cut, widths_of
 from pipeinfer.scheduler.events import Emit, Finish, Refuse
 from pipeinfer.server.frames import (
     Abort,
@@ -108,21 +110,28 @@ class Engine:
                 self._link.send(self._preview(number))
             case Rebalance(number):
                 done = self._session.rebalance()
-                self._link.send(Rebalanced(
-                    number, bool(done), done or "the layers stay as they are: no other plan is "
-                                                "faster"))
+                self._link.send(Rebalanced(number, bool(done), done or self._stays("stay")))
             case _:
                 assert_never(frame)
 
     def _preview(self, number: int) -> Rebalanced:
         found = self._session.balance.preview()
         if found is None:
-            return Rebalanced(number, False, "the layers would stay as they are: no other plan is "
-                                             "faster")
+            return Rebalanced(number, False, self._stays("would stay"))
+        grid = Grid(widths_of(found.held))
         stages = tuple(
-            {"stage": node, "rank": one.rank, "host": self._session.hosts[one.rank].host,
-             "layers": [one.start, one.stop]} for node, one in enumerate(found.held, 1))
+            {"stage": grid.name(node).stage, "member": one.member, "rank": one.rank,
+             "host": self._session.hosts[one.rank].host, "slices": len(one.slices),
+             "of_slices": len(one.cut), "layers": [one.start, one.stop]}
+            for node, one in enumerate(found.held, 1))
         return Rebalanced(number, True, found.why, stages, found.gain)
+
+    def _stays(self, verb: str) -> str:
+        """What is said where nothing moves."""
+        if is_cut(self._session.assembly.held):
+            return (f"the slices {verb} where they are: no other places for them are faster, and "
+                    "they are never cut anew while a job runs")
+        return f"the layers {verb} as they are: no other plan is faster"
 
     def _submit(self, frame: Submit) -> None:
         if self._deadline is not None:

@@ -42,6 +42,10 @@ _STAGES = {
     "stage_slowdown": "stage_seconds relative to the stage's best time: above 1 the stage has "
                       "slowed down.",
 }
+_MEMBERS = {
+    "member_seconds": "Recent seconds that a member of a wide stage computes in a run of one row.",
+    "member_waiting_seconds": "Recent seconds that a member waits for the others in such a run.",
+}
 
 
 class Metrics:
@@ -68,7 +72,7 @@ class Metrics:
                                   buckets=_BETWEEN, **make)
         self._gauges = {name: Gauge(name, text, **make) for name, text in _GAUGES.items()}
         self._stages = {name: Gauge(name, text, ["stage", "rank", "host"], **make)
-                        for name, text in _STAGES.items()}
+                        for name, text in (_STAGES | _MEMBERS).items()}
         self._sums = Gauge("sum_seconds", "What adding up one row over the members of a stage took "
                                           "at the start.", ["stage", "rank", "host"], **make)
         self._restarts = Counter("restarts", "How often a new job took over from one that failed.",
@@ -129,8 +133,12 @@ class Metrics:
         """Take the gauges from the engine's report. facts: who holds the stages."""
         self._changed(facts)
         for name, gauge in self._stages.items():
-            leaders = [one for one in facts.get("stages", ()) if not one.get("member")]
-            for stage, value in zip(leaders, status.get(name, ()), strict=False):
+            shown = [one for one in facts.get("stages", ())
+                     if (one.get("of_slices") if name in _MEMBERS else not one.get("member"))]
+            values = list(status.get(name, ()))
+            if name in _MEMBERS and values:  # of all nodes, plain stages included
+                values = [values[one["node"] - 1] for one in shown]
+            for stage, value in zip(shown, values, strict=False):
                 gauge.labels(stage.get("stage", stage["node"]), stage["rank"],
                              stage["host"]).set(value)
         for name, gauge in self._gauges.items():

@@ -17,7 +17,7 @@ from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.wide import teams_of
 from pipeinfer.transport.base import Envelope
 
-CUT = ("h0-1", "h1-2")
+CUT = ("h0-1.f0-32.v0-8", "h1-2.f32-64.v8-16")
 
 
 def answer(rank, message):

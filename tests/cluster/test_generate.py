@@ -113,12 +113,15 @@ def test_memory_counts_a_rank_once_and_only_where_all_were_measured():
 
 @pytest.mark.slow
 def test_a_trace_can_be_drawn(tmp_path):
-    reports = {1: {"host": "a", "events": [[0, 1.0, 1.01, "computed", 1],
-                                           [1, 1.02, 1.021, "skipped", 2]]}}
+    reports = {1: {"host": "a", "events": [[0, 1.0, 1.01, "computed", 1, 0.004],
+                                           [1, 1.02, 1.021, "skipped", 2, 0.0]],
+                   "stage": 1, "member": 1, "n_sums": 24}}
     data = chrome_trace([(0, 0.99, False, 1)], [(1.0, (1,))], [(0, 1.03)], reports,
                         {0: "accepted"})
     slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
     assert [e["cat"] for e in slices] == ["accepted", "skipped"]
+    assert [e["args"].get("waited_ms") for e in slices] == [4.0, None]
+    assert "stage 1 member 1 (a)" in [e["args"].get("name") for e in data["traceEvents"]]
     file, picture = tmp_path / "t.json", tmp_path / "t.png"
     file.write_text(json.dumps(data))
     draw_timeline(file, picture, start_ms=0, span_ms=100)

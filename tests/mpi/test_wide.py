@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeinfer.experiments.chaos.job import poll
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
@@ -121,7 +122,7 @@ def test_grids_that_cannot_be_are_refused_in_one_line(arguments, what):
 
 
 def test_a_server_over_a_grid_answers_several_at_once():
-    body = {"prompt": "def f(x):", "max_tokens": 20, "temperature": 0}
+    body = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     with serve(3, "--grid", "1x2", "-np", "3") as server, ThreadPoolExecutor(4) as pool:
         server.wait_until_ready()
         answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(4)))
@@ -130,10 +131,14 @@ def test_a_server_over_a_grid_answers_several_at_once():
         stages = server.get("/props")[1]["pipeinfer"]["stages"]
         assert [(one["stage"], one["member"]) for one in stages] == [(1, 0), (1, 1)]
         assert all(0 < one["sum_seconds"] < 1 for one in stages)
-        figures = server.get("/metrics")[1].splitlines()
-        of_stages, of_members = (
-            [line for line in figures if line.startswith(f"pipeinfer_{name}{{")]
-            for name in ("stage_seconds", "sum_seconds"))
-        assert (len(of_stages), len(of_members)) == (1, 2)
+
+
+        def told(name):
+            return sum(line.startswith(f"pipeinfer_{name}{{")
+                       for line in server.get("/metrics")[1].splitlines())
+
+        assert poll(lambda: told("member_waiting_seconds") == 2, 20.0)
+        assert [told(name) for name in ("stage_seconds", "sum_seconds", "member_seconds")] == [
+            1, 2, 2]
 
 

@@ -27,10 +27,23 @@ def cluster(n=8, wire=FAST, policy=Policy.PIPEINFER, layers=80, speeds=(), **giv
     load = Load((1.0,) * layers, (4e8,) * layers, last_cost=0.6, last_bytes=2e8)
     return Cluster(hosts, given.get("network") or Network(wire), load, given.get("cut", CUT),
                    given.get("sums", SumCost()), (LoadMix(policy, acceptance=0.79),), 4e-4, 5e-3,
-                   given.get("widths", ()))
+                   given.get("widths", ()), given.get("groups", ()))
 
 
 # --- shares and sums --------------------------------------------------------------------------
+
+
+def test_stages_are_of_one_group():
+    racks = ("a", "b") * 4  # not neighbours in the order of the hosts
+    found = best_grid(cluster(groups=racks))
+    assert max(found.widths) > 1
+    assert all(len({racks[index] for index in one.hosts}) == 1 for one in found.stages)
+    assert best_grid(cluster(groups=tuple("abcdefgh"))).widths == best_grid(
+        cluster(widths=(1,))).widths
+    assert [one.hosts for one in even_grid(cluster(groups=racks), (4, 2)).stages] == [
+        (0, 2, 4, 6), (1, 3)]
+    with pytest.raises(PlanError, match="different groups"):
+        even_grid(cluster(groups=racks), (5,))
 
 
 def test_shares_follow_speeds_in_whole_pieces():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,10 @@ from pipeinfer.planning.partition import Member
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import (
     combined,
+    grouped,
     holdings,
     retake,
+    share_of,
     shares_of,
     stages_of,
     teams_of,
@@ -54,6 +57,57 @@ def test_ranks_form_stages_in_their_order():
 def test_grids_that_cannot_be_say_what_to_do(grid, slices, what):
     with pytest.raises(UsageError, match=what):
         teams_of(grid, slices, [1, 2, 3, 4])
+
+
+RACKS = {1: "a", 2: "a", 3: "a", 4: "b", 5: "b", 6: "b"}
+
+
+@pytest.mark.parametrize(("widths", "ranks"), [
+    ((2, 2), ((1, 2), (4, 5))),  # rank 3 is spare: the others of its rack are taken
+    ((2, 1, 2), ((1, 2), (3,), (4, 5))),
+    ((1, 3, 2), ((1,), (4, 5, 6), (2, 3))),
+    ((3, 3), ((1, 2, 3), (4, 5, 6))),
+])
+def test_members_of_a_stage_are_of_one_group(widths, ranks):
+    assert grouped(widths, range(1, 7), RACKS) == ranks
+    assert grouped(widths, range(1, 7), {})[0] == tuple(range(1, 1 + widths[0]))
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4),
+       st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
+def test_stages_of_one_group_are_found_where_there_are_any(widths, names):
+    groups = dict(enumerate(names))
+    found = grouped(widths, range(len(names)), groups)
+    possible = any(
+        all(sum(width for width, own in zip(widths, choice, strict=True) if own == name)
+            <= names.count(name) for name in "abc")
+        for choice in itertools.product("abc", repeat=len(widths)))
+    assert (found is not None) == possible
+    for width, team in zip(widths, found or (), strict=False):
+        assert len(team) == width
+        assert len({groups[rank] for rank in team}) == 1
+    used = [rank for team in found or () for rank in team]
+    assert len(set(used)) == len(used)
+
+
+def test_a_grid_that_needs_members_of_two_groups_is_refused():
+    with pytest.raises(UsageError, match=r"--grid 1x4 needs members of different groups .*a: ranks "
+                                         r"1, 2, 3; b: ranks 4, 5, 6\)"):
+        teams_of("1x4", "", range(1, 7), RACKS)
+
+
+def test_a_spare_of_the_same_group_is_taken_first():
+    racks = {1: "a", 2: "a", 3: "b", 4: "b", 8: "b", 9: "a"}
+    first = retake(grid((2, 2)), {2}, [8, 9], anyone, racks)
+    assert [one.rank for one in first] == [1, 9, 3, 4]
+    then = retake(first, {9}, [8], anyone, racks)  # better than to hold two slices
+    assert [one.rank for one in then] == [1, 8, 3, 4]
+
+
+def test_a_larger_slice_takes_more_memory():
+    cut = ("h0-1.f0-96.v0-8", "h1-2.f96-128.v8-16")
+    assert share_of(Holding(1, 0, 4, 0, cut, (0,))) == 0.75
+    assert share_of(Holding(1, 0, 4, 0, cut, (0, 1))) == share_of(Holding(1, 0, 4)) == 1.0
 
 
 def test_shares_of_slices():

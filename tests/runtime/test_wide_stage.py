@@ -68,7 +68,7 @@ def members_of(stage_layers, holders, team_of):
 class Cluster:
     """A head and the members of a grid, each with a thread of its own."""
 
-    def __init__(self, grid, way, limits, *, late=None, cancel_path=CancelPath.DIRECT):
+    def __init__(self, grid, way, limits, *, late=None, cancel_path=CancelPath.DIRECT, dealt=deal):
         widths, slices = GRIDS[grid]
         self.grid = Grid(widths)
         ports = local_ports(self.grid.n_nodes + 1)
@@ -78,7 +78,7 @@ class Cluster:
         self.stages, self.teams, self.errors = [], [], []
         for stage, (layers, count) in enumerate(self.cuts, 1):
             nodes = self.grid.members(stage)
-            holders = deal(count, len(nodes))
+            holders = dealt(count, len(nodes))
             region = Region.private(shape_of(SPEC, holders, 0)) if way == "memory" else None
 
             def team_of(shape, member, nodes=nodes, region=region):
@@ -113,13 +113,16 @@ class Cluster:
             self.errors.append(error)
             raise
 
-    def generate(self, params):
-        self.head.submit(Request(0, PROMPT, N_TOKENS, params, ignore_eos=True))
-        tokens = []
+    def generate(self, params, known=(), until=N_TOKENS):
+        """The tokens, of which `known` came from another cluster; so many of them, or all."""
+        self.head.submit(Request(0, PROMPT, N_TOKENS, params, ignore_eos=True), output=known)
+        tokens = list(known)
         while not self.errors:
             match self.head.next_news(30):
                 case Emit(_, choice):
                     tokens.append(choice.token)
+                    if len(tokens) == until < N_TOKENS:
+                        self.head.abort(0, "moved")
                 case Finish():
                     return tokens
         raise self.errors[0]
@@ -206,6 +209,32 @@ def test_no_interleaving_of_late_and_lost_messages_changes_a_token(
     assert sum(fate["skipped"] + fate["stopped"] for fate in fates) >= 0
     computed = {fate["computed"] for fate in fates}
     assert len(computed) == 1  # all members of a stage have gone the same way
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grid", ["1,3", "2,1", "1x3"])
+def test_tokens_are_the_same_while_slices_move_between_members(expected, grid, way):
+    """As after rebalances: any member may hold any slices, the leader the first, and what had come
+    by then is replayed; every message comes when it likes."""
+    rng = random.Random(grid)
+
+    def dealt(count, width):
+        while True:
+            owners = [0, *rng.choices(range(width), k=count - 1)]
+            if set(owners) == set(range(width)):
+                held = [tuple(i for i, own in enumerate(owners) if own == k) for k in range(width)]
+                return tuple(sorted(held))
+
+    def late(port):
+        return DelayingPort(port, lambda tag, envelope, now: now + rng.choice((0.0, 0.0, 1e-3)))
+
+    limits = Limits(n_ctx=128, exact_width=4, **POLICIES["pipeinfer"])
+    tokens = []
+    for until in (rng.randrange(1, 8), rng.randrange(9, 18), N_TOKENS):
+        cluster = Cluster(grid, way, limits, dealt=dealt, late=late)
+        tokens = cluster.generate(SAMPLERS["sampled"], tuple(tokens), until)
+        cluster.close()
+    assert tokens == expected(grid, "sampled")
 
 
 def test_a_cancellation_stops_the_members_within_a_run():

@@ -46,7 +46,8 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
             const rows = [...document.querySelectorAll('#stages tr')];
             const loads = rows.map((row) => row.querySelector('meter').value);
             return rows.length === 2 && loads[0] > 0 && Math.abs(loads[0] - loads[1]) < 0.01
-                && rows.every((row) => / ms$/.test(row.cells[7].textContent));
+                && rows.every((row) => / ms$/.test(row.cells[7].textContent)
+                    && / ms$/.test(row.cells[8].textContent));
         })()"""
         status.until(busy)
         assert status.tab.inner_text("#stages tr:last-child td") == "1.2"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
@@ -224,13 +225,14 @@ def draft_time(draft: ModelProfile | None, head: NodeProfile) -> Any:
 def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experiment
             ) -> tuple[Limits, frozenset[str]]:
     """Starting limits: what the runtime would start with, and what the experiment sets."""
-    credit = n_stages + 1
+    credit, sizes = n_stages + 1, sizes_for(row_cost)
     chosen: dict[str, Any] = dict(experiment.limits)
     base = Limits(
         n_ctx=experiment.prompt + experiment.tokens + 8, policy=policy,
         ablations=frozenset(Ablation(name) for name in experiment.ablate), chunk=CHUNK,
         exact_width=EXACT, credit=credit, partitions=max(16, 2 * credit),
-        draft_max=1 if row_cost > 0.3 else 3, tree_max=2 if row_cost > 0.6 else 4,
+        draft_max=sizes.draft_max, tree_max=sizes.tree_max,
+        join_tip=sizes.join and n_stages <= JOIN_UP_TO,
         alternatives=alternatives_for(credit), path_min=cutoff(credit),
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )

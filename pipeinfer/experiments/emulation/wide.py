@@ -57,7 +57,8 @@ class WideExperiment(Experiment):
 
     widths: members of each stage; () for the best grid. head: where head and draft are, apart or
     beside; with the iterative policy there is no draft, and the head is taken to cost nothing.
-    part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`.
+    part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`. groups: of the
+    cluster's nodes, see `Cluster`.
     """
 
     widths: tuple[int, ...] = ()
@@ -66,11 +67,13 @@ class WideExperiment(Experiment):
     sum_type: str = "f32"
     exchange: float = EXCHANGE
     peer: float = PEER
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Machines and models of an experiment. nodes: of the grid; drafter: has head and draft."""
+    """Machines and models of an experiment. nodes: of the grid, groups: theirs; drafter: has head
+    and draft."""
 
     nodes: tuple[NodeProfile, ...]
     drafter: NodeProfile
@@ -78,6 +81,7 @@ class Ground:
     draft: ModelProfile
     wire: Wire
     acceptance: float
+    groups: tuple[str, ...] = ()
 
 
 def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
@@ -88,6 +92,9 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
     nodes = (nodes + [nodes[-1]] * (count - len(nodes)))[:count]
     pair = profiles.pair(experiment.pair)
     link = profiles.link(experiment.link or cluster.link)
+    groups = experiment.groups[:count]
+    if groups and count > len(groups):
+        raise UsageError(f"--hosts {count}: the hostfile has {len(groups)} ranks")
     drafter = nodes[0]
     if experiment.policy != Policy.ITERATIVE:
         if experiment.head == BESIDE:
@@ -97,14 +104,14 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
             raise UsageError("head and draft on a node of their own need a second node: use "
                              "--nodes 2 or more")
         else:
-            nodes = nodes[1:]
+            nodes, groups = nodes[1:], groups[1:]
     target = profiles.model(pair.target)
     if target.experts > 1:
         raise UsageError(f"{target.title} is a mixture of experts: grids are not emulated for it")
     return Ground(
         tuple(nodes), drafter, target, profiles.model(pair.draft),
         Wire(link.latency + experiment.delay, link.bandwidth),
-        pair.acceptance if experiment.acceptance is None else experiment.acceptance)
+        pair.acceptance if experiment.acceptance is None else experiment.acceptance, groups)
 
 
 def warning(profiles: Profiles, experiment: WideExperiment) -> str:
@@ -136,7 +143,7 @@ def cluster_of(ground: Ground, experiment: WideExperiment) -> Cluster:
         Network(teams.Wire(ground.wire.latency, ground.wire.bandwidth)),
         load_of(target, cache_bytes(target, experiment)), cut, sums_of(experiment),
         (LoadMix(policy, acceptance=ground.acceptance),), Overheads().hop,
-        0.0 if policy is Policy.ITERATIVE else draft)
+        0.0 if policy is Policy.ITERATIVE else draft, groups=ground.groups)
 
 
 def sums_of(experiment: WideExperiment) -> SumCost:

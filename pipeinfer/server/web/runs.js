@@ -128,7 +128,8 @@ export class Runs {
       const span = run.past ? null : run.spans[k];
       if (!span) continue;
       const start = span[0] + this.shift(k);
-      busy += Math.max(0, Math.min(to, start + span[1]) - Math.max(from, start));
+      const share = span[1] > 0 ? 1 - Math.min(1, (span[3] ?? 0) / span[1]) : 0; // not waiting
+      busy += share * Math.max(0, Math.min(to, start + span[1]) - Math.max(from, start));
     }
     return Math.min(1, busy / seconds);
   }

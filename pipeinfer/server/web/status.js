@@ -28,11 +28,16 @@ function row(cells, style = "") {
   return made;
 }
 
+function milliseconds(seconds) {
+  return seconds > 0 ? `${(1000 * seconds).toPrecision(3)} ms` : "–";
+}
+
 function holds(stage) {
   const [start, stop] = stage.layers;
   const count = stop - start;
   const layers = count === 1 ? `layer ${start}` : `layers ${start} to ${stop - 1} (${count})`;
-  return stage.of_slices ? `${stage.slices} of ${stage.of_slices} slices of ${layers}` : layers;
+  if (!stage.of_slices) return layers;
+  return `${stage.slices} of ${stage.of_slices} slices, ${layers.replace(/ \(.*/, "")}`;
 }
 
 // --- what there is --------------------------------------------------------------------------
@@ -64,15 +69,21 @@ function does(rank, stages) {
 }
 
 function showStages() {
+  const grid = facts.stages.some((stage) => stage.of_slices);
+  $("waits").hidden = !grid;
   $("stages").replaceChildren(...facts.stages.map((stage) => {
     const at = stage.stage - 1;  // members of a stage work in step
-    const seconds = status?.stage_seconds?.[at];
+    const wide = Boolean(stage.of_slices);
+    const seconds = (wide ? status?.member_seconds?.[stage.node - 1] : 0)
+      || status?.stage_seconds?.[at];
+    const waits = wide ? status?.member_waiting_seconds?.[stage.node - 1] : undefined;
     const slowdown = status?.stage_slowdown?.[at];
     const slow = element("td", slowdown >= SLOW ? "slow" : "",
       slowdown ? `${slowdown.toFixed(2)} times` : "–");
     return row([stage.of_slices ? `${stage.stage}.${stage.member + 1}` : stage.stage, stage.rank,
       stage.host, holds(stage), bytes(stage.weight_bytes), bytes(stage.cache_bytes),
-      stage.threads ?? "–", seconds ? `${(1000 * seconds).toPrecision(3)} ms` : "–", slow,
+      stage.threads ?? "–", milliseconds(seconds),
+      ...(grid ? [milliseconds(waits)] : []), slow,
       loadCell(at, stage)]);
   }));
 }

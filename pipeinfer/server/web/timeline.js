@@ -34,7 +34,7 @@ export class Timeline {
   }
 
   setStages(stages) {
-    this.stages = stages;
+    this.stages = stages.filter((stage) => !stage.member); // members of a stage work in step
     this.draw(true);
   }
 
@@ -169,7 +169,7 @@ export class Timeline {
     pen.lineTo(x(run.done ?? right), depth);
     pen.stroke();
     pen.globalAlpha = 1;
-    run.spans.forEach(([start, seconds, fate], k) => {
+    run.spans.forEach(([start, seconds, fate, waited], k) => {
       if (k >= this.stages.length) return; // there were more stages then
       const begin = x(start + (run.past ? 0 : this.runs.shift(k)));
       const long = Math.max(seconds > 0 ? 1.5 : 1, x(start + seconds) - x(start) - 0.5);
@@ -183,7 +183,14 @@ export class Timeline {
         pen.roundRect(begin, top, long, tall, Math.min(2.5, long / 3));
         pen.fill();
       }
-      this.bars.push({ run, k, seconds, left: begin, right: begin + long });
+      if (waited > 0 && seconds > 0) { // all waits of the run are shown at its end, paler
+        const part = long * Math.min(1, waited / seconds);
+        pen.fillStyle = this.colours.sunk;
+        pen.globalAlpha = 0.6;
+        pen.fillRect(begin + long - part, top, part, tall);
+        pen.globalAlpha = 1;
+      }
+      this.bars.push({ run, k, seconds, waited, left: begin, right: begin + long });
     });
     this.bars.push({ run, k: -1, left: x(run.issued), right: x(run.done ?? right), depth });
   }
@@ -200,6 +207,7 @@ export class Timeline {
     const { run } = bar;
     const work = bar.k < 0 ? "" : bar.seconds > 0
       ? `\nstage ${bar.k + 1}: ${(1000 * bar.seconds).toPrecision(3)} ms`
+        + (bar.waited > 0 ? `, ${(1000 * bar.waited).toPrecision(3)} ms of it waiting for members` : "")
       : `\nstage ${bar.k + 1}: skipped`;
     this.tip.textContent = `run ${run.id}, ${run.rows} row${run.rows === 1 ? "" : "s"} `
       + `(${KINDS[run.kind] ?? run.kind})\n${NAMES[run.style]}${work}`;

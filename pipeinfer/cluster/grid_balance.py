@@ -1,0 +1,85 @@
+"""What members of wide stages take now, and what other places for their slices would bring.
+
+`balance` decides and moves; `planning.regrid` looks for places. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipeinfer.planning.judge import Arrangement, Judge, StageTime, score
+from pipeinfer.planning.measured_grid import slice_shares
+from pipeinfer.planning.regrid import Rate
+from pipeinfer.planning.replan import Holding, Verdict
+from pipeinfer.planning.wide import stages_of
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.session import Session
+
+
+class GridBalance:
+    """Of a session whose stages are cut."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def known(self) -> bool:
+        """Whether every member has told enough."""
+        times = self._session.head.times
+        return times.pace.known and times.members.known
+
+    @property
+    def slowdown(self) -> list[float]:
+        """Of each member, relative to its best; empty until that is known."""
+        times = self._session.head.times
+        return times.members.slowdown(times.pace.seconds) if self.known else []
+
+    def better(self, judge: Judge) -> Verdict:
+        """The best places for the slices that there are."""
+        held = self._session.assembly.held
+        model = self._session.ground.job.model
+        cuts = {one.cut for one in held if one.cut}
+        return self._session.assembly.better_grid(
+            self._seconds, {cut: slice_shares(model, cut) for cut in cuts}, self._rate(judge))
+
+    def now(self, judge: Judge) -> float:
+        """Tokens per second of the stages that are there, as judged by what they take."""
+        teams = stages_of(self._session.assembly.held)
+        left = iter(self._seconds)
+        return self._rate(judge)([max(next(left) for _ in team) for team in teams], teams)
+
+    @property
+    def _seconds(self) -> list[float]:
+        """What each member computes for a run of one row."""
+        times = self._session.head.times
+        seconds = times.pace.seconds
+        return [computing for computing, _ in times.members.figures(seconds)] or seconds
+
+    def _sums(self) -> list[float]:
+        """Of each stage: what a run waits at least, who is waited for as well."""
+        times = self._session.head.times
+        figures = times.members.figures(times.pace.seconds)
+        found, node = [], 0
+        for width in times.members.grid.widths:
+            found.append(min((waiting for _, waiting in figures[node:node + width]), default=0.0))
+            node += width
+        return found
+
+    def _rate(self, judge: Judge) -> Rate:
+        sums = self._sums()
+
+        def rate(seconds: Sequence[float], grid: Sequence[Sequence[Holding]]) -> float:
+            stages = []
+            for took, waits, team in zip(seconds, sums, grid, strict=True):
+                seats = [judge.seats.get(one.rank) for one in team]
+                pools = {seat.host if seat else "" for seat in seats}
+                stages.append(StageTime(  # cores count where all members share those of one host
+                    took, judge.curve, waits if len(team) > 1 else 0.0,
+                    pool=pools.pop() if len(pools) == 1 else "",
+                    threads=sum(seat.cores for seat in seats if seat)))
+            return score(Arrangement(tuple(stages), judge.link, draft=judge.draft,
+                                     cores=judge.cores), judge.mixes)
+
+        return rate
