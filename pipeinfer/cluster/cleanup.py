@@ -19,6 +19,7 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -42,13 +43,23 @@ def processes_of(job: str) -> list[psutil.Process]:
 
 
 def end(job: str) -> list[int]:
-    """Kill them; numbers of those that were killed. Waits until they are gone."""
+    """Kill them; numbers of those that were killed. Waits until they are gone, or hold nothing but
+    a number that their parent, often a slow init, has not asked for."""
     found = processes_of(job)
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=_SECONDS)
+    left, deadline = found, time.monotonic() + _SECONDS
+    while (left := list(filter(_lives, left))) and time.monotonic() < deadline:
+        time.sleep(0.02)
     return [process.pid for process in found]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def clear_sessions(folder: Path | None = None) -> list[Path]:

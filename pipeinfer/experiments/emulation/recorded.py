@@ -52,7 +52,7 @@ def save(path: str | os.PathLike[str], texts: Sequence[Text]) -> None:
 
 def load(path: str | os.PathLike[str]) -> list[Text]:
     """The texts of `save`. Raises OSError, ValueError or KeyError for another file."""
-    with np.load(path) as arrays:
+    with np.load(path, allow_pickle=False) as arrays:
         return [Text(str(kind), arrays[f"prompt{k}"], arrays[f"answer{k}"], arrays[f"names{k}"],
                      arrays[f"claims{k}"].astype(np.float32))
                 for k, kind in enumerate(arrays["kinds"])]
