@@ -73,7 +73,7 @@ def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     wrong: set[int] = set()
     for report in reports:
         if "spans" in report:
-            spent[report["id"]] = sum(seconds for _, seconds, _ in report["spans"])
+            spent[report["id"]] = sum(seconds for _, seconds, *_ in report["spans"])
         if report.get("fate") == "rejected":
             wrong.add(report["id"])
     return sum(spent.values()), sum(spent.get(run, 0.0) for run in wrong)
