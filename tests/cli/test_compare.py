@@ -139,7 +139,8 @@ def test_what_is_loaded_is_the_same_on_every_rank():
 
 
 def test_stage_time_is_counted_by_fate():
-    runs = [{"id": 1, "rows": 1}, {"id": 1, "spans": [[0.0, 0.5, "computed", 0.0], [1.0, 0.25, "x", 0.1]]},
+    runs = [{"id": 1, "rows": 1},
+            {"id": 1, "spans": [[0.0, 0.5, "computed", 0.0], [1.0, 0.25, "x", 0.1]]},
             {"id": 2, "spans": [[0.0, 1.0, "computed", 0.0]]}, {"id": 2, "fate": "rejected"},
             {"id": 1, "fate": "non-speculative"}]
     assert comparison.use_of_stages(runs) == (1.75, 1.0)

@@ -128,7 +128,7 @@ def test_the_command():
 
 
 @pytest.mark.parametrize(("args", "words"), [
-    (["--grids"], "--grids needs --cluster"),
+    (["--grids"], "--grids needs either --cluster"),
     (["tinyllama", "--grids", "--cluster", "c"], "no pair of tinyllama is known"),
     (["--grids", "--cluster", "c", "--pair", "dolfin"], "there is no pair"),
     (["mixtral-8x22b", "--grids", "--cluster", "c"], "mixture of experts"),
