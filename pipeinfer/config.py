@@ -240,10 +240,13 @@ class SpeculationConfig:
                        choices=("", "iterative", "speculative", "pipeinfer", "published"),
                        help="How to decode: one token at a time, with synchronous or with "
                             "asynchronous speculation, or as PipeInfer's paper does, to compare "
-                            "with [default: pipeinfer with a draft, else iterative].")
+                            "with [default: pipeinfer where something guesses, else "
+                            "iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
                                      help="Source of guesses (repeatable: asked in the given order "
-                                          "until one is confident).")
+                                          "until one is as good as certain) [default: the draft, "
+                                          "and before it, over several ranks, what the text "
+                                          "repeats].")
     layout: str = _opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
                             "whole model, and the rows of lookahead decoding are shared out "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
+from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import keeps_state
@@ -297,7 +298,9 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     asked = own.proposer or own.speculation == "off" or own.layout == "replicate" \
         or registry.named(own) or config.model.draft_model == NO_DRAFT \
         or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED)
-    stages = ranks if config.cluster.head_stage else ranks - 1
+    grid = config.cluster.grid
+    most = ranks if config.cluster.head_stage else ranks - 1
+    stages = len(parse_widths(grid)) if grid not in ("", "auto") else most
     if asked or ranks < 2 or (draft is None and stages < 2):
         return config
     return config.replace(proposer=("prompt-lookup",) if draft is None else

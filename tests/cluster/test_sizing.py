@@ -75,6 +75,8 @@ def test_speculation():
     ({}, None, 3, ("prompt-lookup",)),
     ({}, None, 2, ()),
     ({"head_stage": True}, None, 2, ("prompt-lookup",)),
+    ({"grid": "1x3"}, None, 4, ()),
+    ({"grid": "2x2"}, None, 5, ("prompt-lookup",)),
     ({"policy": "speculative"}, DRAFT, 4, ("prompt-lookup", "draft")),
     ({"policy": "published"}, DRAFT, 4, ()),
     ({"policy": "iterative"}, None, 4, ()),
