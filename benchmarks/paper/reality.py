@@ -5,7 +5,7 @@
 
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
 layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
-the scheduler, both models, but how long a stage computes, which is set (`--pace-ms`). The
+the scheduler, both models, but how long a stage computes, which is set (`PACE`, `ROW`). The
 prediction knows that, the link's rate, what a row of the draft takes on the head's host, what a sum
 took when the members of the first job of a grid loaded, and what the runtime costs elsewhere
 (`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).

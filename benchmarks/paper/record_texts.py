@@ -23,6 +23,7 @@ _TOKENS = 192
 _SHORTEST = 48  #: shorter answers say little
 _CIRCLE = 24  #: tokens that come a second time within four times as many are a circle
 
+
 def record(target: PlainLoop, draft: PlainLoop, kind: str, prompt: list[int]) -> Text | None:
     """The answer to one prompt, None where it is too short."""
     tokens = list(prompt)

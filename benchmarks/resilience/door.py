@@ -21,6 +21,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +86,31 @@ def victims(job: str, kind: str) -> list[psutil.Process]:
 def one(served: Served, job: str, kind: str, wanted: list[list[int]], rng: random.Random
         ) -> dict[str, Any]:
     """Kill during four streams; what came of them."""
+    def kill() -> None:
+        for process in victims(job, kind):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    return {"kind": kind, **during(served.url, wanted, rng, 0.8, kill)}
+
+
+def during(url: str, wanted: list[list[int]], rng: random.Random, latest: float,
+           act: Callable[[], None]) -> dict[str, Any]:
+    """Act at some moment of four streams, at the `latest` part of them; what came of them."""
     count = len(wanted[0])
-    streams = all_of(served.url, count)
-    moment = rng.uniform(0.05, 0.8)
+    streams = all_of(url, count)
+    moment = rng.uniform(0.05, latest)
     while min(len(stream.tokens) for stream in streams) < moment * count:
         if any(stream.error for stream in streams):
             break
         time.sleep(0.005)
-    killed = time.monotonic()
-    for process in victims(job, kind):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    acted = time.monotonic()
+    act()
     for stream in streams:
         stream.join(120)
-    silences = [max(b - a for a, b in zip([killed, *after], after, strict=False))
-                for stream in streams if (after := [t for t in stream.times if t > killed])]
-    return {"kind": kind, "same": [s.tokens == w for s, w in zip(streams, wanted, strict=True)],
+    silences = [max(b - a for a, b in zip([acted, *after], after, strict=False))
+                for stream in streams if (after := [t for t in stream.times if t > acted])]
+    return {"same": [s.tokens == w for s, w in zip(streams, wanted, strict=True)],
             "errors": [s.error for s in streams if s.error], "silences": silences}
 
 

@@ -22,13 +22,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.resilience.door import CLIENTS, Stream
+from benchmarks.resilience.door import CLIENTS, all_of, during
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import Served
 
@@ -87,21 +86,9 @@ class Up:
 
 def one(up: Up, kind: str, wanted: list[list[int]], rng: random.Random) -> dict[str, Any]:
     """Do it during four streams; what came of them."""
-    count = len(wanted[0])
-    streams = [Stream(up.served.url, number, count) for number in range(CLIENTS)]
-    moment = rng.uniform(0.05, 0.6)
-    while min(len(stream.tokens) for stream in streams) < moment * count:
-        if any(stream.error for stream in streams):
-            break
-        time.sleep(0.005)
-    began = time.monotonic()
-    said = up.do(kind)
-    for stream in streams:
-        stream.join(120)
-    silences = [max(b - a for a, b in zip([began, *after], after, strict=False))
-                for stream in streams if (after := [t for t in stream.times if t > began])]
-    return {"kind": kind, "same": [s.tokens == w for s, w in zip(streams, wanted, strict=True)],
-            "errors": [s.error for s in streams if s.error], "silences": silences, "said": said}
+    said: list[str] = []
+    found = during(up.served.url, wanted, rng, 0.6, lambda: said.append(up.do(kind)))
+    return {"kind": kind, **found, "said": said[0]}
 
 
 def main() -> int:
@@ -119,7 +106,7 @@ def main() -> int:
         up = Up(Path(folder), given.pace_ms)
         try:
             up.served.wait_until_ready()
-            undisturbed = [Stream(up.served.url, n, given.tokens) for n in range(CLIENTS)]
+            undisturbed = all_of(up.served.url, given.tokens)
             for stream in undisturbed:
                 stream.join(120)
             wanted = [stream.tokens for stream in undisturbed]
