@@ -1,14 +1,15 @@
 """Every method on SmolLM2: 60 questions of four kinds over four stages in virtual time.
 
-    python -m benchmarks.methods.instruct run --work .work/instruct      # an hour on two cores
+    python -m benchmarks.methods.instruct run --work .work/instruct   # two hours on one core
     python -m benchmarks.methods.instruct tables --work .work/instruct
     python -m benchmarks.methods.instruct show --work .work/instruct --number 3
 
 Greedy. Tokens, steps and cells are the model's and the scheduler's own; a stage takes 10 ms for a
 decode and 0.5 ms for each further row, the draft its share of the weights of that. Each answer is
 written down as soon as it is there, and what is written down is not asked again, so `run` goes on
-where it was stopped. Right answers go by rule; marks and pairs are those of `judge_stub`, served
-here while tables are made.
+where it was stopped; several may run at a time, with questions of their own (--first, --count).
+Right answers go by rule; marks and pairs are those of `judge_stub`, served here while tables are
+made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import sys
 import threading
@@ -68,7 +68,7 @@ from pipeinfer.strategies.registry import job_config
 from pipeinfer.strategies.spec import Need, ProposerSetup
 
 METHODS = (PLAIN, "pdos", "skeleton", "cod", "cod-pdos", "prompt-lookup", "lookahead", "draft",
-           "pdos+draft", "skeleton+prompt-lookup")
+           "pdos+draft", "cod-pdos+lookahead")
 STAGES = 4
 COUNT = 60  #: questions, as many of each kind
 ROUND = 12  #: that one method answers before the next one does, so that a stop leaves whole sets
@@ -86,8 +86,9 @@ def main() -> None:
 @click.option("--work", type=click.Path(path_type=Path), required=True)
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--tokens", default=48, show_default=True, help="Of an answer, at most.")
-@click.option("--count", default=COUNT, show_default=True, help="Questions.")
-def run(work: Path, model: str, tokens: int, count: int) -> None:
+@click.option("--first", default=0, show_default=True, help="Question to begin with.")
+@click.option("--count", default=COUNT, show_default=True, help="Question to end before.")
+def run(work: Path, model: str, tokens: int, first: int, count: int) -> None:
     """Answer what is not answered yet."""
     work.mkdir(parents=True, exist_ok=True)
     task = {"model": model, "tokens": tokens}
@@ -98,16 +99,16 @@ def run(work: Path, model: str, tokens: int, count: int) -> None:
     done = {(one["method"], one["number"]) for one in written(work)}
     models = Models(job_config(model=model, ctx=CONTEXT))
     with (work / "answers.jsonl").open("a", encoding="utf-8") as out:
-        for first, (name, config) in itertools.product(range(0, count, ROUND),
+        for begun, (name, config) in itertools.product(range(first, count, ROUND),
                                                        models.configs.items()):
-            todo = [k for k in range(first, min(first + ROUND, count)) if (name, k) not in done]
+            todo = [k for k in range(begun, min(begun + ROUND, count)) if (name, k) not in done]
             simulation = models.simulation(config) if todo else None
             for number in todo:
                 assert simulation is not None
                 answer = models.ask(simulation, config, asked[number], name, tokens)
                 out.write(json.dumps({"number": number, **dataclasses.asdict(answer)}) + "\n")
                 out.flush()
-            click.echo(f"{name}, questions {first + 1} to {min(first + ROUND, count)}", err=True)
+            click.echo(f"{name}, questions {begun + 1} to {min(begun + ROUND, count)}", err=True)
     (work / "memory.json").write_text(json.dumps(models.memory))
 
 
@@ -124,9 +125,9 @@ class Models:
         self.target = LlamaCppBackend.load(
             self.path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True,
             last=True, n_ctx=self.cells, n_seq_max=ids_for(whole.speculation, STAGES + 1),
-            n_batch=256, n_threads=os.cpu_count() or 1, options=llama_options(base.model))
+            n_batch=256, n_threads=1, options=llama_options(base.model))
         self.exact = known_widths(self.target, (model.fingerprint, llama_identity())).exact
-        place = host.Place(0, 1, None, os.cpu_count() or 1, 0, 1)
+        place = host.Place(0, 1, None, 1, 0, 1)
         self.draft = load_draft(base, place, self.draft_path, (
             0, open_model(self.draft_path).n_layers), cache_sizes(whole, self.cells))[0]
         self.tokenizer = open_tokenizer(self.path)
