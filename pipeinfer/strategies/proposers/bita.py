@@ -219,7 +219,7 @@ SPEC = ProposerSpec(
             ("--bita-shape",), "str",
             "With --bita: children below the likeliest token of each level (efficient), below "
             "every token, as many on each level (full), or the likeliest tokens alone (chain).",
-            choices=tuple(Shape))),
+            choices=tuple(shape.value for shape in Shape))),
     },
     needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
     why="it needs tokens beyond the vocabulary and rows that look through other sequences, which "
