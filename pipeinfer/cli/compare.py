@@ -28,6 +28,7 @@ from pipeinfer.cli.comparison import (
     write,
 )
 from pipeinfer.cli.options import JOB, config_options
+from pipeinfer.cli.summary import flops_of
 from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
 from pipeinfer.cluster.generate import (
     Generated,
@@ -45,6 +46,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.experiments.quality.prompt_sets import Prompt, file_prompts
 from pipeinfer.models.bundled import TASK_MODEL
+from pipeinfer.models.flops import row_flops
 from pipeinfer.models.text import chat_template
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import lanes_per_response
@@ -110,7 +112,7 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text, prompt.kind,
         cells * cache / session.ground.cells / 2**20, len(set(out.threads) | {0}),
-        prompt.rouge(out.text))
+        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.ground.job.model)))
 
 
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:

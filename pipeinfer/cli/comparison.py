@@ -45,6 +45,7 @@ class Answer:
     threads: of the response, the main one included
     rouge: by name (rouge1, rouge2, rougeL), where there is a reference
     rating: a judge's mark from 1 to 5
+    flops: about how many, without the prompt's
     won: share of a judge's verdicts against the plain answer (or the baseline's), both orders; ties
         count half
     """
@@ -68,6 +69,7 @@ class Answer:
     rouge: Mapping[str, float] = field(default_factory=dict)
     rating: float | None = None
     won: float | None = None
+    flops: float = 0.0
 
 
 def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -121,6 +123,7 @@ def rows_of(answers: Mapping[str, Sequence[Answer]],
             "speedup": geometric([p.seconds / a.seconds for p, a in pairs]),
             "steps": statistics.fmean([a.steps for a in given]),
             "steps_speedup": geometric([p.steps / max(a.steps, 1) for p, a in pairs]),
+            "gflop_per_step": mean([a.flops / max(a.steps, 1) / 1e9 for a in given if a.flops]),
             "compression": geometric([a.tokens / max(a.steps, 1) for a in given]),
             "parallelism": geometric([a.visible / max(a.steps, 1) for a in given]),
             "acceptance": mean([a.acceptance for a in given]),
@@ -166,7 +169,8 @@ def by_kind(answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
 _COLUMNS = (("method", "method", "{}"), ("tokens_per_second", "tokens/s", "{:.1f}"),
             ("speedup", "speedup", "{:.2f}"), ("steps", "steps", "{:.1f}"),
             ("steps_speedup", "in steps", "{:.2f}"), ("compression", "S", "{:.2f}"),
-            ("parallelism", "parallel", "{:.2f}"), ("threads", "threads", "{:.1f}"),
+            ("parallelism", "parallel", "{:.2f}"), ("gflop_per_step", "GFLOP/step", "{:.2f}"),
+            ("threads", "threads", "{:.1f}"),
             ("acceptance", "accepted", "{:.0%}"),
             ("quality", "quality", "{:.3f}"), ("exact", "exact", "{:.1%}"),
             ("rougeL", "ROUGE-L", "{:.3f}"), ("rating", "mark", "{:.2f}"), ("won", "won", "{:.0%}"),
