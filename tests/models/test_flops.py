@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 from pipeinfer.cli.summary import flops_of
 from pipeinfer.models.bundled import EMBEDDED
@@ -27,13 +28,11 @@ class Mixture:
 
     n_layers, n_embd = 1, 4
 
-    class T:
-        def __init__(self, layer, *shape):
-            self.layer, self.shape = layer, shape
-
-    tensors = {"token_embd.weight": T(None, 4, 9), "output.weight": T(None, 4, 9),
-               "blk.0.attn_q.weight": T(0, 4, 4), "blk.0.attn_norm.weight": T(0, 4),
-               "blk.0.ffn_up_exps.weight": T(0, 4, 6, 8), "blk.1.attn_q.weight": T(1, 4, 4)}
+    def __init__(self):
+        self.tensors = {name: SimpleNamespace(layer=layer, shape=shape) for name, layer, shape in (
+            ("token_embd.weight", None, (4, 9)), ("output.weight", None, (4, 9)),
+            ("blk.0.attn_q.weight", 0, (4, 4)), ("blk.0.attn_norm.weight", 0, (4,)),
+            ("blk.0.ffn_up_exps.weight", 0, (4, 6, 8)), ("blk.1.attn_q.weight", 1, (4, 4)))}
 
     def arch_get(self, key):
         return {"expert_count": 8, "expert_used_count": 2, "attention.head_count": 2,

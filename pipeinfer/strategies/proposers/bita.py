@@ -210,7 +210,7 @@ SPEC = ProposerSpec(
             ("--bita",), "str",
             "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; torch "
             "backend only, see docs/bita.md. With --proposer, add --proposer bita, too.")),
-        "bita_top": OwnOption(3, Option(
+        "bita_top": OwnOption(5, Option(
             ("--bita-top",), "int",
             "With --bita: how many of the likeliest tokens of the first mask are verified; one "
             "less for each further mask. Neither given nor --bita-shape: cut to one run per step.",
