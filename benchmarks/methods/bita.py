@@ -14,6 +14,7 @@ the run of masks behind it if there is one; the prompt's are not counted: (token
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -191,10 +192,14 @@ def plain(session: Session, text: list[int], tokens: int) -> dict[str, Any]:
 
 @main.command()
 @click.option("--work", type=click.Path(path_type=Path), default=Path(".work/bita"))
-@click.option("--steps", default=100, show_default=True, help="Of tuning, for each adapter.")
-@click.option("--texts", default=8, show_default=True)
-@click.option("--tokens", default=65, show_default=True, help="Tokens generated for each.")
-def figures(work: Path, steps: int, texts: int, tokens: int) -> None:
+@click.option("--steps", default=1000, show_default=True, help="Of tuning, for each adapter.")
+@click.option("--batch", default=8, show_default=True, help="Texts per step.")
+@click.option("--groups", default=24, show_default=True, help="Groups of masks per text.")
+@click.option("--samples", default=1024, show_default=True, help="Texts of the model's own.")
+@click.option("--texts", default=12, show_default=True)
+@click.option("--tokens", default=97, show_default=True, help="Tokens generated for each.")
+def figures(work: Path, steps: int, batch: int, groups: int, samples: int, texts: int, tokens: int
+            ) -> None:
     """Tokens per step by the number of prompts (Figure 8) and of masks (Figure 9).
 
     Every adapter is tuned on the same texts of the model's own; adapters and figures that are there
@@ -211,8 +216,13 @@ def figures(work: Path, steps: int, texts: int, tokens: int) -> None:
         folder = work / f"p{n_prompts}-m{n_masks}"
         adapter = folder / "bita.safetensors"
         if not adapter.exists():
-            run_tuning(TARGET, adapter, folder, Plan(steps=steps, prompts=n_prompts, masks=n_masks),
-                       report=click.echo)
+            folder.mkdir(parents=True, exist_ok=True)
+            made = next(work.glob("p*-m*/samples.npy"), None)
+            if made is not None and not (folder / made.name).exists():
+                shutil.copy(made, folder)
+            run_tuning(TARGET, adapter, folder, Plan(
+                steps=steps, prompts=n_prompts, masks=n_masks, batch=batch, groups=groups,
+                samples=samples, tokens=128), report=click.echo)
         with join(config_of(adapter, exact="off", tree_max=128, bita_top=3)).lead() as session:
             proposer = Bita(session.tokenizer.n_vocab, n_masks, 3, session.limits.n_ids)
             found.append({"prompts": n_prompts, "masks": n_masks, "steps_tuned": steps, **measure(
