@@ -260,6 +260,13 @@ def tables(work: Path) -> None:
     columns = ["steps / tokens / speed-up / right", *task_sets.KINDS]
     for line in [columns, ["---"] * len(columns), *kinds_of(answers)]:
         click.echo(f"| {' | '.join(line)} |")
+    for name in answers:
+        own, _, proposer = name.partition("+")
+        against = own if proposer else PLAIN if name in registry.proposers() else ""
+        if against in answers:
+            same = sum(a.text == b.text for a, b in zip(answers[name], answers[against],
+                                                        strict=True))
+            click.echo(f"{name}: {same} of {len(asked)} answers are those of {against}")
     if (memory := work / "memory.json").exists():
         known = json.loads(memory.read_text())
         click.echo(f"weights {known['weights'] / 2**20:.0f} MiB, draft "
