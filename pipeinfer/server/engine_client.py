@@ -169,7 +169,8 @@ class Hub:
         prompt = asked.prompts[index // asked.n]
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose), before, bits, before)
+            asked.ignore_eos, asked.decompose, pool=0 if before else asked.pool),
+            before, bits, before)
         if self.state == "ready":
             self._hand_over(one)
 
