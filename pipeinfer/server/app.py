@@ -26,6 +26,7 @@ from pipeinfer.server import chat, prompts, requests
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.asker import current
 from pipeinfer.server.asking_again import Again, Kind
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError
@@ -89,7 +90,7 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its limits."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.hub.metrics, public)
+        return surround(self.app, self.settings, self.hub.metrics, public, self.hub.tracer)
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ class Server:
 
     async def _answer(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
                       ) -> Response:
+        current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
         job = Job(self.hub, writer.asked)

@@ -99,7 +99,7 @@ class ServerJob:
         for line in self.process.stderr:
             self._times.append(time.monotonic())
             self.log.append(line)
-            found = re.search(r" on (http://\S+) with", line)
+            found = re.search(r" on (https?://\S+) with", line)
             if found:
                 self.url = found[1]
                 self._known.set()
