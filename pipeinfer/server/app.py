@@ -242,8 +242,9 @@ class Server:
 
     async def metrics(self) -> Response:
         """The server's metrics in the text format of Prometheus."""
-        return Response(self.hub.metrics.render(len(self.hub.open)),
-                        headers={"Content-Type": CONTENT_TYPE})
+        hub = self.hub
+        ready = hub.state == "ready" and hub.tokenizer is not None
+        return Response(hub.metrics.render(len(hub.open), ready), media_type=CONTENT_TYPE)
 
     async def props(self) -> Response:
         """What the server is and does."""

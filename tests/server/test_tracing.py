@@ -119,6 +119,14 @@ def test_a_span_has_the_requests_figures_and_what_happened_meanwhile():
     assert ("resume", {"pipeinfer.tokens": 1, "pipeinfer.same_arithmetic": False}) in events
 
 
+@pytest.mark.parametrize("header", [b"", b"x" * 9999, b"\xff", CALLER.encode()[:-1], b"00-0-0-1"])
+def test_a_traceparent_that_is_none_is_passed_over(header):
+    kept = InMemorySpanExporter()
+    tracer = tracing.Tracer("", "m", SimpleSpanProcessor(kept))
+    tracer.request("/v1/responses", {b"traceparent": header, b"tracestate": b"\x00,=,"}).release()
+    assert kept.get_finished_spans()[0].parent is None
+
+
 @pytest.mark.slow
 def test_a_collector_gets_a_span_that_goes_on_after_the_process_was_killed(tmp_path):
     with contextlib.closing(Receiver()) as receiver, \
