@@ -19,6 +19,8 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.server_peer import SECONDS, front
 from pipeinfer.server import tls
 from pipeinfer.server.frames import Abort
+from pipeinfer.transport import http_client
+from pipeinfer.transport.http_client import HttpFailure
 from tests.server.test_http import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +45,10 @@ def test_https_by_files_and_nothing_in_plain():
                                timeout=SECONDS) as client:
                 stream = client.completions.create(model="m", prompt="x", stream=True)
                 assert "".join(c.choices[0].text for c in stream) == "ok"
+            assert http_client.ask("GET", f"{server.url}/health", timeout=SECONDS).status == 200
+            patch.setenv("SSL_CERT_FILE", str(SECOND))
+            with pytest.raises(HttpFailure, match="its certificate is not trusted"):
+                http_client.ask("GET", f"{server.url}/health", timeout=SECONDS)
         with pytest.raises(requests.exceptions.SSLError):
             requests.get(server.url + "/health", timeout=SECONDS, verify=str(SECOND))
         host, port = server.url.removeprefix("https://").split(":")
