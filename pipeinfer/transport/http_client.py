@@ -167,8 +167,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(seen, socket.gaierror):
             return "no such host"
         if isinstance(seen, ssl.SSLCertVerificationError):
-            return (f"its certificate is not trusted, {seen.verify_message}: SSL_CERT_FILE may name "
-                    "one of your own")
+            return (f"its certificate is not trusted, {seen.verify_message}: SSL_CERT_FILE may "
+                    "name one of your own")
         if isinstance(seen, ssl.SSLError):
             return f"no HTTPS there: {seen.reason or seen}"
         if isinstance(seen, OSError) and seen.errno:
