@@ -28,6 +28,7 @@ from pipeinfer.experiments.chaos.trial import (
     undisturbed,
 )
 from pipeinfer.experiments.chaos.victims import VICTIMS, Victims
+from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount, check
 
 
 @click.command("chaos")
@@ -114,6 +115,7 @@ def _victims(text: str, who: str, faults: tuple[str, ...], ranks: int) -> Victim
                          "the head nor a spare: change --ranks")
     if who != "any" and grid is None:
         raise UsageError(f"--victim {who} needs --grid")
+    check(faults)
     victims = Victims(grid, who)
     if BETWEEN in faults and not victims.wide:
         raise UsageError(f"--fault {BETWEEN} needs a stage with several members: give --grid")
@@ -126,7 +128,8 @@ def plan(faults: tuple[str, ...], moments: tuple[str, ...], runs: int, seed: int
     rng = random.Random(f"plan {seed}")
     kinds = faults
     if "all" in faults:
-        kinds = tuple(one for one in FAULTS if wide or one != BETWEEN)
+        kinds = tuple(one for one in FAULTS if (wide or one != BETWEEN)
+                      and (one not in DISKS or can_mount()))
     planned = []
     for number in range(runs):
         fault = kinds[number % len(kinds)]
@@ -140,7 +143,7 @@ def _moment(fault: str, moment: str, rng: random.Random) -> str:
     possible: tuple[str, ...]
     if fault in SIGNALS:
         possible = MOMENTS
-    elif fault in ("error", "memory"):
+    elif fault in ("error", "memory", "clock", *WHOLE, *DISKS):
         possible = ("prefill", "decode")
     else:
         return "load" if fault in ("disk-full", "corrupt-cache") else "always"
