@@ -29,7 +29,7 @@ from pipeinfer.experiments.chaos.victims import ANYONE, Victims
 from pipeinfer.experiments.chaos.whole import CONNECTIONS_LOST, DISKS, NOBODY_LEFT, WHOLE
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-BETWEEN = "cut-link"  #: between members of a stage
+BETWEEN = "cut-link"  #: between two ranks that both hear the head
 #: by --fault of a rank
 INSIDE = ("error", "memory", "clock", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
 FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm", *WHOLE, *DISKS)
@@ -162,8 +162,9 @@ class _Trial:
         """A fault that a rank brings about itself, as `--fault` takes it."""
         rng, victims, fault = self._rng, self._setup.victims, self._out.fault
         if fault == BETWEEN:
-            self._out.hit = [*victims.pair(rng)]
-            return "cut-link@{}:peer={}:after={}".format(*self._out.hit, rng.randint(50, 2000))
+            self._out.hit = [*victims.pair(self._holders, rng)]
+            after = rng.randint(50, 2000) if victims.wide else rng.randint(10, 100)
+            return "cut-link@{}:peer={}:after={}".format(*self._out.hit, after)
         (rank, *_), _ = victims.pick(self._holders, rng)
         self._out.hit = [rank]
         if fault == "slow":

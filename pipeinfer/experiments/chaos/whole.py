@@ -27,14 +27,15 @@ from pipeinfer.experiments.chaos.job import ServerJob
 WHOLE = {
     "kill-head": ("head", signal.SIGKILL), "stop-head": ("head", signal.SIGSTOP),
     "kill-mpirun": ("mpirun", signal.SIGKILL), "kill-job": ("job", signal.SIGKILL),
-    "kill-door": ("door", signal.SIGKILL), "kill-up": ("up", signal.SIGKILL),
+    "kill-door": ("door", signal.SIGKILL), "stop-door": ("door", signal.SIGSTOP),
+    "kill-up": ("up", signal.SIGKILL),
     "kill-host": ("host", signal.SIGKILL),
 }
 DISKS = ("full-disk", "read-only-disk")
 #: after these nothing is left that would start the job again: the harness does, as systemd would
 NOBODY_LEFT = ("kill-up", "kill-host")
 #: after these clients have to come again
-CONNECTIONS_LOST = ("kill-door", *NOBODY_LEFT)
+CONNECTIONS_LOST = ("kill-door", "stop-door", *NOBODY_LEFT)
 _UNSHARE = ("unshare", "--mount", "--propagation", "private")
 _RESTARTS, _MIB = "1000", 4
 _MOUNT = 'mount -t tmpfs -o size={mib}m,mode=700 tmpfs "$PIPEINFER_STATE" && exec "$@"'
