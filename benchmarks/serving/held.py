@@ -5,10 +5,11 @@
 
 `pipeinfer serve` beside llama.cpp's own server on the same machine with the same file, which is the
 embedded target, so small that the server's own work counts. Servers take turns. Tiny answers: one
-token to a prompt of two, from so many clients at a time over connections that stay. Streams at
-once: all are opened, 16 are decoded at a time and the others wait; they count when every one has
-all of its tokens. Memory of a waiting stream: that of the server's processes (PSS) with half and
-with all of them open, the difference for each.
+token to a prompt of two, from so many clients at a time over connections that stay; and the
+processor time of one, which other programs change little. Streams at once: all are opened, 16 are
+decoded at a time and the others wait; they count when every one has all of its tokens. Memory of a
+waiting stream: that of the server's processes (PSS) with half and with all of them open, the
+difference for each.
 
 Without --programs llama.cpp's server is the one that xllamacpp has within it (the same code and
 HTTP server, started from Python): the library that pipeinfer computes with.
@@ -148,6 +149,15 @@ def memory(process: psutil.Process) -> int:
     return found
 
 
+def busy(process: psutil.Process) -> float:
+    """Seconds of processor time that a server's processes have had."""
+    found = 0.0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            found += sum(one.cpu_times()[:2])
+    return found
+
+
 async def streams(port: int, count: int, tokens: int, process: psutil.Process
                   ) -> tuple[float, float]:
     """Seconds until so many streams that were opened together all had their tokens, and bytes of
@@ -189,8 +199,11 @@ def measure(name: str, command: list[str], port: int, given: argparse.Namespace
         asyncio.run(tiny(port, 4, 1.0))  # warm
         found["memory at rest, MiB"] = memory(process) / 2**20
         for clients in given.clients:
-            found[f"tiny answers/s, {clients} clients"] = asyncio.run(
-                tiny(port, clients, given.seconds))
+            before = busy(process)
+            rate = asyncio.run(tiny(port, clients, given.seconds))
+            found[f"tiny answers/s, {clients} clients"] = rate
+            found[f"processor ms of one, {clients} clients"] = (
+                1e3 * (busy(process) - before) / max(1.0, rate * given.seconds))
         for count in given.streams:
             try:
                 seconds, each = asyncio.run(streams(port, count, given.tokens, process))

@@ -19,6 +19,7 @@ from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two looks whether it lives
+_FIRST = 0.5  #: the same before it has answered for the first time
 _MISSED = 6  #: answers in a row whose lack means that it hangs
 _NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
 _END = 15.0  #: seconds for its goodbye to clients
@@ -66,7 +67,7 @@ class HttpDoor:
         would wait for ever. Before its first rank 0 it answers nothing."""
         missed = -1
         while missed < _MISSED:
-            await asyncio.sleep(_EVERY)
+            await asyncio.sleep(_EVERY if missed >= 0 else _FIRST)
             if process.poll() is not None:
                 return
             if await self.ask(op="look"):

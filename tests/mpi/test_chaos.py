@@ -16,7 +16,7 @@ from pipeinfer.experiments.chaos.command import plan
 from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.experiments.chaos.victims import Victims
-from pipeinfer.experiments.chaos.whole import DISKS, can_mount
+from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount
 from pipeinfer.experiments.rig import launch
 from tests.support.sample import full
 
@@ -128,10 +128,23 @@ def test_what_cannot_be_survived_is_called_lost(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [("decode",), full(MOMENTS)], ids=["decode", "every moment"])
-def test_neither_a_killed_stage_nor_a_storm_of_bad_clients_costs_anybody_a_token(moments):
+def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody_a_token(moments):
     options = [word for moment in moments for word in ("--moment", moment)]
-    runs = 2 * len(moments)
-    code, found = chaos("--fault", "kill", "--fault", "storm", *options, ranks=4, runs=runs)
-    assert {(run["fault"], run["moment"]) for run in found["outcomes"]} == {
+    runs = 3 * len(moments)
+    code, found = chaos("--fault", "kill", "--fault", "storm", "--fault", "clock", *options,
+                        ranks=4, runs=runs)
+    assert {(run["fault"], run["moment"]) for run in found["outcomes"]
+            if run["fault"] != "clock"} == {
         ("storm", "always"), *(("kill", moment) for moment in moments)}
     assert (code, found["clean"], found["exit_codes"]) == (0, runs, {"0": runs}), found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [*WHOLE, *DISKS])
+def test_nothing_that_hits_the_whole_job_costs_a_client_a_token(fault):
+    if fault in DISKS and not can_mount():
+        pytest.skip("no file system can be mounted here")
+    code, found = chaos("--fault", fault, "--moment", "decode", "--seconds", "150")
+    assert (code, found["clean"]) == (0, 1), found
