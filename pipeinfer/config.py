@@ -409,6 +409,10 @@ class ServeConfig:
     any_model_name: bool = _opt(False, "--any-model-name", kind="flag",
                                 help="Answer requests for any model's name, for clients whose "
                                      "names cannot be changed; answers bear the served one.")
+    remember_answers: bool = _opt(False, "--remember-answers", kind="flag",
+                                  help="Guess from earlier answers to the same key, too: rank 0 "
+                                       "keeps the last 65,536 tokens in memory. For requests whose "
+                                       "answers share their wording.")
     queue: int = _opt(64, "--queue", low=0, high=100_000,
                       help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = _opt(4 << 20, "--max-body", low=1024, high=1 << 28,

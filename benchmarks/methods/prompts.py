@@ -97,3 +97,51 @@ CHATS: dict[str, tuple[str, ...]] = {
         "Write a bash script that renames all .txt files to .md.",
     ),
 }
+
+#: kinds of requests whose answers share their wording, as people send them by the dozen
+FORMS: dict[str, tuple[str, ...]] = {
+    "facts as JSON": tuple(
+        f"Give the facts about {city} as JSON with the keys name, country, continent, language, "
+        "currency and famous_for."
+        for city in ("Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Rome", "Delhi", "Lisbon",
+                     "Nairobi", "Sydney", "Boston", "Vienna")),
+    "e-mails": tuple(
+        f"Write a short e-mail to {name} that the order of a {thing} is late by {days} days and "
+        "apologise."
+        for name, thing, days in (
+            ("Mr Smith", "table", 3), ("Ms Lee", "lamp", 5), ("Mr Okafor", "bicycle", 2),
+            ("Ms Tanaka", "desk", 7), ("Mr Brandt", "phone", 4), ("Ms Adler", "chair", 6),
+            ("Mr Cruz", "clock", 9), ("Ms Weber", "sofa", 10))),
+    "tests of functions": tuple(
+        f"Write a Python unittest class for a function {function}."
+        for function in ("add(a, b)", "multiply(a, b)", "reverse(s)", "is_even(n)",
+                         "factorial(n)", "maximum(xs)", "count_words(s)", "gcd(a, b)")),
+}
+
+CONTINUED = "an encyclopedia's text"
+#: three prompts of about 128 tokens, of the kinds that PipeInfer's paper tests with (its section
+#: IV-A): a program without explanations, a tale, and running text without any chat template
+PAPER: dict[str, tuple[str, ...]] = {
+    "a program": (
+        "Write a Python program that demonstrates advanced features of the language. It manages "
+        "the loans of a small library: books, members and loans are data classes, overdue loans "
+        "are found by a generator, fines are computed by a decorated function, the data are kept "
+        "in a JSON file that a context manager opens and closes, and a command line with three "
+        "subcommands adds books, lends them and lists what is overdue. Use type hints throughout. "
+        "Answer with the code alone: no explanation, no comments.",),
+    "a tale": (
+        "Write a fictional tale about a warrior named Goliath. He comes from a village of "
+        "shepherds at the foot of a mountain, is taller and stronger than anybody else, and has "
+        "never wanted to fight. When a king from beyond the river takes the village's herds, the "
+        "elders ask him to challenge the king's champion. Tell how he travels, whom he meets on "
+        "the way, how the duel goes, and what becomes of the herds and of Goliath. Write in the "
+        "past tense, in a calm and clear style.",),
+    CONTINUED: (
+        "The harbour of Vessby lies on the eastern shore of the island and was first mentioned in "
+        "a charter of 1284, when the bishop granted its fishermen the right to dry their nets on "
+        "the church meadow. In the sixteenth century the town exported herring, hides and "
+        "limestone, and its fleet of forty ships was the second largest of the province. After "
+        "the fire of 1611, which destroyed all but nine houses, the streets were laid out anew on "
+        "a grid that survives to this day. The railway reached the town in 1878 and was closed in "
+        "1961. During the",),
+}

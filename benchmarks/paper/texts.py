@@ -2,6 +2,7 @@
 
     python -m benchmarks.paper.texts                    # cluster C, 8 nodes
     python -m benchmarks.paper.texts a dolphin-tinyllama 8
+    python -m benchmarks.paper.texts c dolphin-tinyllama 8 paper    # prompts like the paper's
 
 The clusters and models are emulated; what target and draft say is SmolLM2-135M-Instruct's and its
 draft's (`record_texts`). Every answer is compared with plain decoding's. Speeds are geometric means
@@ -25,6 +26,7 @@ from pipeinfer.experiments.emulation.virtual import prompt_of, simulate
 from pipeinfer.experiments.emulation.wide import WideExperiment
 
 TEXTS = Path(__file__).with_name("texts-smollm2.npz")
+PAPER = Path(__file__).with_name("texts-smollm2-paper.npz")
 DRAFT, LOOKUP = "draft", "prompt-lookup"
 #: policy, who guesses
 LEVERS = {
@@ -53,7 +55,7 @@ def speed(base: Experiment, text: Text, policy: Policy, proposers: tuple[str, ..
 def main() -> None:
     """See the module docstring."""
     cluster, pair, nodes = sys.argv[1:4] if len(sys.argv) > 3 else ("c", "dolphin-tinyllama", "8")
-    texts = load(TEXTS)
+    texts = load(PAPER if sys.argv[4:] == ["paper"] else TEXTS)
     kinds = list(dict.fromkeys(text.kind for text in texts))
     accepted = statistics.fmean(text.acceptance for text in texts)
     pipeline = Experiment(cluster, pair, nodes=int(nodes))

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ import click
 from pipeinfer.models.llama_loader import NATIVE
 
 NAMES = ("llama-bench", "llama-speculative-simple", "ggml-rpc-server")
+SERVER = "llama-server"
 PACKAGE = f"llama-cpp-python=={NATIVE.newest}"
 FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_RPC=ON", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF",
@@ -24,20 +26,20 @@ FLAGS = (
 _DOWNLOAD_SECONDS, _BUILD_SECONDS = 900.0, 4 * 3600.0
 
 
-def find(folder: Path | None, work: Path) -> Path:
-    """The folder with the programs: the one named, else one below `work`, built if need be.
+def find(folder: Path | None, work: Path, names: Sequence[str] = NAMES) -> Path:
+    """The folder with these programs: the one named, else one below `work`, built if need be.
 
     Raises ClickException, saying what to do.
     """
     if folder is not None:
-        if lacking := _lacking(folder):
+        if lacking := _lacking(folder, names):
             raise click.ClickException(
                 f"{folder} has no {', '.join(lacking)}: build llama.cpp's targets of these names "
                 "with -DGGML_RPC=ON, or leave --programs out")
         return folder
     build = work / f"llama.cpp-{NATIVE.newest}"
-    if _lacking(build / "bin"):
-        _build(sources(work), build)
+    if _lacking(build / "bin", names):
+        _build(sources(work), build, names)
     return build / "bin"
 
 
@@ -79,12 +81,12 @@ def sources(work: Path) -> Path:
     return source
 
 
-def _build(source: Path, build: Path) -> None:
+def _build(source: Path, build: Path, names: Sequence[str]) -> None:
     hint = "install cmake and a C++ compiler, or name a folder of programs with --programs"
     step(["cmake", "-S", str(source), "-B", str(build), *FLAGS], 600, hint)
-    step(["cmake", "--build", str(build), "-j", str(os.cpu_count() or 1), "--target", *NAMES],
+    step(["cmake", "--build", str(build), "-j", str(os.cpu_count() or 1), "--target", *names],
          _BUILD_SECONDS, hint)
 
 
-def _lacking(folder: Path) -> list[str]:
-    return [name for name in NAMES if not os.access(folder / name, os.X_OK)]
+def _lacking(folder: Path, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not os.access(folder / name, os.X_OK)]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods.prompts import PROMPTS
-from benchmarks.peers.programs import find
+from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
 from benchmarks.serving.client import get
 from pipeinfer.models.locate import open_tokenizer
@@ -141,7 +141,7 @@ def mixed_prompts(model: Path, count: int, long: int, seed: int) -> list[list[in
 
 async def contest(args: argparse.Namespace) -> dict[str, Any]:
     """Rounds over all servers; figures by server and number of clients."""
-    program = find(args.programs, args.work) / "llama-server"
+    program = find(args.programs, args.work, (SERVER,)) / SERVER
     most, ctx = max(args.clients), args.long + args.tokens + 192
     serve = ("-m", str(args.model), "--parallel", str(most), "-c", str(ctx),
              "--cache-tokens", str(ctx * most), "--no-prefix-cache", *args.options)

@@ -18,11 +18,13 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow,
 
 
 @pytest.fixture(scope="module")
-def asked():
-    """200 requests, many of which start alike, and their tokens by a plain loop."""
+def asked(pytestconfig):
+    """200 requests (in the sample 50), many of which start alike, and their tokens by a plain
+    loop."""
     target = campaigns.EMBEDDED / "target.gguf"
     tokenizer = open_tokenizer(target)
-    requests = campaigns.some_requests(200, 5, tokenizer, longest=32)
+    count = 200 if pytestconfig.getoption("full") else 50
+    requests = campaigns.some_requests(count, 5, tokenizer, longest=32)
     tokenizer.close()
     loop = PlainLoop(target, n_ctx=1024)
     wanted = [campaigns.plain_tokens(loop, request) for request in requests]

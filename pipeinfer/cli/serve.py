@@ -92,6 +92,9 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
         for note in filter(None, [session.fatal, *session.notes]):
             click.echo(f"pipeinfer: note: {note}", err=True)
+        if settings.remember_answers and not session.looks_up:
+            click.echo("pipeinfer: note: nobody guesses from texts here, so --remember-answers "
+                       "brings nothing: add --proposer prompt-lookup", err=True)
         if not settings.api_keys and config.host not in _LOCAL:
             click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
                        "require keys with --api-key-file", err=True)
@@ -153,6 +156,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),
         decomposer=job.speculation.decomposer, decomposers=tuple(methods_for(job)),
+        remember_answers=config.remember_answers,
         journal=str(journal.check(config.journal)) if config.journal else "",
         journal_sync=config.journal_sync, journal_keep=config.journal_keep,
         journal_size=config.journal_size,

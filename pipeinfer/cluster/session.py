@@ -30,6 +30,7 @@ from pipeinfer.cluster.proposers import load_proposers, remote_of
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
+    LOOKUP,
     cancel_path,
     cells_for,
     choose_policy,
@@ -254,6 +255,11 @@ class Session:
     def n_stages(self) -> int:
         """How many stages hold the target."""
         return self.assembly.grid.n_stages
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether guesses are copied from texts."""
+        return self.draft is not None and LOOKUP in self.config.speculation.proposer
 
     @property
     def bits(self) -> str:

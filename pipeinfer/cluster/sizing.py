@@ -35,6 +35,7 @@ from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
+LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
@@ -303,8 +304,7 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     stages = len(parse_widths(grid)) if grid not in ("", "auto") else most
     if asked or ranks < 2 or (draft is None and stages < 2):
         return config
-    return config.replace(proposer=("prompt-lookup",) if draft is None else
-                          ("prompt-lookup", "draft"))
+    return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
 
 
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:

@@ -59,7 +59,7 @@ class StartDraft:
     tokens in all; max_tokens 0 only brings the draft's cache up to the path. alternatives: how many
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
     output when the target chooses them. shift: by how much the target's positions exceed those of
-    the path.
+    the path. pool: whose other answers may be guessed from, 0 for nobody's.
     """
 
     job_id: int
@@ -76,6 +76,7 @@ class StartDraft:
     stop_ids: frozenset[int]
     alternatives: int = 0
     shift: int = 0
+    pool: int = 0
 
 ENOUGH = 0.6  #: a first guess of the target's own rows as likely as that needs no second opinion
 SURE = 0.95  #: a first guess as likely as that is seldom bettered by a draft

@@ -188,7 +188,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue. `eos_ids` end the output (they are not part of it)."""
+    """One prompt to continue. `eos_ids` end the output (they are not part of it). pool: answers of
+    one pool may be guessed from one another; 0: of none."""
 
     request_id: int
     prompt: tuple[int, ...]
@@ -196,6 +197,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    pool: int = 0
 
     @property
     def stop_ids(self) -> frozenset[int]:

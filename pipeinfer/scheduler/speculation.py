@@ -385,6 +385,7 @@ class Speculation:
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
+            lane.request.pool,
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:

@@ -150,7 +150,7 @@ class Engine:
         if self._session.config.speculation.layout == "replicate" and output:
             self._known[frame.id], output = len(output), ()
         self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
-                                  frame.ignore_eos), decompose, output)
+                                  frame.ignore_eos, frame.pool), decompose, output)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:
         self._link.send(News((Refused(request_id, kind, message),)))

@@ -158,7 +158,8 @@ class Hub:
         prompt = asked.prompts[index // asked.n]
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose), before, bits, before)
+            asked.ignore_eos, asked.decompose, pool=0 if before else asked.pool),
+            before, bits, before)
         generation.asker = current()
         generation.asker.began(generation, asked)
         if self.state == "ready":

@@ -162,7 +162,8 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request under an id of its own. prompt: token ids; decompose: for a response in threads;
-    output: tokens that an earlier rank 0 has brought, and that do not come again."""
+    output: tokens that an earlier rank 0 has brought, and that do not come again; pool: whose other
+    answers it may be guessed from, 0 for nobody's."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -172,6 +173,7 @@ class Submit:
     ignore_eos: bool = False
     decompose: Specification | None = None
     output: tuple[int, ...] = ()
+    pool: int = 0
 
 
 @dataclass(frozen=True, slots=True)

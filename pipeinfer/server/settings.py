@@ -32,6 +32,7 @@ class Settings:
     defaults: for sampling fields that a request leaves out
     decomposer: method of chat requests that name none; "" for none
     decomposers: methods that a request may name
+    remember_answers: whether answers are guessed from others to the same key
     journal: file in which requests outlive the process; "" for none
     journal_sync: seconds between two times that the disk has it
     journal_keep: seconds for which ended requests stay in it
@@ -60,6 +61,7 @@ class Settings:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     decomposer: str = ""
     decomposers: tuple[str, ...] = ()
+    remember_answers: bool = False
     journal: str = ""
     journal_sync: float = 1.0
     journal_keep: float = 3600.0

@@ -429,3 +429,24 @@ def test_keys_are_hidden_from_show_config():
     assert done.returncode == 0
     assert "secret-key" not in done.stdout + done.stderr
     assert "(hidden)" in done.stdout
+
+
+def test_answers_are_guessed_from_others_to_the_same_key_alone():
+    def accepted(served, key):
+        with connect(served, key) as client:
+            answer = client.completions.create(
+                model="code", prompt=PROMPT, max_tokens=60, seed=5, temperature=0.8, top_p=1.0,
+                extra_body={"ignore_eos": True, "top_k": 30, "min_p": 0.0})
+        return answer.choices[0].text, answer.timings["accepted_n"]
+
+    with serve(3, "--no-adapt", "--alias", "code", "-md", "", "--proposer", "prompt-lookup",
+               "--remember-answers", PIPEINFER_API_KEY=f"{KEY},another-key") as served:
+        served.wait_until_ready()
+        text, alone = accepted(served, KEY)
+        again, guessed = accepted(served, KEY)
+        theirs, apart = accepted(served, "another-key")
+        assert again == theirs == text
+        assert guessed > 40
+        assert max(alone, apart) < guessed
+        served.process.send_signal(signal.SIGUSR1)
+        assert served.end() == 0, "".join(served.log)

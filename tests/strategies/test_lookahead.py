@@ -394,7 +394,7 @@ def test_where_rows_are_dear_fewer_are_issued():
     def issued(**options):
         pipeline = Pipeline(SYNCHRONOUS, n_vocab=11, rows=Lookahead(4, 4, 3, **options),
                             drafts=False)
-        pipeline.submit(Request(0, (1, 2, 3), 300))
+        pipeline.submit(Request(0, (1, 2, 3), 160))
         pipeline.drain()
         return sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
 

@@ -8,11 +8,13 @@ import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.strategies.proposers.answer_pool import AnswerPool
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
 
 
-def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0):
+def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0,
+        pool=0):
     return StartDraft(
         1,
         lane,
@@ -27,6 +29,7 @@ def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=froz
         0.02,
         stop,
         alternatives,
+        pool=pool,
     )
 
 
@@ -89,6 +92,55 @@ def test_lanes_do_not_mix_and_the_index_grows():
     assert chain(ask(lookup, [1, 2, 3, 1], lane=0))[0] == 2
     assert chain(ask(lookup, [1, 5, 3, 1], lane=1))[0] == 5
     assert chain(ask(lookup, [1, 2, 3, 1, 6, 0, 1], lane=0))[0] == 6
+
+
+def written(proposer, lane, prompt, answer, pool):
+    """Let a lane write its answer token by token."""
+    for k in range(len(answer) + 1):
+        ask(proposer, [*prompt, *answer[:k]], lane=lane, pool=pool)
+
+
+def test_other_answers_of_a_pool_are_guessed_from_and_nobody_elses():
+    lookup = PromptLookup()
+    written(lookup, 0, [1, 2], [30, 31, 32, 33], pool=1)
+    written(lookup, 1, [1, 2], [30, 31, 42, 43], pool=2)
+    written(lookup, 2, [1, 2], [30, 31, 52, 53], pool=0)
+    assert chain(ask(lookup, [7, 30, 31], lane=3, pool=1)) == [32, 33]  # and no further
+    assert chain(ask(lookup, [7, 30, 31], lane=4, pool=2)) == [42, 43]
+    assert ask(lookup, [7, 30, 31], lane=5, pool=0) == ()
+    assert ask(lookup, [7, 30, 31], lane=6, pool=3) == ()
+    assert ask(lookup, [8, 1, 2], lane=7, pool=1) == ()  # prompts are in no pool
+
+
+def test_an_answer_is_not_another_one_of_its_pool():
+    lookup = PromptLookup()
+    written(lookup, 0, [1], [5, 6, 5], pool=1)
+    found = ask(lookup, [1, 5, 6, 5], lane=0, pool=1)
+    assert chain(found) == [6, 5, 6, 5]
+    assert found[0].confidence == 0.2
+
+
+def test_the_text_that_is_trusted_more_goes_out_and_the_other_is_an_alternative():
+    lookup = PromptLookup()
+    written(lookup, 0, [1], [5, 6, 7, 8], pool=1)
+    found = ask(lookup, [7, 3, 5, 6, 7], lane=1, pool=1)  # its own text: 3 after 7, one agrees
+    assert chain(found) == [8]
+    assert [p.token for p in found if p.alternative] == [3]
+    found = ask(lookup, [5, 6, 7, 4, 1, 2, 5, 6, 7], lane=2, pool=1)
+    assert chain(found)[0] == 4  # as many agree in both
+    assert [p.token for p in found if p.alternative] == [8]
+
+
+def test_a_full_pool_forgets_its_oldest_answers():
+    pool = AnswerPool(most=100)
+    for lane in range(30):
+        for token in range(10):
+            pool.add(lane, 1000 * lane + token)
+    assert pool.find([29_003], lane=-1).text[4] == 29_004
+    assert pool.find([25_003], lane=-1) is not None
+    assert pool.find([3], lane=-1) is None
+    assert pool.find([19_003], lane=-1) is None
+    assert sum(map(len, pool._index.tokens.values())) <= 100
 
 
 def test_it_finds_what_a_plain_search_finds():

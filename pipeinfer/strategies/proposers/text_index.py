@@ -1,9 +1,9 @@
-"""Where the last tokens of a path came up before in a text, by the longest run that agrees.
+"""Where the last tokens of a path came up before in texts, by the longest run that agrees.
 
 Every run of 1 to `SEEDS` tokens leads to the places where it ended lately; from there the longest
 agreement is found by comparing backwards. That finds what a suffix automaton would, but for places
 that are older than the last `PLACES` of their run, in memory that is bounded and with a cost per
-token that does not depend on the text. This module knows no models and no lanes.
+token that does not depend on the texts. This module knows no models and no lanes.
 """
 
 from __future__ import annotations
@@ -20,51 +20,62 @@ LONGEST = 64  #: tokens that are compared at most
 class Match:
     """Places that continue a path, the one that agrees longest first, then the newest.
 
-    ends: index of the token that follows each place. length: tokens that agree at the first.
-    agreed: whether the same token follows at all of them, and there are several; None for a single
-    place.
+    text, start: the text of the first place, and the index of the token that follows there.
+    length: tokens that agree at the first. followers: the token that follows each place, other ones
+    once. agreed: whether the same token follows at all of them, and there are several; None for a
+    single place.
     """
 
-    ends: tuple[int, ...]
+    text: Sequence[int]
+    start: int
     length: int
+    followers: tuple[int, ...]
     agreed: bool | None
 
 
 @dataclass(slots=True)
 class TextIndex:
-    """The tokens of one text, which only grows."""
+    """The tokens of texts, each of which only grows. tokens: by the text's number."""
 
-    tokens: list[int] = field(default_factory=list)
-    _places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    _places: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
 
-    def append(self, token: int) -> None:
-        """The text goes on with this token."""
-        tokens = self.tokens
+    def append(self, token: int, text: int = 0) -> None:
+        """A text goes on with this token."""
+        tokens = self.tokens.setdefault(text, [])
         tokens.append(token)
         end = len(tokens)
         for size in range(1, min(SEEDS, end) + 1):
             places = self._places.setdefault(tuple(tokens[end - size:]), [])
-            places.append(end)
+            places.append((text, end))
             del places[:-PLACES]
 
-    def find(self, path: Sequence[int]) -> Match | None:
+    def find(self, path: Sequence[int], without: int | None = None) -> Match | None:
         """Where the end of `path` (its last `LONGEST` tokens are enough) was followed by
-        something. None where its last token is new."""
-        text = len(self.tokens)
+        something. None where its last token is new. without: a text that is left out."""
+        texts = self.tokens
         for size in range(min(SEEDS, len(path)), 0, -1):
-            ends = [end for end in self._places.get(tuple(path[-size:]), ()) if end < text]
-            if ends:
+            places = [(text, end) for text, end in self._places.get(tuple(path[-size:]), ())
+                      if text != without and end < len(texts[text])]
+            if places:
                 break
         else:
             return None
-        lengths = {end: self._agreement(path, end, size) for end in ends}
-        ends.sort(key=lambda end: (lengths[end], end), reverse=True)
-        agreed = None if len(ends) == 1 else len({self.tokens[end] for end in ends}) == 1
-        return Match(tuple(ends), lengths[ends[0]], agreed)
+        found = [(_agreement(path, texts[text], end, size), k)
+                 for k, (text, end) in enumerate(places)]
+        found.sort(reverse=True)
+        length, best = found[0]
+        followers = dict.fromkeys(
+            texts[text][end] for text, end in (places[k] for _, k in found))
+        text, end = places[best]
+        return Match(texts[text], end, length, tuple(followers),
+                     None if len(places) == 1 else len(followers) == 1)
 
-    def _agreement(self, path: Sequence[int], end: int, known: int) -> int:
-        """How many tokens before `end` agree with the end of `path`; the last `known` do."""
-        tokens, most = self.tokens, min(LONGEST, len(path), end)
-        while known < most and tokens[end - 1 - known] == path[-1 - known]:
-            known += 1
-        return known
+
+def _agreement(path: Sequence[int], text: Sequence[int], end: int, known: int) -> int:
+    """How many tokens before `end` of the text agree with the end of `path`; the last `known`
+    do."""
+    most = min(LONGEST, len(path), end)
+    while known < most and text[end - 1 - known] == path[-1 - known]:
+        known += 1
+    return known
