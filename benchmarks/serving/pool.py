@@ -1,7 +1,7 @@
 """`serve --remember-answers`: what guesses from earlier answers bring, by kind of request.
 
     python -m benchmarks.serving.pool smollm2 --ranks 4
-    python -m benchmarks.serving.pool smollm2 --ranks 4 -md draft.gguf
+    python -m benchmarks.serving.pool smollm2 --ranks 4 --pace-ms 20    # stages take so long
 
 The chats of each kind of `prompts.FORMS` and, as requests that have nothing in common, those of
 `prompts.CHATS`, one after the other, greedy, by a server with the option and by one without. Every
@@ -18,7 +18,7 @@ from benchmarks.methods.prompts import CHATS, FORMS
 from benchmarks.serving.campaigns import server
 from benchmarks.serving.client import complete
 
-_TOKENS = 128
+_TOKENS = 96
 KINDS = FORMS | {"questions and others": tuple(p for kind in CHATS.values() for p in kind)}
 
 
@@ -37,37 +37,36 @@ class Asked:
         return f"{self.guessed / self.tokens:.2f} | {self.tokens / self.seconds:.1f}"
 
 
-async def ask(ranks: int, options: list[str]) -> dict[str, Asked]:
-    """All kinds, each by a server of its own."""
-    found = {}
-    for kind, chats in KINDS.items():
-        found[kind] = one = Asked([])
-        async with server(ranks, *options) as served:
-            for chat in ("Hello", *chats):  # the first warms the server up
-                answer = await complete(served.port, {
-                    "messages": [{"role": "user", "content": chat}], "max_tokens": _TOKENS,
-                    "temperature": 0}, path="/v1/chat/completions")
-                if not answer.ended:
-                    raise SystemExit(f"no answer to {chat!r}: {answer.error}")
-                if chat != "Hello":
-                    one.texts.append(answer.text)
-                    one.tokens += answer.usage["completion_tokens"]
-                    one.guessed += answer.timings["accepted_n"]
-                    one.seconds += answer.timings["predicted_ms"] / 1000
+async def ask(ranks: int, options: list[str], chats: tuple[str, ...]) -> Asked:
+    """These chats, by a server of their own."""
+    found = Asked([])
+    async with server(ranks, *options) as served:
+        for chat in ("Hello", *chats):  # the first warms the server up
+            answer = await complete(served.port, {
+                "messages": [{"role": "user", "content": chat}], "max_tokens": _TOKENS,
+                "temperature": 0}, path="/v1/chat/completions")
+            if not answer.ended:
+                raise SystemExit(f"no answer to {chat!r}: {answer.error}")
+            if chat != "Hello":
+                found.texts.append(answer.text)
+                found.tokens += answer.usage["completion_tokens"]
+                found.guessed += answer.timings["accepted_n"]
+                found.seconds += answer.timings["predicted_ms"] / 1000
     return found
 
 
 async def measure(model: str, ranks: int, options: list[str]) -> None:
     """Print the table."""
     base = ["-m", model, *options]
-    apart = await ask(ranks, base)
-    pooled = await ask(ranks, [*base, "--remember-answers"])
-    print("| requests | tokens | guessed, tokens/s | with earlier answers: guessed, tokens/s |")
-    print("| --- " * 4 + "|")
-    for kind, one in apart.items():
-        if one.texts != pooled[kind].texts:
+    print("| requests | tokens | guessed | tokens/s | guessed with the option | tokens/s |")
+    print("| --- " * 6 + "|", flush=True)
+    for kind, chats in KINDS.items():
+        apart = await ask(ranks, base, chats)
+        pooled = await ask(ranks, [*base, "--remember-answers"], chats)
+        if apart.texts != pooled.texts:
             raise SystemExit(f"{kind}: the texts differ")
-        print(f"| {kind} ({len(one.texts)}) | {one.tokens} | {one.line} | {pooled[kind].line} |")
+        print(f"| {kind} ({len(chats)}) | {apart.tokens} | {apart.line} | {pooled.line} |",
+              flush=True)
 
 
 def main() -> None:
@@ -75,10 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("-md", "--draft", default="")
+    parser.add_argument("--pace-ms", default="0")
     given = parser.parse_args()
-    asyncio.run(measure(given.model, given.ranks,
-                        ["-md", given.draft] if given.draft else []))
+    asyncio.run(measure(given.model, given.ranks, ["--pace-ms", given.pace_ms]))
 
 
 if __name__ == "__main__":
