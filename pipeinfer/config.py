@@ -397,8 +397,13 @@ class ServeConfig:
                                          "PIPEINFER_API_KEY or --api-key-file to keep it private.")
     api_key_file: str = _opt("", "--api-key-file", kind="str",
                              help="File with one key per line; scopes=ask,watch,change, "
-                                  "requests-per-minute=N and at-once=N after it bound what it may "
-                                  "do.")
+                                  "requests-per-minute=N, tokens-per-minute=N, at-once=N and "
+                                  "connections=N after it bound what it may do.")
+    ssl_cert_file: str = _opt("", "--ssl-cert-file", kind="str",
+                              help="Serve HTTPS with this certificate (PEM, with those between it "
+                                   "and its authority). A renewed one is taken within a minute.")
+    ssl_key_file: str = _opt("", "--ssl-key-file", kind="str",
+                             help="Private key of --ssl-cert-file (PEM, without a password).")
     alias: str = _opt("", "--alias", kind="str",
                       help="Name of the model for clients [default: its file's name].")
     any_model_name: bool = _opt(False, "--any-model-name", kind="flag",
@@ -436,6 +441,10 @@ class ServeConfig:
                                             "a loopback address other names are refused.")
     log_requests: bool = _opt(False, "--log-requests", kind="flag",
                               help="Log one line per request to standard error (without contents).")
+    otlp_endpoint: str = _opt("", "--otlp-endpoint", kind="str",
+                              help="Send a trace of every request, without its contents, to this "
+                                   "OpenTelemetry collector, such as http://collector:4318 (needs "
+                                   "the extra otel).")
     journal: str = _opt("", "--journal", kind="str",
                         help="File in which requests outlive a crash of the HTTP process: it keeps "
                              "prompts and answers, readable for this user alone.")

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import resource
 import socket
 import tempfile
 import time
@@ -382,3 +383,49 @@ def test_chunks_that_lie_leave_no_traceback(guarded):
             while sock.recv(4096):
                 pass
     assert "Traceback" not in said(log)
+
+
+def test_connections_have_a_number():
+    """Those that wait with nothing to say count, too."""
+    most = 4096
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < most + 500:
+        pytest.skip(f"this user may open {hard} files")
+    with contextlib.closing(Front(MODEL, client_timeout=60.0)) as front:
+        front.ready()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most + 500), hard))
+        where = front.url.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(socket.create_connection(where, 20))
+                      for _ in range(most)]
+            assert len(opened) == most
+            front.until(lambda: front.get("/health").status_code == 503)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        front.until(lambda: front.get("/health").status_code == 200)
+
+
+# --- the table of threats ---------------------------------------------------------------------
+
+ROWS = [re.split(r"(?<!\\)\|", line)[1:-1] for line in
+        (ROOT / "docs" / "security.md").read_text(encoding="utf-8").partition("## Threats")[2]
+        .partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+
+
+def test_there_is_a_table_of_threats():
+    assert len(ROWS) > 30
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
+def test_every_threat_names_a_test_that_is_there(row):
+    nodes = re.findall(r"`([\w/.]+)::(\w+)`", row[-1])
+    assert nodes, row
+    for file, name in nodes:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        (found,) = [node for node in tree.body
+                    if isinstance(node, ast.FunctionDef) and node.name == name]
+        assert not [mark for mark in map(dotted, map(_called, found.decorator_list))
+                    if mark in ("pytest.mark.skip", "pytest.mark.xfail", "FULL")]
+
+
+def _called(decorator):
+    return decorator.func if isinstance(decorator, ast.Call) else decorator

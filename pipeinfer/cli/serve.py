@@ -26,7 +26,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.config import AUTO, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import advice, open_model, targeted
-from pipeinfer.server import http_process, journal
+from pipeinfer.server import http_process, journal, tls, tracing
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
 from pipeinfer.server.keys import Allowance, parse_line
@@ -144,7 +144,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
     """What the HTTP process has to know. Raises UsageError, ModelError."""
     target = targeted(job)
     open_model(target.path)  # what is wrong with the file is said before anything starts
-    keys = api_keys(config)
+    keys, files = api_keys(config), tls.check(config.ssl_cert_file, config.ssl_key_file)
     return Settings(
         model=str(target.path), name=config.alias or target.name,
         any_name=config.any_model_name, api_keys=tuple(keys), allowances=tuple(keys.values()),
@@ -160,6 +160,8 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         journal=str(journal.check(config.journal)) if config.journal else "",
         journal_sync=config.journal_sync, journal_keep=config.journal_keep,
         journal_size=config.journal_size,
+        otlp=tracing.check(config.otlp_endpoint) if config.otlp_endpoint else "",
+        certificate=files.certificate, private_key=files.key,
     )
 
 

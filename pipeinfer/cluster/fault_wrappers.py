@@ -23,6 +23,7 @@ from pipeinfer.cluster.faults import (
     begin,
     faults_of,
     happened_here,
+    shift_clock,
     signal_self,
 )
 from pipeinfer.core.messages import Message, Tag
@@ -45,7 +46,8 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
     To be wrapped after its widths were measured, so that counts are those of requests' runs. die:
     what a process does to itself, with the signal's number.
     """
-    mine = faults_of(faults, rank, (*SIGNALS, Kind.ERROR, Kind.MEMORY), ("prefill", "decode"))
+    kinds = (*SIGNALS, Kind.ERROR, Kind.MEMORY, Kind.CLOCK)
+    mine = faults_of(faults, rank, kinds, ("prefill", "decode"))
     for fault in (slow := [f for f in faults if f.rank == rank and f.kind is Kind.SLOW]):
         begin(fault)
     if not mine and not slow:
@@ -81,6 +83,8 @@ class _FaultyBackend:
                 raise _exception(fault)
             if fault.kind is Kind.MEMORY:
                 exhaust_memory()
+            elif fault.kind is Kind.CLOCK:
+                shift_clock(fault.s)
             else:
                 self._die(SIGNALS[fault.kind])
         if self._seconds:

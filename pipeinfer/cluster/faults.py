@@ -7,6 +7,7 @@
     kill@4:recovery=1           when this rank hears of the 1st recovery
     error@1:decode=7:layer=3    an exception after so many layers of the rank's own (type=backend
                                 or memory: BackendError, MemoryError instead of RuntimeError)
+    clock@2:decode=5:s=-3600    the rank's clock jumps by so many seconds, and stays there
     memory@2:decode=5           allocates until the process's limit answers with MemoryError
     slow@2:ms=5                 every run takes rank 2 so much longer
     slow-link@2:ms=50           every message to rank 2 comes so much later
@@ -30,6 +31,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,7 @@ class Kind(enum.StrEnum):
     STOP = "stop"
     ERROR = "error"
     MEMORY = "memory"
+    CLOCK = "clock"
     SLOW = "slow"
     SLOW_LINK = "slow-link"
     CUT_LINK = "cut-link"
@@ -61,6 +64,7 @@ _MOMENTS = ("load", "prefill", "decode", "recovery")
 _FIELDS = {
     Kind.KILL: _MOMENTS, Kind.STOP: _MOMENTS,
     Kind.ERROR: ("prefill", "decode", "layer", "type"), Kind.MEMORY: ("prefill", "decode"),
+    Kind.CLOCK: ("prefill", "decode", "s"),
     Kind.SLOW: ("ms",), Kind.SLOW_LINK: ("ms",), Kind.CUT_LINK: ("peer", "after"),
     Kind.LOSE_CANCEL: ("every",),
     Kind.DISK_FULL: ("load",), Kind.CORRUPT_CACHE: ("load",),
@@ -82,6 +86,7 @@ class Fault:
     layer: how many of the rank's own layers are done; -1: none has begun
     type: of the exception that is raised
     ms: delay in milliseconds
+    s: by which a clock jumps, in seconds
     every: every how many cancellations one is affected
     peer: the rank at the other end of a link
     after: how many messages still get there
@@ -95,6 +100,7 @@ class Fault:
     layer: int = -1
     type: str = "runtime"
     ms: float = 50.0
+    s: float = 3600.0
     every: int = 2
     peer: int = -1
     after: int = 0
@@ -110,6 +116,8 @@ class Fault:
             text += f":type={self.type}"
         if self.kind in (Kind.SLOW, Kind.SLOW_LINK):
             text += f":ms={self.ms:g}"
+        if self.kind is Kind.CLOCK:
+            text += f":s={self.s:g}"
         if self.kind is Kind.CUT_LINK:
             text += f":peer={self.peer}:after={self.after}"
         if self.kind is Kind.LOSE_CANCEL:
@@ -182,6 +190,8 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
             dataclasses.replace(fault, after=value_of)
     if key == "every":
         return dataclasses.replace(fault, every=_whole(value, 1, key, spec))
+    if key == "s":
+        return dataclasses.replace(fault, s=_seconds(value, spec))
     try:
         ms = float(value)
     except ValueError:
@@ -189,6 +199,17 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     if not 0 < ms < 1e6:
         raise UsageError(f"--fault {spec}: ms must be a number of milliseconds, such as ms=50")
     return dataclasses.replace(fault, ms=ms)
+
+
+def _seconds(value: str, spec: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = 0.0
+    if not 0 < abs(found) <= 1e9:
+        raise UsageError(f"--fault {spec}: s must be a number of seconds other than 0, such as "
+                         "s=-3600")
+    return found
 
 
 def _whole(value: str, least: int, key: str, spec: str) -> int:
@@ -207,6 +228,13 @@ def begin(fault: Fault) -> None:
     happened_here.add(fault)
     sys.stderr.write(f"pipeinfer: fault: {fault}\n")
     sys.stderr.flush()
+
+
+def shift_clock(seconds: float) -> None:
+    """The clock of this process jumps, as when somebody sets the host's: what is measured by it
+    is wrong from then on."""
+    inner = time.time
+    time.time = lambda: inner() + seconds
 
 
 def signal_self(number: int) -> None:

@@ -76,7 +76,7 @@ class StageStats:
     """Times in seconds; waited: for other members of a wide stage, which is no part of compute.
     `events` (run id, start, end, fate, rows, waited) only when tracing."""
 
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
     busy: float = 0.0
     compute: float = 0.0
     waited: float = 0.0
@@ -256,7 +256,7 @@ class Stage:
     # --- runs ---------------------------------------------------------------------------------
 
     def _decode(self, run: Decode) -> None:
-        start = time.time()
+        start, clock = time.time(), time.monotonic()  # the former may jump
         check_decode(run, *self._bounds, lanes=self._lanes)
         self._apply(run.ops)
         result: FloatArray | None = None
@@ -275,24 +275,24 @@ class Stage:
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
             result = self._backend.decode(run.rows, run.hidden, look)
-        computed, waited = time.time(), self._waited - waited
+        computed, waited = time.monotonic() - clock, self._waited - waited
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
-            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed - start, waited))
+            self._skip(run, _extended(run.spans, start, 0.0 if dead else computed, waited))
         elif self._answers:
             choices = self._choose(run, result)
-            spans = _extended(run.spans, start, time.time() - start, waited)
+            spans = _extended(run.spans, start, time.monotonic() - clock, waited)
             self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
         elif not self._last:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result,
-                                 spans=_extended(run.spans, start, computed - start, waited)))
+                                 spans=_extended(run.spans, start, computed, waited)))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
-        self._note(run, fate, start, computed, waited)
+        self._note(run, fate, start, (computed, time.monotonic() - clock), waited)
         if self._lent is not None:
             brief = fate is Fate.COMPUTED and not self._speculates and bool(
-                run.rows.outputs.all()) and computed - start < _BRIEF_SECONDS
+                run.rows.outputs.all()) and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
 
     @property
@@ -364,20 +364,23 @@ class Stage:
 
     # --- figures ------------------------------------------------------------------------------
 
-    def _note(self, run: Decode, fate: Fate, start: float, computed: float, waited: float) -> None:
-        end = time.time()
+    def _note(self, run: Decode, fate: Fate, start: float, seconds: tuple[float, float],
+              waited: float) -> None:
+        """start: since the epoch. seconds: until it was computed, and in all."""
+        computed, whole = seconds
         stats = self.stats
-        stats.busy += end - start
-        stats.compute += computed - start - waited
+        stats.busy += whole
+        stats.compute += computed - waited
         stats.waited += waited
-        stats.sample += end - computed
+        stats.sample += whole - computed
         stats.runs[fate] += 1
         if fate is Fate.COMPUTED:
             stats.rows += len(run.rows)
         elif fate is Fate.STOPPED:
-            stats.wasted += computed - start
+            stats.wasted += computed
         if self._trace:
-            stats.events.append((run.run_id, start, end, fate.value, len(run.rows), waited))
+            stats.events.append((run.run_id, start, start + whole, fate.value, len(run.rows),
+                                 waited))
         runs = sum(stats.runs.values())
         if self._team is not None and runs % _PACE == 0:
             self._port.send(0, Tag.RESULT, Pace(self._name, runs, stats.compute, stats.waited))
@@ -388,13 +391,13 @@ class Stage:
             self._name, info.layers, info.weight_bytes, info.cache_bytes,
             stats.busy, stats.compute, stats.waited, stats.sample, stats.wasted, stats.rows,
             {fate.value: count for fate, count in stats.runs.items()},
-            time.time() - stats.started, self._port.traffic.total_bytes, stats.events,
+            time.monotonic() - stats.started, self._port.traffic.total_bytes, stats.events,
             {} if self._extra_report is None else self._extra_report())
 
 
 def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:
-    """`spans` and one more; a clock that was put back does not make it negative."""
+    """`spans` and one more."""
     longer = np.empty((len(spans) + 1, 3))
     longer[:-1] = spans
-    longer[-1] = start, max(seconds, 0.0), min(waited, max(seconds, 0.0))
+    longer[-1] = start, seconds, min(waited, seconds)
     return longer

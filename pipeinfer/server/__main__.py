@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import chat_template
+from pipeinfer.server import tls
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.frames import FIRST
@@ -77,16 +78,23 @@ async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, liste
     """Answer clients until `follow`, which follows rank 0, has ended, or no rank 0 comes any more;
     the process's exit status."""
     settings = hub.settings
-    server = _Uvicorn(uvicorn.Config(
+    config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_level="warning",
         access_log=False,
         timeout_keep_alive=max(1, int(min(_KEEP_ALIVE, settings.client_timeout))),
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
         limit_concurrency=_MOST_CONNECTIONS,
-    ))
+        ssl_certfile=settings.certificate or None, ssl_keyfile=settings.private_key or None,
+    )
+    config.load()
+    server = _Uvicorn(config)
     following = asyncio.create_task(follow)
     loading = asyncio.create_task(load(hub))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    renewing = None
+    if config.ssl is not None:
+        files = tls.Files(settings.certificate, settings.private_key)
+        renewing = asyncio.create_task(tls.renew(config.ssl, files))
     await asyncio.wait((asyncio.create_task(hub.left.wait()), serving, following),
                        return_when=asyncio.FIRST_COMPLETED)
     failed = hub.state != "stopped"
@@ -96,8 +104,12 @@ async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, liste
     if hub.left.is_set():
         following.cancel()
     await asyncio.gather(serving, following, loading, return_exceptions=True)
+    if renewing is not None:
+        renewing.cancel()
     if hub.archive is not None:
         await hub.archive.close()
+    if hub.tracer is not None:
+        hub.tracer.close()
     return int(failed)
 
 

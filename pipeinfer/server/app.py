@@ -27,6 +27,7 @@ from pipeinfer.server import chat, prompts, requests
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.asker import current
 from pipeinfer.server.asking_again import Again, Kind
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError
@@ -90,7 +91,7 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its limits."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.hub.metrics, public)
+        return surround(self.app, self.settings, self.hub.metrics, public, self.hub.tracer)
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -136,6 +137,7 @@ class Server:
 
     async def _answer(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
                       ) -> Response:
+        current().about(writer.answer_id)
         if self.settings.remember_answers:
             writer.asked = dataclasses.replace(writer.asked, pool=pool_of(request.scope))
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
@@ -243,8 +245,9 @@ class Server:
 
     async def metrics(self) -> Response:
         """The server's metrics in the text format of Prometheus."""
-        return Response(self.hub.metrics.render(len(self.hub.open)),
-                        headers={"Content-Type": CONTENT_TYPE})
+        hub = self.hub
+        ready = hub.state == "ready" and hub.tokenizer is not None
+        return Response(hub.metrics.render(len(hub.open), ready), media_type=CONTENT_TYPE)
 
     async def props(self) -> Response:
         """What the server is and does."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema_items as items
+from pipeinfer.server.asker import current
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.item_writer import ItemWriter
@@ -57,7 +58,8 @@ class Again:
             request.headers.get("idempotency-key", ""), _digest(body),
             identity(self._hub.settings), str(self._hub.facts.get("bits", "")), writer.asked,
             writer.tools,
-            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None)
+            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None,
+            current().traceparent)
         kept = archive.begin(begun, self._hub.check_ready())
         return await self.answer(kept, request)
 

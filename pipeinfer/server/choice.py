@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.asker import NOBODY
 
 _MODEL_ENDS = frozenset({"stop", "length", "context"})
 
@@ -74,6 +75,7 @@ class Generation:
         self.tokens: list[int] = []
         self.restarts = 0  #: how often a new job has taken it up
         self.same_bits = True  #: whether all of these computed as the first one did
+        self.asker = NOBODY
         self._news = news
         self._stream = TextStream(tokenizer, stops)
         self._waiting: deque[tuple[int, Piece]] = deque()  # where each begins
@@ -103,6 +105,7 @@ class Generation:
         counts.output += 1
         counts.first = counts.first or now
         counts.last = now
+        self.asker.token(self)
         start = self._stream.produced
         text = self._stream.push(token, seen)
         self._waiting.append((start, Piece(token, text, speculated, logprob, top)))
@@ -121,12 +124,14 @@ class Generation:
                 self._cut()
         self.stats = stats
         self.reason = "stop" if self.stopped else reason
+        self.asker.ended(self)
         self._news.set()
 
     def fail(self, failure: Failure) -> None:
         """End the choice with `failure`; without effect when it has ended."""
         if not self.ended:
             self.failure, self.reason = failure, "error"
+            self.asker.ended(self)
             self._news.set()
 
     # --- to the client ------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def _serve(entrance: Entrance, guest: Guest, link: int | None) -> int:
     listener = guest.listener
     assert listener is not None
     prepare()
-    entrance.url = url_of(listener)
+    entrance.url = url_of(listener, guest.settings)
     hub = MovingHub(guest.settings, Metrics(), entrance.url)
     app = _Current(Server(hub).asgi, hub)
 

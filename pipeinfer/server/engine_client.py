@@ -12,13 +12,13 @@ import itertools
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.asker import current
 from pipeinfer.server.choice import Failure, Generation
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import (
@@ -51,12 +51,13 @@ from pipeinfer.server.frames import (
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tracing import Tracer
+from pipeinfer.server.watcher import Watcher
 
 if TYPE_CHECKING:
     from pipeinfer.server.kept import Archive
 
 State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
-_WATCH_FRAMES = 64  #: frames kept for a page that is slow to read
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
@@ -67,19 +68,6 @@ _ABORTED = {
     "timeout": Failure("timeout", "the request took longer than the server allows "
                                   "(--request-timeout)"),
 }
-
-
-@dataclass(slots=True, eq=False)
-class Watcher:
-    """A client of the pipeline page. The oldest frames go when it does not keep up."""
-
-    frames: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_WATCH_FRAMES))
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def push(self, frame: dict[str, Any]) -> None:
-        """Queue a frame for the client and wake its stream."""
-        self.frames.append(frame)
-        self.news.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +99,7 @@ class Hub:
         self.tokenizer: Tokenizer | None = None
         self.open: dict[int, _Open] = {}
         self.archive: Archive | None = None  #: of the journal, where there is one
+        self.tracer = Tracer(settings.otlp, settings.name) if settings.otlp else None
         self.left = asyncio.Event()  #: the engine has gone: said bye, failed or died
         self._ids = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
@@ -171,6 +160,8 @@ class Hub:
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
             asked.ignore_eos, asked.decompose, pool=0 if before else asked.pool),
             before, bits, before)
+        generation.asker = current()
+        generation.asker.began(generation, asked)
         if self.state == "ready":
             self._hand_over(one)
 
@@ -260,6 +251,8 @@ class Hub:
             case Ready(facts):
                 self._welcome(facts)
             case Changed(facts):
+                for change in facts.get("changes", ())[len(self.facts.get("changes", ())):]:
+                    self._tell("recovery" if change["lost"] else "move", why=change["why"])
                 self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
             case Rebalanced(number):
@@ -338,6 +331,8 @@ class Hub:
             generation.restarts += 1
             if (generation.tokens or one.before) and one.bits != bits:
                 generation.same_bits = False
+            generation.asker.event("resume", tokens=len(generation.tokens),
+                                   same_arithmetic=generation.same_bits)
         one.handed, one.bits = True, bits
         self._send(dataclasses.replace(one.frame, output=tuple(generation.tokens)))
 
@@ -347,6 +342,7 @@ class Hub:
             self.fail(reason)
         elif self.state != "restarting":
             self.state, self.reason = "restarting", reason
+            self._tell("pause", why=reason)
             self._patience = asyncio.get_running_loop().call_later(
                 self.settings.restart_timeout, self._give_up)
             self._end_rebalances(reason)
@@ -386,6 +382,11 @@ class Hub:
             if not waiting.done():
                 waiting.set_exception(ApiError(503, message, code=(
                     "cluster_failed" if kind == "failed" else "shutting_down")))
+
+    def _tell(self, event: str, **attributes: str) -> None:
+        """Write something down in the trace of every open request."""
+        for asker in {one.generation.asker for one in self.open.values()}:
+            asker.event(event, **attributes)
 
     def _show_state(self) -> None:
         self._show({"op": "state", "state": self.state, "reason": self.reason,

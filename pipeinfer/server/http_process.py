@@ -100,7 +100,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 
 def start(settings: Settings, listener: socket.socket) -> Child:
     """Start the HTTP process on `listener`, which it takes over."""
-    url = url_of(listener)
+    url = url_of(listener, settings)
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items()
                if not k.startswith(_LAUNCHER) and k != "PIPEINFER_API_KEY"}
@@ -134,7 +134,7 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
             sock.sendall(encode(_for_url(settings, url)))
         else:
             with make() as listener:
-                url = url_of(listener)
+                url = url_of(listener, settings)
                 body = encode(_for_url(settings, url))
                 sent = socket.send_fds(sock, [body], [listener.fileno()])
                 sock.sendall(body[sent:])
@@ -178,10 +178,11 @@ def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
     return data
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, settings: Settings) -> str:
     """Where clients find it."""
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "https" if settings.certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _for_url(settings: Settings, url: str) -> Settings:

@@ -46,7 +46,7 @@ class Head(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
 class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     """A request. kind: of the API; owner: digest of the key that may ask for it; key: the client's
     own name for it; body: digest of what was sent; model: which file answers; bits: how the engine
-    of that time computed."""
+    of that time computed; traceparent: its span, empty for none."""
 
     id: str
     at: int
@@ -59,6 +59,7 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     asked: Asked
     tools: ToolUse | None = None
     request: dict[str, Any] | None = None
+    traceparent: str = ""
 
 
 class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.asker import asking
 from pipeinfer.server.choice import Choices, Failure, Generation
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, bad
@@ -100,11 +101,18 @@ class Kept:
 
     def run(self, tokenizer: Tokenizer, before: bool) -> None:
         """Have the engine work on what has not ended. before: an earlier process has begun it."""
-        hub, asked = self.archive.hub, self.record.begun.asked
-        for index, story in enumerate(self.record.stories):
-            if story.end is None:
-                hub.add(self._make(tokenizer, index), asked, before,
-                        story.bits or self.record.begun.bits)
+        hub, begun = self.archive.hub, self.record.begun
+        trace = None
+        if before and hub.tracer is not None:
+            trace = hub.tracer.replay(begun.kind, begun.traceparent, begun.id)
+            trace.event("journal replay", tokens=sum(len(s.rows) for s in self.record.stories))
+        with asking(trace=trace):
+            for index, story in enumerate(self.record.stories):
+                if story.end is None:
+                    hub.add(self._make(tokenizer, index), begun.asked, before,
+                            story.bits or begun.bits)
+        if trace is not None:
+            trace.release()
         self._limit = asyncio.get_running_loop().call_later(
             hub.settings.request_timeout, self.abort, "timeout")
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pipeinfer.errors import UsageError
 
 SCOPES = ("ask", "watch", "change")
 _MOST = 1_000_000
-_NUMBERS = {"requests-per-minute": "per_minute", "at-once": "at_once"}
+_NUMBERS = {"requests-per-minute": ("per_minute", _MOST), "at-once": ("at_once", _MOST),
+            "tokens-per-minute": ("tokens_per_minute", 1_000_000_000),
+            "connections": ("connections", _MOST)}  #: to the field, and the highest value
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """What one key may do. scopes: "ask" for answers, "watch" the server, "change" what it does;
-    per_minute, at_once: requests for answers, 0 for any number."""
+    per_minute, at_once: requests for answers; tokens_per_minute: of prompts and answers;
+    connections: requests of any kind that are open at a time. 0 for any number."""
 
     scopes: tuple[str, ...] = SCOPES
     per_minute: int = 0
     at_once: int = 0
+    tokens_per_minute: int = 0
+    connections: int = 0
 
 
 def parse_line(line: str, where: str) -> tuple[str, Allowance]:
@@ -38,40 +44,97 @@ def parse_line(line: str, where: str) -> tuple[str, Allowance]:
                                  "commas")
             found["scopes"] = scopes
         elif name in _NUMBERS and equals:
-            if not (value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= _MOST):
-                raise UsageError(f"{where}: {name} is a whole number from 1 to {_MOST}")
-            found[_NUMBERS[name]] = int(value)
+            field, most = _NUMBERS[name]
+            if not (value.isascii() and value.isdigit() and len(value) < 11
+                    and 1 <= int(value) <= most):
+                raise UsageError(f"{where}: {name} is a whole number from 1 to {most}")
+            found[field] = int(value)
         else:
             raise UsageError(f"{where}: word {number} is none of scopes=, "
                              f"{', '.join(f'{known}=' for known in _NUMBERS)}")
     return key, Allowance(**found)  # type: ignore[arg-type]
 
 
-class Meter:
-    """How much of its allowance a key has used. Times are those of the caller's clock.
+class Bucket:
+    """An amount that a minute gives: what is not used is saved up, for a minute at most. Times are
+    those of the caller's clock."""
 
-    A key may save up a minute's requests: those may come at once.
+    def __init__(self, per_minute: int) -> None:
+        self.size = per_minute
+        self._left, self._seen = float(per_minute), 0.0
+
+    def left(self, now: float) -> float:
+        """What may be used now; below 0 where more was used than there was."""
+        if self._seen:
+            gained = max(0.0, now - self._seen) * self.size / 60.0
+            self._left = min(self._left + gained, float(self.size))
+        self._seen = now
+        return self._left
+
+    def take(self, amount: float, now: float) -> None:
+        """Use so much, be it there or not."""
+        self.left(now)
+        self._left -= amount
+
+    def wait(self, amount: float, now: float) -> float:
+        """Seconds until so much is there; 0: it is."""
+        if not self.size:
+            return 0.0
+        return max(0.0, amount - self.left(now)) * 60.0 / self.size
+
+    def refill(self, now: float) -> float:
+        """Seconds until as much is there as can be."""
+        return self.wait(self.size, now)
+
+
+class Meter:
+    """How much of its allowance a key has used. open: its requests for answers that run;
+    connected: its requests of any kind.
+
+    A key may save up a minute's requests and tokens: those may come at once. Tokens are counted
+    when they are there, so that a request may use more than were left; the next one waits.
     """
 
     def __init__(self, allowance: Allowance) -> None:
-        self.allowance, self.open = allowance, 0
-        self._left, self._seen = float(allowance.per_minute), 0.0
+        self.allowance, self.open, self.connected = allowance, 0, 0
+        self.requests = Bucket(allowance.per_minute)
+        self.tokens = Bucket(allowance.tokens_per_minute)
 
     def wait(self, now: float) -> float:
         """Seconds until one more request may come; 0: it may come now, and counts."""
-        each = self.allowance.per_minute / 60.0
-        if not each:
-            return 0.0
-        if self._seen:
-            self._left = min(self._left + (now - self._seen) * each,
-                             float(self.allowance.per_minute))
-        self._seen = now
-        if self._left < 1.0:
-            return (1.0 - self._left) / each
-        self._left -= 1.0
-        return 0.0
+        seconds = max(self.requests.wait(1.0, now), self.tokens.wait(1.0, now))
+        if not seconds:
+            self.requests.take(1.0, now)
+        return seconds
+
+    def used(self, tokens: int, now: float) -> None:
+        """Count tokens of a prompt or an answer."""
+        self.tokens.take(tokens, now)
 
     @property
     def full(self) -> bool:
-        """Whether as many requests run as may."""
+        """Whether as many requests for answers run as may."""
         return 0 < self.allowance.at_once <= self.open
+
+    @property
+    def crowded(self) -> bool:
+        """Whether as many requests are open as may."""
+        return 0 < self.allowance.connections <= self.connected
+
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
+        """What is left, as OpenAI's API says it."""
+        return [(f"x-ratelimit-{name}-{what}".encode(), value.encode())
+                for what, bucket in (("requests", self.requests), ("tokens", self.tokens))
+                if bucket.size
+                for name, value in (
+                    ("limit", str(bucket.size)),
+                    ("remaining", str(max(0, int(bucket.left(now))))),
+                    ("reset", duration(bucket.refill(now))))]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as in `x-ratelimit-reset-requests`: 59s, 1m0s, 250ms."""
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

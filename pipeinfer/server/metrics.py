@@ -84,11 +84,13 @@ class Metrics:
         self._unwritten = Gauge("journal_failing", "1 while the file of --journal cannot be "
                                                    "written.", **make)
         self._arranged: list[Any] = []
+        self._ready = Gauge("ready", "1 while a job answers requests.", **make)
         self._open = Gauge("open_choices", "Choices that clients are waiting for.", **make)
 
-    def render(self, open_choices: int) -> bytes:
+    def render(self, open_choices: int, ready: bool = True) -> bytes:
         """The text that Prometheus reads."""
         self._open.set(open_choices)
+        self._ready.set(ready)
         return generate_latest(self._registry)
 
     def answered(self, status: int) -> None:

@@ -21,12 +21,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeinfer.server.asker import asking
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.keys import Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tracing import OPERATIONS, Tracer
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
           "connect-src 'self'; font-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -109,16 +111,18 @@ class Guard:
             response = Reply(error.body(), error.status, error.headers)
             await response(scope, receive, send)
             return
-        if meter is not None:
-            scope[_POOL] = 1 + self._meters.index(meter)
-        if meter is None or not counted:
+        if meter is None:
             await self._app(scope, self._bounded(receive), send)
             return
-        meter.open += 1
+        scope[_POOL] = 1 + self._meters.index(meter)
+        meter.connected += 1
+        meter.open += counted
         try:
-            await self._app(scope, self._bounded(receive), send)
+            with asking(meter=meter):
+                await self._app(scope, self._bounded(receive), _telling(meter, send))
         finally:
-            meter.open -= 1
+            meter.connected -= 1
+            meter.open -= counted
 
     def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> Meter | None:
         """What the request's key has used; None where none is needed."""
@@ -197,22 +201,66 @@ def _counted(meter: Meter, method: str, path: str) -> bool:
     if not set(needed) & set(allowance.scopes):
         raise ApiError(403, f"this key has the scope {','.join(allowance.scopes)}; {path} needs "
                             f"{' or '.join(needed)}", code="insufficient_scope")
+    if meter.crowded:
+        raise _beyond(meter, f"this key may have {allowance.connections} requests open at a time")
     if method != "POST" or needed != ("ask",):
         return False
     if meter.full:
-        raise ApiError(429, f"this key may have {allowance.at_once} requests at a time",
-                       code="rate_limit_exceeded")
-    if (seconds := meter.wait(time.monotonic())) > 0:
-        raise ApiError(429, f"this key may send {allowance.per_minute} requests per minute",
-                       code="rate_limit_exceeded",
-                       headers={"Retry-After": str(math.ceil(seconds))})
+        raise _beyond(meter, f"this key may have {allowance.at_once} requests at a time")
+    now = time.monotonic()
+    if (seconds := meter.wait(now)) > 0:
+        bound = f"send {allowance.per_minute} requests" if meter.requests.wait(1.0, now) else (
+            f"use {allowance.tokens_per_minute} tokens")
+        raise _beyond(meter, f"this key may {bound} per minute", seconds)
     return True
+
+
+def _beyond(meter: Meter, message: str, seconds: float | None = None) -> ApiError:
+    headers = {name.decode(): value.decode() for name, value in meter.headers(time.monotonic())}
+    if seconds is not None:
+        headers["Retry-After"] = str(math.ceil(seconds))
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def _telling(meter: Meter, send: Send) -> Send:
+    """Answers say what is left to their key."""
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *meter.headers(time.monotonic())]
+        await send(message)
+
+    return told
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADERS:
         raise ApiError(431, f"the headers are longer than the {MAX_HEADERS} bytes that this server "
                             "accepts", headers={"Connection": "close"})
+
+
+class Tracing:
+    """Begins the trace of a request that asks for an answer, and tells it the answer's status."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app, self._tracer = app, tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and look at the answer's start."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in OPERATIONS:
+            await self._app(scope, receive, send)
+            return
+        trace = self._tracer.request(scope["path"], dict(scope["headers"]))
+
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trace.status(message["status"])
+            await send(message)
+
+        try:
+            with asking(trace=trace):
+                await self._app(scope, receive, seen)
+        finally:
+            trace.release()
 
 
 class Accounting:
@@ -246,10 +294,12 @@ class Accounting:
                              1e3 * (time.monotonic() - start))
 
 
-def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str]
-             ) -> ASGIApp:
+def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
+             tracer: Tracer | None = None) -> ASGIApp:
     """The application with everything around it. public: paths that need no key."""
     inner: ASGIApp = Guard(app, settings, public)
+    if tracer is not None:
+        inner = Tracing(inner, tracer)
     if settings.cors_origins:
         inner = CORSMiddleware(
             inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],

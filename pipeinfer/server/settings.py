@@ -37,6 +37,8 @@ class Settings:
     journal_sync: seconds between two times that the disk has it
     journal_keep: seconds for which ended requests stay in it
     journal_size: MiB of it beyond which the oldest of them go
+    otlp: address of the collector that gets traces; "" for none
+    certificate, private_key: files of TLS; "" for plain HTTP
     """
 
     op: ClassVar[str] = "settings"
@@ -64,6 +66,9 @@ class Settings:
     journal_sync: float = 1.0
     journal_keep: float = 3600.0
     journal_size: int = 64
+    otlp: str = ""
+    certificate: str = ""
+    private_key: str = ""
 
     @property
     def most_open(self) -> int:

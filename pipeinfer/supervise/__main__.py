@@ -74,7 +74,7 @@ def main() -> int:
     if given.hosts:
         hostfile, ranks, kind, out = given.hosts
         roster = Roster(hostfile, kind, Path(out), int(ranks), int(ranks))
-    door = HttpDoor(environ) if int(restarts) and "serve" in given.words else None
+    door = HttpDoor(environ, say) if int(restarts) and "serve" in given.words else None
     source = _Words(given.job, given.words, environ, roster)
     try:
         return asyncio.run(Supervisor(source, int(restarts), door, say).run())

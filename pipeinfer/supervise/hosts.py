@@ -42,7 +42,15 @@ class Roster:
         return gone
 
     def take(self, entries: Sequence[HostEntry]) -> None:
-        """Have the job on these hosts."""
+        """Have the job on these hosts. Raises UsageError when they cannot be written down."""
+        write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
+                 else doctor_hosts.openmpi_hostfile)
+        beside = self.out.with_name(f"{self.out.name}.new")
+        try:
+            beside.write_text(write(entries), encoding="utf-8")
+            beside.replace(self.out)
+        except OSError as error:  # a full disk; the hosts of before are still in the file
+            raise UsageError(f"cannot write {self.out}: {error.strerror}") from error
         slots = sum(entry.slots for entry in entries)
         self.ranks = min(self.asked or slots, slots)
         self.used, free = [], self.ranks
@@ -51,9 +59,6 @@ class Roster:
                 self.used.append(entry)
             free -= entry.slots
         self.absent = {}
-        write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
-                 else doctor_hosts.openmpi_hostfile)
-        self.out.write_text(write(entries), encoding="utf-8")
 
     @property
     def missing(self) -> list[HostEntry]:

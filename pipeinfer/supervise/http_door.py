@@ -13,24 +13,30 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
+_EVERY = 5.0  #: seconds between two looks whether it lives
+_FIRST = 0.5  #: the same before it has answered for the first time
+_MISSED = 6  #: answers in a row whose lack means that it hangs
 _NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
 _END = 15.0  #: seconds for its goodbye to clients
 
 
 class HttpDoor:
-    """Started when there is a job, and anew when it has died. environ gets PIPEINFER_DOOR."""
+    """Started when there is a job, and anew when it has died or hangs. environ gets PIPEINFER_DOOR.
+    say: hears a line for the user."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
-        self._environ = environ
+    def __init__(self, environ: dict[str, str], say: Callable[[str], None]) -> None:
+        self._environ, self._say = environ, say
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._asking = asyncio.Lock()
         self._number = 0
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -54,6 +60,22 @@ class HttpDoor:
                 pass_fds=(theirs.fileno(),), start_new_session=True)
         self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
         self._link = await asyncio.open_connection(sock=ours)
+        self._watching = asyncio.create_task(self._watch(self._process))
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill it where it answers no more, though it lives: nobody else would notice, and clients
+        would wait for ever. Before its first rank 0 it answers nothing."""
+        missed = -1
+        while missed < _MISSED:
+            await asyncio.sleep(_EVERY if missed >= 0 else _FIRST)
+            if process.poll() is not None:
+                return
+            if await self.ask(op="look"):
+                missed = 0
+            elif missed >= 0:
+                missed += 1
+        self._say("the HTTP process does not answer any more: killed")
+        process.kill()
 
     async def ask(self, **question: Any) -> dict[str, Any]:
         """Its answer, empty where there is none (in time)."""
@@ -86,6 +108,9 @@ class HttpDoor:
         self._clear()
 
     def _clear(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self._watching = None
         if self._link is not None:
             self._link[1].close()
         if self._folder is not None:

@@ -41,7 +41,7 @@ class Keeper(Supervisor):
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell, *,
                  left: tuple[str, list[str]], every: float, auto: bool) -> None:
-        door = HttpDoor(serving.environ)
+        door = HttpDoor(serving.environ, say)
         super().__init__(serving, restarts, door, say)
         self._serving, self._folder, self._auto, self._http = serving, folder, auto, door
         self._left, self._comeback = left, Comeback(every)

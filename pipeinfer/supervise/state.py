@@ -110,8 +110,9 @@ class Folder:
         return found
 
     def unlisten(self) -> None:
-        """Take no more commands."""
-        (self.path / _SOCKET).unlink(missing_ok=True)
+        """Take no more commands. On a disk that has become read-only the name stays."""
+        with contextlib.suppress(OSError):
+            (self.path / _SOCKET).unlink(missing_ok=True)
 
     def connect(self) -> socket.socket:
         """A connection to the supervisor. Raises UsageError where there is none."""

@@ -49,6 +49,7 @@ class Frame:
     figures: dict[str, float] = field(default_factory=dict)
     supervisor: dict[str, Any] = field(default_factory=dict)
     rate: float | None = None
+    seen: float = 0.0  #: of a clock that does not jump
 
     def figure(self, name: str, **labels: object) -> float:
         """A figure of /metrics; 0 where it is not there."""
@@ -69,7 +70,7 @@ def read(text: str) -> dict[str, float]:
 def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> Frame:
     """Ask the server. Raises RequestError where it wants a key; one that does not answer is a frame
     that says so."""
-    frame = Frame(time.time(), url)
+    frame = Frame(time.time(), url, seen=time.monotonic())
 
     def get(path: str) -> Any:
         answer = http_client.ask("GET", url + path, timeout=_SECONDS, headers=headers)
@@ -94,10 +95,10 @@ def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> F
         frame.state, frame.reason = "silent", str(error)
     except (ValueError, AttributeError, TypeError) as error:
         raise RequestError(f"the program at {url} is no `pipeinfer serve`: {error}") from error
-    if before is not None and frame.at > before.at:
+    if before is not None and frame.seen > before.seen:
         new = frame.figure("generated_tokens_total") - before.figure("generated_tokens_total")
         if frame.figures and before.figures and new >= 0:
-            frame.rate = new / (frame.at - before.at)
+            frame.rate = new / (frame.seen - before.seen)
     if not frame.facts and before is not None:
         frame.name, frame.facts = before.name, before.facts  # of the job that was
     return frame

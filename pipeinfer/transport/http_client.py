@@ -117,7 +117,13 @@ def is_stream(response: httpx2.Response) -> bool:
 
 def _options(url: str, timeout: float, proxies: bool) -> dict[str, Any]:
     secure = proxies or url.startswith("https:")
-    return {"timeout": timeout, "trust_env": proxies, "verify": True if secure else _PLAIN}
+    return {"timeout": timeout, "trust_env": proxies, "verify": _trusted() if secure else _PLAIN}
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Certificates of authorities: the user's own, if he names some, else those of the system."""
+    file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    return ssl.create_default_context(cafile=file, capath=folder) if file or folder else True
 
 
 def _headers(given: Mapping[str, str] | None, body: Any) -> dict[str, str]:
@@ -160,6 +166,11 @@ def _reason(error: BaseException) -> str:
     while seen is not None:  # the library wraps what the system said
         if isinstance(seen, socket.gaierror):
             return "no such host"
+        if isinstance(seen, ssl.SSLCertVerificationError):
+            return (f"its certificate is not trusted, {seen.verify_message}: SSL_CERT_FILE may "
+                    "name one of your own")
+        if isinstance(seen, ssl.SSLError):
+            return f"no HTTPS there: {seen.reason or seen}"
         if isinstance(seen, OSError) and seen.errno:
             return os.strerror(seen.errno)
         seen = seen.__cause__ or seen.__context__

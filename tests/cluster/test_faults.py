@@ -65,7 +65,7 @@ def chunk(pos, count=4):
     "kill@2:decode=30", "stop@3:prefill=2", "error@1:decode=7:layer=3", "memory@2:decode=5",
     "slow-link@2:ms=50", "lose-cancel@3:every=2", "disk-full@2:load", "corrupt-cache@2:load",
     "kill@4:recovery=1", "kill@2:load=extracting", "error@12:prefill=1:type=backend",
-    "slow@2:ms=5", "cut-link@2:peer=3:after=40"])
+    "clock@1:decode=4:s=-3600", "slow@2:ms=5", "cut-link@2:peer=3:after=40"])
 def test_a_fault_is_written_as_it_is_read(text):
     (fault,) = parse_faults(text)
     assert str(fault) == text

@@ -10,10 +10,13 @@ import sys
 import pytest
 
 from pipeinfer.core.grid import Grid
+from pipeinfer.errors import UsageError
+from pipeinfer.experiments.chaos import whole
 from pipeinfer.experiments.chaos.command import plan
 from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.experiments.chaos.victims import Victims
+from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount
 from pipeinfer.experiments.rig import launch
 from tests.support.sample import full
 
@@ -35,8 +38,9 @@ def test_a_campaign_is_the_same_for_a_seed_and_covers_what_was_asked():
     assert shape() == shape()
     assert shape() != shape(seed=4)
     assert {moment for _, moment in shape()} == set(MOMENTS)
-    assert {fault for fault, _ in shape(faults=("all",))} == {*FAULTS} - {"cut-link"}
-    assert {fault for fault, _ in shape(faults=("all",), wide=True)} == {*FAULTS}
+    every = {*FAULTS} - (set() if can_mount() else {*DISKS})
+    assert {fault for fault, _ in shape(faults=("all",))} == every - {"cut-link"}
+    assert {fault for fault, _ in shape(faults=("all",), two=True)} == every
     assert set(shape(faults=("kill", "stop"), moments=("decode",))) == {
         ("kill", "decode"), ("stop", "decode")}
     assert bodies(4, 80, 1) == bodies(4, 80, 1) != bodies(4, 80, 2)
@@ -56,8 +60,9 @@ def test_victims_are_known_by_what_they_are():
     assert Victims(Grid((3, 2))).name(5) == "rank 5 (member 1 of stage 2)"
     assert Victims(Grid((3, 2))).name(1) == "rank 1 (leader of stage 1)"
     assert Victims(Grid((3, 2))).name(6) == Victims().name(6) == "rank 6"
-    pairs = {frozenset(Victims(Grid((1, 3))).pair(rng)) for _ in range(100)}
+    pairs = {frozenset(Victims(Grid((1, 3))).pair(holders, rng)) for _ in range(100)}
     assert pairs == {frozenset(pair) for pair in ((2, 3), (2, 4), (3, 4))}
+    assert {Victims().pair([1, 3, 4], rng) for _ in range(50)} == {(1, 3), (3, 4)}
     assert Victims().pick([7], rng) == ([7], [])
 
 
@@ -85,11 +90,18 @@ def test_figures_and_the_last_sentence():
     (["--moment", "lunch"], "lunch"),
     (["--victim", "leader"], "needs --grid"),
     (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
-    (["--grid", "2x1", "--ranks", "3", "--fault", "cut-link"], "several members")])
+    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks beside the head")])
 def test_wrong_use(args, says):
     done = launch.run(1, [*CHAOS, *args], timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+def test_faults_of_the_disk_need_root_and_say_so(monkeypatch):
+    monkeypatch.setattr(whole, "_UNSHARE", ("absent-program",))
+    with pytest.raises(UsageError, match="--fault full-disk needs root"):
+        whole.check(("kill", "full-disk"))
+    whole.check(("kill", "kill-host"))
 
 
 def chaos(*args, ranks=3, runs=1):
@@ -116,10 +128,23 @@ def test_what_cannot_be_survived_is_called_lost(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [("decode",), full(MOMENTS)], ids=["decode", "every moment"])
-def test_neither_a_killed_stage_nor_a_storm_of_bad_clients_costs_anybody_a_token(moments):
+def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody_a_token(moments):
     options = [word for moment in moments for word in ("--moment", moment)]
-    runs = 2 * len(moments)
-    code, found = chaos("--fault", "kill", "--fault", "storm", *options, ranks=4, runs=runs)
-    assert {(run["fault"], run["moment"]) for run in found["outcomes"]} == {
+    runs = 3 * len(moments)
+    code, found = chaos("--fault", "kill", "--fault", "storm", "--fault", "clock", *options,
+                        ranks=4, runs=runs)
+    assert {(run["fault"], run["moment"]) for run in found["outcomes"]
+            if run["fault"] != "clock"} == {
         ("storm", "always"), *(("kill", moment) for moment in moments)}
     assert (code, found["clean"], found["exit_codes"]) == (0, runs, {"0": runs}), found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [*WHOLE, *DISKS])
+def test_nothing_that_hits_the_whole_job_costs_a_client_a_token(fault):
+    if fault in DISKS and not can_mount():
+        pytest.skip("no file system can be mounted here")
+    code, found = chaos("--fault", fault, "--moment", "decode", "--seconds", "150")
+    assert (code, found["clean"]) == (0, 1), found

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import openai
 import psutil
@@ -27,19 +28,22 @@ PROMPT = "def fibonacci(n):\n"
 SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
 ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
            "extra_body": {"ignore_eos": True}}
-KEY = "a-key-for-tests"
+KEY, SECRET = "a-key-for-tests", "a prompt that nobody else may see"
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY)
     # tuning may find that guesses do not pay on few cores: some tests want to see them
     with serve(4, "--no-adapt", "-c", "4096", "--parallel", "4", "--queue", "2", "--alias", "code",
-               PIPEINFER_API_KEY=KEY) as served:
+               "--api-key-file", str(keys)) as served:
         served.wait_until_ready()
         yield served
         served.process.send_signal(signal.SIGUSR1)
         assert served.end() == 0, "".join(served.log)
         assert KEY not in "".join(served.log)
+        assert not any(text in "".join(served.log) for text in (PROMPT, SECRET))
 
 
 def connect(server, key=KEY, **options):
@@ -332,6 +336,28 @@ def test_a_job_on_one_host_listens_on_no_outside_interface(server):
     assert [kind for kind, _ in waiting].count(socket.SOCK_STREAM) == 1  # HTTP
     assert [kind for kind, _ in waiting].count(socket.SOCK_DGRAM) == 4  # a heartbeat of each rank
     assert all(address.is_loopback for _, address in waiting)
+
+
+def own_memory(process):
+    """What a process may write to and no file holds: where its secrets would be."""
+    for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+        span, rights, _, _, inode, *_ = line.split()
+        if rights.startswith("rw") and inode == "0":
+            begin, end = (int(edge, 16) for edge in span.split("-"))
+            with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+                memory.seek(begin)
+                yield memory.read(end - begin)
+
+
+def test_stages_hold_neither_keys_nor_prompts(server, client):
+    client.completions.create(model="code", prompt=SECRET, max_tokens=2)
+    found = ranks(server)
+    assert len(found) == 4
+    for rank, process in found.items():
+        holds = [text for text in (KEY, SECRET)
+                 if any(text.encode() in part for part in own_memory(process))]
+        assert holds == ([KEY] if rank == "0" else [])  # that one has told the HTTP process
+        assert KEY not in " ".join([*process.cmdline(), *process.environ().values()])
 
 
 def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ import requests
 from pipeinfer.errors import ClusterError
 from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, Peer
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.server import door as door_module
 from pipeinfer.server import http_process
 from pipeinfer.server.frames import (
     GREETING,
@@ -284,6 +286,17 @@ def test_without_a_rank_0_it_ends_when_told_to(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == 0
     assert not path.parent.exists()
+
+
+def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
+    entrance = door_module.Entrance(str(tmp_path / "door"))
+    monkeypatch.setattr(door_module.os, "getuid", lambda: os.geteuid() + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(tmp_path / "door"))
+        assert entrance._admit(entrance._socket.accept()[0]) is None
+        assert stranger.recv(100) == b""  # not even a greeting
+    assert "belongs to another user" in caplog.text
+    entrance._socket.close()
 
 
 def test_rank_0_hears_where_nobody_waits(tmp_path, monkeypatch):

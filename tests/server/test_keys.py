@@ -9,7 +9,7 @@ import requests
 
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.rig.server_peer import SECONDS
-from pipeinfer.server.keys import Allowance, Meter, parse_line
+from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import scopes_of
 from tests.server.test_http import MODEL, error, front
 
@@ -19,7 +19,9 @@ from tests.server.test_http import MODEL, error, front
     ("two words", "two words", Allowance()),
     ("k scopes=watch", "k", Allowance(("watch",))),
     ("k= scopes=ask,change requests-per-minute=60 at-once=2", "k=",
-     Allowance(("ask", "change"), 60, 2))])
+     Allowance(("ask", "change"), 60, 2)),
+    ("k tokens-per-minute=1000000000 connections=5", "k",
+     Allowance(tokens_per_minute=1_000_000_000, connections=5))])
 def test_lines_of_key_files(line, key, allowance):
     assert parse_line(line.strip(), "f, line 1") == (key, allowance)
 
@@ -28,6 +30,7 @@ def test_lines_of_key_files(line, key, allowance):
     ("scopes=all", "scopes are some of ask,watch,change"),
     ("scope=ask", "word 2 is none of scopes="),
     ("at-once=0", "at-once is a whole number from 1"), ("at-once=2 fast", "word 3 is none of"),
+    ("connections=1000001", "connections is a whole number from 1 to 1000000"),
     ("requests-per-minute=" + "9" * 5000, "requests-per-minute is a whole number")])
 def test_lines_that_cannot_be_used_show_no_key(words, says):
     with pytest.raises(UsageError, match=says) as caught:
@@ -46,6 +49,26 @@ def test_a_minutes_requests_may_come_at_once_and_then_one_by_one():
     assert Meter(Allowance()).wait(1.0) == 0.0
 
 
+def test_tokens_may_be_overdrawn_once_and_are_waited_for_then():
+    meter = Meter(Allowance(tokens_per_minute=60))
+    assert meter.wait(100.0) == 0.0
+    meter.used(150, 100.0)  # a request that has begun is not cut off
+    assert meter.wait(100.0) == pytest.approx(91.0)
+    assert meter.wait(190.0) == pytest.approx(1.0)
+    assert meter.wait(191.0) == 0.0
+    assert meter.wait(10_000.0) == 0.0
+    assert dict(meter.headers(10_000.0)) == {
+        b"x-ratelimit-limit-tokens": b"60", b"x-ratelimit-remaining-tokens": b"60",
+        b"x-ratelimit-reset-tokens": b"0ms"}
+    assert Meter(Allowance()).headers(1.0) == []
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (59.2, "1m0s"), (61.0, "1m1s"), (3600, "60m0s")])
+def test_durations_are_those_of_openais_headers(seconds, text):
+    assert duration(seconds) == text
+
+
 def test_every_path_needs_a_scope():
     for method, path, scopes in (
             ("POST", "/v1/chat/completions", "ask"), ("GET", "/v1/responses/x", "ask"),
@@ -58,7 +81,8 @@ def test_every_path_needs_a_scope():
 
 def test_keys_with_scopes_and_bounds():
     keys = {"all": Allowance(), "watch": Allowance(("watch",)),
-            "ask": Allowance(("ask",), per_minute=2), "one": Allowance(("ask",), at_once=1)}
+            "ask": Allowance(("ask",), per_minute=2), "one": Allowance(("ask",), at_once=1),
+            "few": Allowance(tokens_per_minute=10), "narrow": Allowance(connections=1)}
     with front(MODEL, api_keys=list(keys), allowances=tuple(keys.values())) as server:
         def ask(key, path="/v1/completions", **body):
             return requests.post(server.url + path, json={"prompt": "x", **body}, stream=True,
@@ -76,6 +100,18 @@ def test_keys_with_scopes_and_bounds():
         assert error(late, 429)["code"] == "rate_limit_exceeded"
         assert 1 <= int(late.headers["Retry-After"]) <= 30
         assert ask("all").status_code == 200  # each key for itself
+        assert "x-ratelimit-limit-requests" not in ask("all").headers
+        assert late.headers["x-ratelimit-remaining-requests"] == "0"
+        left = int(ask("few", prompt=[1, 2, 3]).headers["x-ratelimit-remaining-tokens"])
+        assert left == 10 - 3 - len(server.tokenizer.encode("ok", add_bos=False))
+        assert ask("few", prompt=[1] * 30, n=2).status_code == 200
+        broke = ask("few")
+        assert "10 tokens per minute" in error(broke, 429)["message"]
+        assert int(broke.headers["Retry-After"]) > 60
+        assert get("few", "/v1/models").status_code == 200
+        with requests.get(server.url + "/pipeline", stream=True, timeout=SECONDS,
+                          headers={"Authorization": "Bearer narrow"}):
+            assert error(get("narrow", "/v1/models"), 429)["code"] == "rate_limit_exceeded"
         server.peer.answer = lambda frame: None
         with ask("one", stream=True):
             assert error(ask("one"), 429)["code"] == "rate_limit_exceeded"

@@ -7,6 +7,7 @@ import pytest
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster, others
+from pipeinfer.supervise.launcher import Launcher
 
 OWN = doctor_hosts._own_facts()
 
@@ -56,3 +57,22 @@ def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answeri
     assert roster.ranks == 3
     hosts.write_text("head\nbroken slots=\n")
     assert (roster.missing, roster.wanted) == ([], 3)
+
+
+def test_on_a_full_disk_the_hosts_of_before_stay(tmp_path, answering, monkeypatch):
+    hosts, out = tmp_path / "hosts", tmp_path / "out"
+    hosts.write_text("head slots=2\nb slots=3\n")
+    roster = Roster(str(hosts), "openmpi", out)
+    roster.choose()
+    answering.add("b")
+    (tmp_path / "out.new").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=r"cannot write .*out: No space left on device"):
+        roster.choose()
+    assert (out.read_text(), roster.ranks) == ("head slots=2\n", 2)
+
+
+def test_keys_go_to_no_other_host():
+    environ = {"PIPEINFER_API_KEY": "secret", "PIPEINFER_CACHE": "/c"}
+    words = Launcher("/opt/bin/mpirun", "openmpi").command(4, ["serve"], environ, hosts="hostfile")
+    assert "PIPEINFER_CACHE" in words
+    assert not any("PIPEINFER_API_KEY" in word or "secret" in word for word in words)

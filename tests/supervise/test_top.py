@@ -67,7 +67,7 @@ def test_a_server_that_is_away_wants_a_key_or_is_another_program(monkeypatch):
     before = Frame(0.0, "http://h", "ok", facts=FACTS, figures={
         "pipeinfer_generated_tokens_total": 300.0 - 5})
     frame = look("http://h", {}, before)
-    assert frame.rate == pytest.approx(5 / frame.at)
+    assert frame.rate == pytest.approx(5 / frame.seen)
     assert "restarting  rank 0 has died" in shown(frame)
     assert "rank 2 (c) is lost" in shown(frame)  # as it was
     answers["/health"] = HttpFailure("nobody listens")

@@ -58,17 +58,21 @@ async def get(url: str, path: str, timeout: float = 10.0) -> tuple[int, Any]:
 
 
 async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = None,
-                   on_token: Callable[[], None] | None = None, answer: Answer | None = None
-                   ) -> Answer:
+                   on_token: Callable[[], None] | None = None, answer: Answer | None = None,
+                   key: str = "") -> Answer:
     """Stream a completion; never raises for what goes wrong on the way, see `Answer.trouble`.
 
     leave_after: hang up after so many tokens. on_token: called after each. answer: filled while
-    tokens come, for onlookers.
+    tokens come, for onlookers; its tokens begin anew, its times go on. key: under which it can be
+    asked for again.
     """
     got = Answer() if answer is None else answer
+    got.tokens.clear()
+    got.status, got.trouble = 0, "no answer"
+    headers = {"Idempotency-Key": key} if key else {}
     try:
         async with http_client.stream_async("POST", f"{url}/v1/completions", _asked(body),
-                                            timeout=_SILENCE) as response:
+                                            timeout=_SILENCE, headers=headers) as response:
             got.status = response.status_code
             if not http_client.is_stream(response):
                 raw = await response.aread()

@@ -28,6 +28,7 @@ from pipeinfer.experiments.chaos.trial import (
     undisturbed,
 )
 from pipeinfer.experiments.chaos.victims import VICTIMS, Victims
+from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount, check
 
 
 @click.command("chaos")
@@ -43,7 +44,7 @@ from pipeinfer.experiments.chaos.victims import VICTIMS, Victims
               help="When the fault happens, where there is a choice; recovery: a second stage "
                    "fails soon after the first.")
 @click.option("--grid", default="", help="Members of each stage, as for serve: faults can hit one "
-              "member, and cut-link the link between two.")
+              "member, and cut-link the link between two of a stage.")
 @click.option("--victim", default="any", show_default=True, type=click.Choice(VICTIMS),
               help="With --grid: which ranks fail: any, leaders of stages, other members, or all "
                    "members of a stage at once.")
@@ -87,7 +88,8 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
                   folder, given["keep_logs"], given["seconds"], victims)
     folder.mkdir()
     try:
-        planned = plan(given["faults"], given["moments"], given["runs"], seed, wide=victims.wide)
+        planned = plan(given["faults"], given["moments"], given["runs"], seed,
+                       two=ranks - spares > 2)
         outcomes = asyncio.run(_campaign(setup, planned, seed, quiet=given["as_json"]))
     finally:
         remove_leftovers(folder)
@@ -114,19 +116,22 @@ def _victims(text: str, who: str, faults: tuple[str, ...], ranks: int) -> Victim
                          "the head nor a spare: change --ranks")
     if who != "any" and grid is None:
         raise UsageError(f"--victim {who} needs --grid")
+    check(faults)
     victims = Victims(grid, who)
-    if BETWEEN in faults and not victims.wide:
-        raise UsageError(f"--fault {BETWEEN} needs a stage with several members: give --grid")
+    if BETWEEN in faults and ranks < 2:
+        raise UsageError(f"--fault {BETWEEN} needs two ranks beside the head: raise --ranks")
     return victims
 
 
 def plan(faults: tuple[str, ...], moments: tuple[str, ...], runs: int, seed: int, *,
-         wide: bool = False) -> list[Outcome]:
-    """Which fault comes in which run, and when; empty outcomes to be filled."""
+         two: bool = False) -> list[Outcome]:
+    """Which fault comes in which run, and when; empty outcomes to be filled. two: whether there are
+    two ranks beside the head."""
     rng = random.Random(f"plan {seed}")
     kinds = faults
     if "all" in faults:
-        kinds = tuple(one for one in FAULTS if wide or one != BETWEEN)
+        kinds = tuple(one for one in FAULTS if (two or one != BETWEEN)
+                      and (one not in DISKS or can_mount()))
     planned = []
     for number in range(runs):
         fault = kinds[number % len(kinds)]
@@ -140,7 +145,7 @@ def _moment(fault: str, moment: str, rng: random.Random) -> str:
     possible: tuple[str, ...]
     if fault in SIGNALS:
         possible = MOMENTS
-    elif fault in ("error", "memory"):
+    elif fault in ("error", "memory", "clock", *WHOLE, *DISKS):
         possible = ("prefill", "decode")
     else:
         return "load" if fault in ("disk-full", "corrupt-cache") else "always"

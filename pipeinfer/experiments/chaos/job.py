@@ -68,25 +68,38 @@ class ServerJob:
     """`pipeinfer serve` with `arguments` on `ranks` ranks; a context manager.
 
     environ: more variables. seconds: after which mpirun ends the job whatever happens. command:
-    what starts the job instead of mpirun, `serve` and its arguments follow it.
+    what starts the job instead of mpirun, `serve` and its arguments follow it. asked_to_end: the
+    signal that lets running requests end.
     """
 
     def __init__(self, ranks: int, arguments: Sequence[str], *, seconds: float,
-                 environ: Mapping[str, str] | None = None, command: Sequence[str] = ()) -> None:
+                 environ: Mapping[str, str] | None = None, command: Sequence[str] = (),
+                 asked_to_end: signal.Signals = signal.SIGUSR1) -> None:
+        self._asked_to_end = asked_to_end
         self.id = f"chaos-{os.getpid():x}-{next(_numbers)}-{time.monotonic_ns():x}"
         self.n_ranks, self.url, self.log = ranks, "", list[str]()
         self._times: list[float] = []
         prefix = [*command] if command else [launcher(), "-np", str(ranks), sys.executable, "-m",
                                              "pipeinfer"]
+        self._words = [*prefix, "serve", *arguments]
+        self._environ = environment(**{ID_VARIABLE: self.id, "MPIEXEC_TIMEOUT": str(int(seconds)),
+                                       **(environ or {})})
         self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            [*prefix, "serve", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace",
-            env=environment(**{ID_VARIABLE: self.id, "MPIEXEC_TIMEOUT": str(int(seconds)),
-                               **(environ or {})}))
         self._known = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._start()
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            self._words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace",
+            env=self._environ)
+        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
+
+    def start_again(self) -> None:
+        """The same command once more, after its process was killed."""
+        self.process.wait(20)
+        self._start()
 
     def __enter__(self) -> ServerJob:
         return self
@@ -94,12 +107,12 @@ class ServerJob:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
             self._times.append(time.monotonic())
             self.log.append(line)
-            found = re.search(r" on (http://\S+) with", line)
+            found = re.search(r" on (https?://\S+) with", line)
             if found:
                 self.url = found[1]
                 self._known.set()
@@ -202,7 +215,7 @@ class ServerJob:
     def drain(self, seconds: float) -> int | None:
         """Ask for the end and wait for it; the exit code, or None when it does not come."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(self._asked_to_end)
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -21,17 +21,18 @@ from typing import Any
 import psutil
 
 from pipeinfer.cluster.faults import flip_byte
-from pipeinfer.experiments.chaos import client
+from pipeinfer.experiments.chaos import client, whole
 from pipeinfer.experiments.chaos.client import Answer
 from pipeinfer.experiments.chaos.job import ServerJob, Trouble, poll
 from pipeinfer.experiments.chaos.report import Outcome, resumed
 from pipeinfer.experiments.chaos.victims import ANYONE, Victims
+from pipeinfer.experiments.chaos.whole import CONNECTIONS_LOST, DISKS, NOBODY_LEFT, WHOLE
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-BETWEEN = "cut-link"  #: between members of a stage
+BETWEEN = "cut-link"  #: between two ranks that both hear the head
 #: by --fault of a rank
-INSIDE = ("error", "memory", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
-FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm")
+INSIDE = ("error", "memory", "clock", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
+FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm", *WHOLE, *DISKS)
 MOMENTS = ("load", "prefill", "decode", "recovery")
 FIRST_SECONDS, DRAIN_SECONDS, GONE_SECONDS = 600.0, 20.0, 5.0
 STORM_CLIENTS = 200
@@ -56,11 +57,14 @@ class Setup:
     answer_seconds: float = 60.0
     victims: Victims = ANYONE
 
-    def start(self, cache: Path, **environ: str) -> ServerJob:
-        """A server as all runs have it."""
-        spares = ["--spares", str(self.spares)] if self.spares else []
+    def start(self, cache: Path, fault: str = "", **environ: str) -> ServerJob:
+        """A server as all runs have it, for some faults under `pipeinfer up`."""
+        arguments = [*self.arguments, *(["--spares", str(self.spares)] if self.spares else [])]
         seconds = FIRST_SECONDS + self.answer_seconds + DRAIN_SECONDS
-        return ServerJob(self.ranks, [*self.arguments, *spares], seconds=seconds,
+        if fault in (*WHOLE, *DISKS):
+            return whole.start(self.ranks, arguments, cache, seconds, disk=fault in DISKS,
+                               **environ)
+        return ServerJob(self.ranks, arguments, seconds=seconds,
                          environ={"PIPEINFER_CACHE": str(cache), **environ})
 
 
@@ -152,14 +156,15 @@ class _Trial:
             environ |= {"PIPEINFER_TIMEOUT": _CUT_SECONDS, "PIPEINFER_SUM_PATH": "messages"}
         elif outcome.fault == "corrupt-cache":
             self._corrupt()
-        self._job = setup.start(self._cache, **environ)
+        self._job = setup.start(self._cache, outcome.fault, **environ)
 
     def _inside(self) -> str:
         """A fault that a rank brings about itself, as `--fault` takes it."""
         rng, victims, fault = self._rng, self._setup.victims, self._out.fault
         if fault == BETWEEN:
-            self._out.hit = [*victims.pair(rng)]
-            return "cut-link@{}:peer={}:after={}".format(*self._out.hit, rng.randint(50, 2000))
+            self._out.hit = [*victims.pair(self._holders, rng)]
+            after = rng.randint(50, 2000) if victims.wide else rng.randint(10, 100)
+            return "cut-link@{}:peer={}:after={}".format(*self._out.hit, after)
         (rank, *_), _ = victims.pick(self._holders, rng)
         self._out.hit = [rank]
         if fault == "slow":
@@ -177,8 +182,9 @@ class _Trial:
             return f"{fault}@{rank}:load={phase}"
         when = f"prefill={rng.randint(1, 4)}" if self._out.moment == "prefill" else \
             f"decode={rng.randint(1, 40)}"
-        layer = f":layer={rng.randint(0, 3)}" if fault == "error" else ""
-        return f"{fault}@{rank}:{when}{layer}"
+        more = {"error": f":layer={rng.randint(0, 3)}",
+                "clock": f":s={rng.choice((-1e6, -3600, -1, 1, 3600, 1e6))}"}.get(fault, "")
+        return f"{fault}@{rank}:{when}{more}"
 
     def _own_cache(self) -> Path:
         """A copy of the campaign's cache for this run alone."""
@@ -234,6 +240,8 @@ class _Trial:
             side.append(asyncio.create_task(
                 client.storm(job.url, STORM_CLIENTS, self._rng, stop)))
             await asyncio.sleep(0.3)
+        elif out.fault in (*WHOLE, *DISKS):
+            side.append(asyncio.create_task(self._strike_the_whole(begin)))
         elif out.fault in SIGNALS and out.moment != "load":
             side.append(asyncio.create_task(self._strike_while_serving(begin)))
         asked = [asyncio.create_task(self._insist(body, answer))
@@ -252,10 +260,13 @@ class _Trial:
         self._compare(answers)
 
     async def _insist(self, body: dict[str, Any], answer: Answer) -> None:
-        """An honest client: it comes again when the queue is full."""
+        """An honest client: it comes again when the queue is full, and, where nothing else can be
+        expected, when its connection has broken."""
+        again = self._out.fault in CONNECTIONS_LOST
+        key = f"{self._job.id}-{id(answer)}" if again else ""
         while True:
-            await client.complete(self._job.url, body, on_token=self._count, answer=answer)
-            if answer.status != _QUEUE_FULL:
+            await client.complete(self._job.url, body, on_token=self._count, answer=answer, key=key)
+            if answer.status != _QUEUE_FULL and not (again and answer.trouble):
                 return
             await asyncio.sleep(0.2)
 
@@ -296,6 +307,36 @@ class _Trial:
         out, rng, victims = self._out, self._rng, self._setup.victims
         first, second = victims.pick(self._holders, rng)
         out.what = f"{out.fault} {' and '.join(map(victims.name, first))}"
+        await self._moment_comes()
+        for rank in first:
+            self._blow(rank, begin)
+        for rank in second if out.moment == "recovery" else ():
+            delay = rng.uniform(0.0, _SECOND_BLOW)
+            out.what += f" and {victims.name(rank)} {delay * 1e3:.0f} ms later"
+            await asyncio.sleep(delay)
+            self._blow(rank, begin)
+
+    async def _strike_the_whole(self, begin: float) -> None:
+        out = self._out
+        out.what = out.fault
+        await self._moment_comes()
+        if out.fault in DISKS:
+            out.happened = await asyncio.to_thread(
+                whole.strike_disk, self._job, self._cache, out.fault)
+            return
+        who, number = WHOLE[out.fault]
+        found = await asyncio.to_thread(whole.processes, self._job, who)
+        now = time.monotonic()
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+                out.at, out.happened = now - begin, True
+        self._deaths.append(now)
+        if out.fault in NOBODY_LEFT:
+            await asyncio.to_thread(self._job.start_again)
+
+    async def _moment_comes(self) -> None:
+        out, rng = self._out, self._rng
         if out.moment == "prefill":
             delay = rng.uniform(0.0, self._wanted.first)
             out.what += f" {delay * 1e3:.0f} ms into the prompts"
@@ -306,13 +347,6 @@ class _Trial:
             out.what += f" after {count} tokens"
             while self._tokens < count:
                 await asyncio.sleep(0.002)
-        for rank in first:
-            self._blow(rank, begin)
-        for rank in second if out.moment == "recovery" else ():
-            delay = rng.uniform(0.0, _SECOND_BLOW)
-            out.what += f" and {victims.name(rank)} {delay * 1e3:.0f} ms later"
-            await asyncio.sleep(delay)
-            self._blow(rank, begin)
 
     def _blow(self, rank: int, begin: float) -> None:
         process = self._processes.get(rank)
@@ -331,6 +365,7 @@ class _Trial:
         """Nothing of the run stays."""
         self._job.close()
         _keep_log(self._setup, self._job, f"run-{self._out.number + 1:03}")
+        whole.remove(self._cache)
         shutil.rmtree(self._cache, ignore_errors=True)
 
 

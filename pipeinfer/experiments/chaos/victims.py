@@ -46,9 +46,11 @@ class Victims:
         others = [rank for rank in holders if rank not in hit]
         return hit, rng.sample(others, min(1, len(others)))
 
-    def pair(self, rng: random.Random) -> tuple[int, int]:
-        """Two members of one stage."""
-        assert self.grid is not None
+    def pair(self, holders: Sequence[int], rng: random.Random) -> tuple[int, int]:
+        """Two that speak to each other: members of one stage, else stages one after the other."""
+        if self.grid is None or not self.wide:
+            first = rng.randrange(len(holders) - 1)
+            return holders[first], holders[first + 1]
         wide = [stage for stage in range(1, self.grid.n_stages + 1)
                 if len(self.grid.members(stage)) > 1]
         one, other = rng.sample(self.grid.members(rng.choice(wide)), 2)

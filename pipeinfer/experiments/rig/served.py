@@ -36,7 +36,7 @@ class Served:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            found = re.search(r" on (http://\S+) with", line)
+            found = re.search(r" on (https?://\S+) with", line)
             if found:
                 self.url = found[1]
                 self._seen.set()

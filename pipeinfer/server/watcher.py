@@ -1,0 +1,23 @@
+"""A client that looks at the pipeline, and the frames that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+_FRAMES = 64  #: kept for a page that is slow to read
+
+
+@dataclass(slots=True, eq=False)
+class Watcher:
+    """A client of the pipeline page. The oldest frames go when it does not keep up."""
+
+    frames: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_FRAMES))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, frame: dict[str, Any]) -> None:
+        """Queue a frame for the client and wake its stream."""
+        self.frames.append(frame)
+        self.news.set()

@@ -1,0 +1,44 @@
+"""The HTTP process as the supervisor has it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from pipeinfer.experiments.rig.server_peer import SECONDS
+from pipeinfer.server import http_process
+from pipeinfer.server.settings import Settings
+from pipeinfer.supervise import http_door
+from tests.server.test_http import MODEL
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_killed(monkeypatch):
+    for name, seconds in (("_ANSWER", 0.5), ("_EVERY", 0.05), ("_FIRST", 0.05), ("_MISSED", 3)):
+        monkeypatch.setattr(http_door, name, seconds)
+    said = []
+
+    async def run():
+        environ = {k: v for k, v in os.environ.items() if k != "PIPEINFER_DOOR"}
+        door = http_door.HttpDoor(environ, said.append)
+        await door.open()
+        path = environ["PIPEINFER_DOOR"].partition(":")[2]
+        await asyncio.sleep(0.5)  # before its first rank 0 it answers nothing, and lives
+        head = await asyncio.to_thread(
+            http_process.enter, path, Settings(str(MODEL), "m"),
+            lambda: http_process.listen("127.0.0.1", 0, SECONDS))
+        async with asyncio.timeout(SECONDS):
+            while not await door.ask(op="look"):
+                await asyncio.sleep(0.05)
+            assert not said
+            os.kill(door.pid, signal.SIGSTOP)
+            while door.pid:
+                await asyncio.sleep(0.05)
+        head.link.close()
+        await door.close()
+
+    asyncio.run(run())
+    assert said == ["the HTTP process does not answer any more: killed"]
