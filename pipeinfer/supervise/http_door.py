@@ -19,7 +19,7 @@ from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two looks whether it lives
-_MISSED = 6  #: answers in a row whose lack means that it hangs
+_MISSED = 4  #: answers in a row whose lack means that it hangs
 _NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
 _END = 15.0  #: seconds for its goodbye to clients
 
