@@ -385,21 +385,23 @@ def test_chunks_that_lie_leave_no_traceback(guarded):
     assert "Traceback" not in said(log)
 
 
-def test_connections_have_a_number(guarded):
+def test_connections_have_a_number():
     """Those that wait with nothing to say count, too."""
-    front, _ = guarded
     most = 4096
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < most + 500:
         pytest.skip(f"this user may open {hard} files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most + 500), hard))
-    where = front.url.removeprefix("http://").split(":")
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_connection(where, 20)) for _ in range(most)]
-        assert len(opened) == most
-        front.until(lambda: front.get("/health").status_code == 503)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    front.until(lambda: front.get("/health").status_code == 200)
+    with contextlib.closing(Front(MODEL, client_timeout=60.0)) as front:
+        front.ready()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most + 500), hard))
+        where = front.url.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(socket.create_connection(where, 20))
+                      for _ in range(most)]
+            assert len(opened) == most
+            front.until(lambda: front.get("/health").status_code == 503)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        front.until(lambda: front.get("/health").status_code == 200)
 
 
 # --- the table of threats ---------------------------------------------------------------------

@@ -1,16 +1,21 @@
-"""Tokens per step of BiTA on held-out text: kinds of prompts, shapes of the tree.
+"""Tokens per step of BiTA on held-out text: kinds of prompts, shapes of the tree, one pass per step
+or two, and numbers of prompts and masks (the paper's Figures 8 and 9).
 
     python -m benchmarks.methods.bita tune --work .work/bita  # three adapters, an hour on one core
     python -m benchmarks.methods.bita run --work .work/bita      # results/bita.json
     python -m benchmarks.methods.bita tables
+    python -m benchmarks.methods.bita passes                     # one pass per step against two
+    python -m benchmarks.methods.bita figures --work .work/bita  # Figures 8 and 9; resumable
 
-Greedy, on the torch backend, `--exact off`. A step is a run that verifies, with the run of masks
-behind it if there is one; the prompt's are not counted: (tokens - 1) / steps per step.
+Greedy, on the torch backend, `--exact off` (but for `passes`). A step is a run that verifies, with
+the run of masks behind it if there is one; the prompt's are not counted: (tokens - 1) / steps.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
+from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.scheduler.hint_rows import HintRows
@@ -35,6 +41,9 @@ TODO = (*((kind, Shape.EFFICIENT, k, 0.0) for kind in KINDS for k in (1, 3, 5)),
         ("deep", Shape.CHAIN, 1, 0.0), *(("deep", Shape.FULL, k, 0.0) for k in (1, 2, 3, 4)),
         ("deep", Shape.EFFICIENT, 3, 0.8), ("deep", Shape.EFFICIENT, 5, 0.8))
 
+#: (prompts, masks): Figure 8 with 3 masks, then Figure 9 with 16 prompts
+FIGURES = (*((p, 3) for p in (1, 4, 8, 16, 32, 64)), *((16, m) for m in (1, 2, 4, 5)))
+
 
 def adapter_path(work: Path, kind: str) -> Path:
     """Where `tune` has put the adapter of a kind."""
@@ -46,12 +55,16 @@ def measure(session: Session, texts: list[list[int]], tokens: int, proposer: Bit
     """Tokens and steps over all texts."""
     session.head.drain(60)
     session.head.scheduler.speculation.hints = HintRows(proposer)
-    made = steps = 0
+    made = steps = passes = 0
+    started = time.process_time()
     for text in texts:
         out = run_request(session, text, params, tokens, ignore_eos=True)
-        steps += out.lane.runs - out.lane.speculative_runs - -(-len(text) // session.limits.chunk)
+        own = out.lane.runs - -(-len(text) // session.limits.chunk)
+        passes += own
+        steps += own - out.lane.speculative_runs
         made += len(out.tokens) - 1
-    return {"tokens": made, "steps": steps, "per_step": made / steps}
+    return {"tokens": made, "steps": steps, "per_step": made / steps, "passes": passes / steps,
+            "cpu": time.process_time() - started}
 
 
 @click.group()
@@ -112,6 +125,114 @@ def run(work: Path, texts: int, prompt: int, tokens: int) -> None:
                               **measure(session, held_out, tokens, proposer, params)})
                 click.echo(json.dumps(found[-1]))
                 RESULTS.write_text(json.dumps(found, indent=1))
+
+
+#: (shape, k, width of a run or 0, groups)
+PASSES = ((Shape.EFFICIENT, 3, 0, 0), (Shape.EFFICIENT, 5, 0, 0), (Shape.CHAIN, 1, 0, 0),
+          (Shape.EFFICIENT, 1, 16, 0), *((Shape.EFFICIENT, 5, 16, g) for g in (1, 2, 3, 4)),
+          (Shape.EFFICIENT, 3, 16, 0), (Shape.FULL, 3, 16, 0))
+
+
+def config_of(adapter: Path, **values: Any) -> JobConfig:
+    """A job of one rank on torch with an adapter."""
+    return job_config(model=str(TARGET), backend="torch", device="cpu", bita=str(adapter), ctx=512,
+                      threads=1, partitions=200, chunk=256, adapt=False, **values)
+
+
+@main.command()
+@click.option("--texts", default=8, show_default=True)
+@click.option("--prompt", default=200, show_default=True, help="Tokens of each prompt.")
+@click.option("--tokens", default=65, show_default=True, help="Tokens generated for each.")
+def passes(texts: int, prompt: int, tokens: int) -> None:
+    """One pass per step against two, with runs of exact width. Every text by every setting before
+    the next text; processor time, so that other programs matter little."""
+    path = TARGET.with_name("bita.safetensors")
+    masks = load_bita(path).n_masks
+    total: dict[int, dict[str, Any]] = {}
+    with join(config_of(path, bita_top=5)).lead() as session:
+        vocabulary, prompt_id = session.tokenizer.n_vocab, session.limits.n_ids
+        measured = {-1: None, **dict(enumerate(PASSES))}
+        for text in prompts(session.tokenizer, texts, prompt):
+            for number, setting in measured.items():
+                shape, k, width, groups = setting or (Shape.CHAIN, 1, 0, 0)
+                found = measure(session, [text], tokens,
+                                Bita(vocabulary, masks, k, prompt_id, shape, width, groups),
+                                SamplingParams()) if setting else plain(session, text, tokens)
+                sums = total.setdefault(number, dict.fromkeys(("tokens", "steps", "passes", "cpu"),
+                                                              0.0))
+                sums["passes"] += found["passes"] * found["steps"]
+                for key in ("tokens", "steps", "cpu"):
+                    sums[key] += found[key]
+        click.echo(f"rows of a run that verifies: {session.limits.exact_width}")
+    click.echo("| tree | k | rows | groups | tokens per step | passes per step | "
+               "tokens per pass | processor ms per token |\n|---|---|---|---|---|---|---|---|")
+    for number, sums in total.items():
+        shape, k, width, groups = measured[number] or ("plain", 0, 0, 0)
+        rows = groups = 0
+        if number >= 0:
+            made = Bita(0, masks, k, None, *PASSES[number][:1], *PASSES[number][2:])
+            groups = made.rows // masks
+            rows = 1 + made.candidates + made.rows
+        click.echo(f"| {shape} | {k} | {rows} | {groups} | {sums['tokens'] / sums['steps']:.2f} | "
+                   f"{sums['passes'] / sums['steps']:.2f} | {sums['tokens'] / sums['passes']:.2f} "
+                   f"| {1e3 * sums['cpu'] / sums['tokens']:.1f} |")
+
+
+def plain(session: Session, text: list[int], tokens: int) -> dict[str, Any]:
+    """The same without guesses."""
+    config = session.config
+    session.use(config.replace(policy="iterative"))
+    started = time.process_time()
+    out = run_request(session, text, SamplingParams(), tokens, ignore_eos=True)
+    spent = time.process_time() - started
+    session.use(config)
+    return {"tokens": len(out.tokens) - 1, "steps": len(out.tokens) - 1, "passes": 1.0,
+            "cpu": spent}
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), default=Path(".work/bita"))
+@click.option("--steps", default=1000, show_default=True, help="Of tuning, for each adapter.")
+@click.option("--batch", default=8, show_default=True, help="Texts per step.")
+@click.option("--groups", default=24, show_default=True, help="Groups of masks per text.")
+@click.option("--samples", default=1024, show_default=True, help="Texts of the model's own.")
+@click.option("--texts", default=12, show_default=True)
+@click.option("--tokens", default=97, show_default=True, help="Tokens generated for each.")
+def figures(work: Path, steps: int, batch: int, groups: int, samples: int, texts: int, tokens: int
+            ) -> None:
+    """Tokens per step by the number of prompts (Figure 8) and of masks (Figure 9).
+
+    Every adapter is tuned on the same texts of the model's own; adapters and figures that are there
+    stay.
+    """
+    from pipeinfer.training.bita.bita import Plan
+    from pipeinfer.training.bita.bita import run as run_tuning
+
+    path = work / "figures.json"
+    found = json.loads(path.read_text()) if path.exists() else []
+    for n_prompts, n_masks in FIGURES:
+        if any((p["prompts"], p["masks"]) == (n_prompts, n_masks) for p in found):
+            continue
+        folder = work / f"p{n_prompts}-m{n_masks}"
+        adapter = folder / "bita.safetensors"
+        if not adapter.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            made = next(work.glob("p*-m*/samples.npy"), None)
+            if made is not None and not (folder / made.name).exists():
+                shutil.copy(made, folder)
+            run_tuning(TARGET, adapter, folder, Plan(
+                steps=steps, prompts=n_prompts, masks=n_masks, batch=batch, groups=groups,
+                samples=samples, tokens=128), report=click.echo)
+        with join(config_of(adapter, exact="off", tree_max=128, bita_top=3)).lead() as session:
+            proposer = Bita(session.tokenizer.n_vocab, n_masks, 3, session.limits.n_ids)
+            found.append({"prompts": n_prompts, "masks": n_masks, "steps_tuned": steps, **measure(
+                session, prompts(session.tokenizer, texts, 200), tokens, proposer,
+                SamplingParams())})
+        path.write_text(json.dumps(found, indent=1))
+    click.echo("| prompts | masks | rows | tokens per step |\n|---|---|---|---|")
+    for p in found:
+        rows = 1 + tree_size(p["masks"], 3, Shape.EFFICIENT) * (1 + p["masks"]) + p["masks"]
+        click.echo(f"| {p['prompts']} | {p['masks']} | {rows} | {p['per_step']:.2f} |")
 
 
 @main.command()

@@ -53,12 +53,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: there are two requests for each answer."""
+
+
+def server(port: int = 0) -> ThreadingHTTPServer:
+    """A judge on this host alone, not serving yet; 0: any free port."""
+    return ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+
 
 @click.command()
 @click.option("--port", default=8099, show_default=True)
 def main(port: int) -> None:
     """Judge until interrupted, on this host alone."""
-    ThreadingHTTPServer(("127.0.0.1", port), _Handler).serve_forever()
+    server(port).serve_forever()
 
 
 if __name__ == "__main__":

@@ -2,17 +2,23 @@
 
     python -m benchmarks.methods.replicas run --work FOLDER   # decodes; a quarter of an hour
     python -m benchmarks.methods.replicas tables --work FOLDER
+    python -m benchmarks.methods.replicas real --pace-ms 60 --pace-row-ms 0.3    # over mpirun
 
 The embedded target really chooses every token, on held-out text, greedily; steps and rows are its
-own. Durations are those of a 7 B model on the emulator's machines.
+own. Durations are those of a 7 B model on the emulator's machines. `real` decodes over processes
+and takes the time, of this machine or of one that takes so long for a run and for each further row.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,6 +28,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.replicas import Trace, trace
 from pipeinfer.experiments.emulation.virtual import Overheads, Wire
+from pipeinfer.experiments.rig.launch import python
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
@@ -31,7 +38,9 @@ SIZES = ((0, 5, 0), (0, 5, 2), (0, 5, 7), (2, 5, 2), (5, 5, 5), (7, 5, 7), (10, 
          (15, 5, 15), (20, 7, 20))
 NODES = (1, 2, 4)
 MACHINES = (("i7-4790", "gigabit"), ("xeon-gold-6140x2", "infiniband-edr"),
-            ("mi60", "infiniband-edr"), ("rtx-3090", "infiniband-edr"))
+            ("mi60", "infiniband-edr"), ("rtx-3090", "infiniband-edr"),
+            ("a100-sxm", "infiniband-edr"))
+REAL = ((0, 5, 0), (0, 5, 2), (5, 5, 5), (15, 5, 15))  #: of them, those that `real` takes
 MODEL = "mistral-7b"
 CONTEXT, PROMPT = 1024, 200
 
@@ -70,6 +79,52 @@ def run(work: Path, texts: int, tokens: int) -> None:
             found.append({"size": size, "nodes": nodes, "traces": traces})
             work.write_text(json.dumps(found))
             click.echo(f"{size} {nodes}")
+
+
+@main.command()
+@click.option("--texts", default=2, show_default=True)
+@click.option("--tokens", default=49, show_default=True)
+@click.option("--nodes", type=int, multiple=True, default=NODES, show_default=True)
+@click.option("--pace-ms", default=0.0, show_default=True, help="0: as fast as this machine is.")
+@click.option("--pace-row-ms", default=0.0, show_default=True)
+def real(texts: int, tokens: int, nodes: tuple[int, ...], pace_ms: float, pace_row_ms: float
+         ) -> None:
+    """Tokens per second over 1, 2 and 4 replicas, each a process with one thread; median of the
+    texts. `--exact off`, so that a step is one run however wide; texts are compared."""
+    path = EMBEDDED / "target.gguf"
+    cases = [{"prompt": text, "params": {}, "count": tokens, "limits": {}}
+             for text in prompts(open_tokenizer(path), texts, PROMPT)]
+    click.echo("| replicas | " + " | ".join(map(str, REAL)) + " |\n|---" + "|---" * len(REAL)
+               + "|")
+    said: dict[tuple[int, int, int], list[list[int]]] = {}
+    for count in nodes:
+        cells = []
+        for size in REAL:
+            config = dict(zip(("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
+                              size, strict=True))
+            found = _job(count + 1, {
+                "model": str(path), "draft_model": "none", "layout": "replicate", "ctx": CONTEXT,
+                "threads": 1, "exact": "off", "pace_ms": pace_ms, "pace_row_ms": pace_row_ms,
+                **config}, cases)
+            answers = [one["tokens"] for one in found]
+            steps = sum(one["steps"] for one in found)
+            differ = sum(a != b for a, b in zip(answers, said.setdefault(size, answers),
+                                                strict=True))
+            speed = statistics.median(one["tokens_per_second"] for one in found)
+            cells.append(f"{speed:.1f} (S {sum(map(len, answers)) / (steps + texts):.2f}"
+                         + (f", {differ} texts differ)" if differ else ")"))
+        click.echo(f"| {count} | " + " | ".join(cells) + " |")
+
+
+def _job(ranks: int, config: dict[str, object], cases: list[dict[str, object]]
+         ) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
+        task.write_text(json.dumps({"config": config, "cases": cases}))
+        done = python(ranks, "matrix", str(task), str(out), timeout=600)
+        if done.returncode:
+            sys.exit(f"{ranks} ranks: failed\n{done.stderr[-3000:]}")
+        return list(json.loads(out.read_text())["results"])
 
 
 def lines(found: list[dict]) -> Iterator[str]:  # type: ignore[type-arg]

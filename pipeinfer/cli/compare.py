@@ -16,15 +16,19 @@ import click
 
 from pipeinfer import host
 from pipeinfer.cli.comparison import (
+    BASELINE,
     PLAIN,
     Answer,
     by_kind,
+    read_baseline,
+    reference_of,
     rows_of,
     table_text,
     use_of_stages,
     write,
 )
 from pipeinfer.cli.options import JOB, config_options
+from pipeinfer.cli.summary import flops_of
 from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
 from pipeinfer.cluster.generate import (
     Generated,
@@ -42,6 +46,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.experiments.quality.prompt_sets import Prompt, file_prompts
 from pipeinfer.models.bundled import TASK_MODEL
+from pipeinfer.models.flops import row_flops
 from pipeinfer.models.text import chat_template
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import lanes_per_response
@@ -107,7 +112,7 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text, prompt.kind,
         cells * cache / session.ground.cells / 2**20, len(set(out.threads) | {0}),
-        prompt.rouge(out.text))
+        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.ground.job.model)))
 
 
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:
@@ -136,7 +141,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
     from pipeinfer.experiments.quality import judge
     from pipeinfer.training.pasta.endpoint import Endpoint, EndpointError
 
-    endpoint, missing = Endpoint(address, model), 0
+    endpoint, missing, against = Endpoint(address, model), 0, reference_of(answers)
     try:
         endpoint.ask([{"role": "user", "content": "Are you there?"}], max_tokens=8)
     except EndpointError as error:  # the answers are there, and took their time
@@ -148,9 +153,9 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
                 answer.rating = judge.rate(endpoint, prompt.question, prompt.reference,
                                            answer.text)
                 missing += answer.rating is None
-            if by in ("pairs", "both") and name != PLAIN:
+            if by in ("pairs", "both") and name != against:
                 answer.won = judge.prefer(endpoint, prompt.question, answer.text,
-                                          answers[PLAIN][number].text)
+                                          answers[against][number].text)
                 missing += answer.won is None
     show_over("")
     return f"{missing} judgements could not be had or read" if missing else ""
@@ -175,11 +180,14 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Model to ask there.")
 @click.option("--judge-by", type=click.Choice(["marks", "pairs", "both"]), default="both",
               show_default=True, help="Marks from 1 to 5, pairs against plain in both orders.")
+@click.option("--baseline", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Compare with the plain answers that another compare -o has left "
+              "there, such as those of a model from baseline-sft.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
 def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
                     prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
-                    out: Path | None) -> None:
+                    baseline: Path | None, out: Path | None) -> None:
     """Answer the same prompts by every method and compare.
 
     \b
@@ -191,7 +199,9 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | N
     configs, whole = configs_for(base, methods)
     asked = file_prompts(prompts) if prompts else list(task_prompts(tasks, kind, 1))
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
-    answers: dict[str, list[Answer]] = {name: [] for name in configs}
+    questions = [prompt.question for prompt in asked]
+    known = {} if baseline is None else {BASELINE: read_baseline(baseline, questions)}
+    answers: dict[str, list[Answer]] = {**known, **{name: [] for name in configs}}
     if host.launched_rank() == 0:
         chat_template.prepare()
     joined = join(whole)
@@ -227,7 +237,7 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | N
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if out is not None:
-        write(out, title, text, table, answers, [prompt.question for prompt in asked])
+        write(out, title, text, table, answers, questions)
 
 
 def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobConfig], JobConfig]:

@@ -1,4 +1,5 @@
-"""The table of a comparison: what is counted of each answer, and means against plain decoding.
+"""The table of a comparison: what is counted of each answer, and means against plain decoding, or
+against another model's plain answers.
 
 Plain data; it knows no session, and no methods but that one of them is plain decoding.
 """
@@ -16,9 +17,10 @@ from typing import Any
 
 import click
 
-from pipeinfer.errors import PipeinferError
+from pipeinfer.errors import PipeinferError, UsageError
 
 PLAIN = "plain"
+BASELINE = "baseline"  #: another model's plain answers
 
 
 @dataclass(slots=True)
@@ -43,7 +45,9 @@ class Answer:
     threads: of the response, the main one included
     rouge: by name (rouge1, rouge2, rougeL), where there is a reference
     rating: a judge's mark from 1 to 5
-    won: share of a judge's verdicts against the plain answer, both orders; ties count half
+    flops: about how many, without the prompt's
+    won: share of a judge's verdicts against the plain answer (or the baseline's), both orders; ties
+        count half
     """
 
     method: str
@@ -65,6 +69,7 @@ class Answer:
     rouge: Mapping[str, float] = field(default_factory=dict)
     rating: float | None = None
     won: float | None = None
+    flops: float = 0.0
 
 
 def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -91,16 +96,22 @@ def mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
+def reference_of(answers: Mapping[str, Sequence[Answer]]) -> str:
+    """The method that the others are compared with."""
+    return BASELINE if BASELINE in answers else PLAIN
+
+
 def rows_of(answers: Mapping[str, Sequence[Answer]],
             controlled: Callable[[Sequence[float], Sequence[int]], float | None] | None = None
             ) -> list[dict[str, Any]]:
-    """The table: one row per method, against the plain answers to the same prompts.
+    """The table: one row per method, against the plain answers to the same prompts, or the
+    baseline's.
 
     speedup: of wall-clock time; steps_speedup: of steps (theoretical speedup, PASTA section 5.1),
     both geometric means; compression: chosen tokens per step; parallelism: visible ones.
     controlled: win rate at equal length, of wins and of how many characters longer each text is.
     """
-    plain = answers.get(PLAIN, ())
+    plain = answers.get(reference_of(answers), ())
     table = []
     for method, given in answers.items():
         pairs = list(zip(plain, given, strict=False))
@@ -112,6 +123,7 @@ def rows_of(answers: Mapping[str, Sequence[Answer]],
             "speedup": geometric([p.seconds / a.seconds for p, a in pairs]),
             "steps": statistics.fmean([a.steps for a in given]),
             "steps_speedup": geometric([p.steps / max(a.steps, 1) for p, a in pairs]),
+            "gflop_per_step": mean([a.flops / max(a.steps, 1) / 1e9 for a in given if a.flops]),
             "compression": geometric([a.tokens / max(a.steps, 1) for a in given]),
             "parallelism": geometric([a.visible / max(a.steps, 1) for a in given]),
             "acceptance": mean([a.acceptance for a in given]),
@@ -157,7 +169,8 @@ def by_kind(answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
 _COLUMNS = (("method", "method", "{}"), ("tokens_per_second", "tokens/s", "{:.1f}"),
             ("speedup", "speedup", "{:.2f}"), ("steps", "steps", "{:.1f}"),
             ("steps_speedup", "in steps", "{:.2f}"), ("compression", "S", "{:.2f}"),
-            ("parallelism", "parallel", "{:.2f}"), ("threads", "threads", "{:.1f}"),
+            ("parallelism", "parallel", "{:.2f}"), ("gflop_per_step", "GFLOP/step", "{:.2f}"),
+            ("threads", "threads", "{:.1f}"),
             ("acceptance", "accepted", "{:.0%}"),
             ("quality", "quality", "{:.3f}"), ("exact", "exact", "{:.1%}"),
             ("rougeL", "ROUGE-L", "{:.3f}"), ("rating", "mark", "{:.2f}"), ("won", "won", "{:.0%}"),
@@ -205,3 +218,21 @@ def write(out: Path, title: str, text: str, table: Sequence[Mapping[str, Any]],
     except OSError as error:
         raise PipeinferError(f"cannot write to {out}: {error}") from error
     click.echo(f"wrote {out}/table.md, results.json, speedup.png, quality.png", err=True)
+
+
+def read_baseline(folder: Path, questions: Sequence[str]) -> list[Answer]:
+    """The plain answers that `write` has left in a folder. Raises UsageError where there are none,
+    or to other questions."""
+    path = folder / "results.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        answers = [Answer(**{**one, "method": BASELINE, "won": None})
+                   for one in found["answers"][PLAIN]]
+        asked = list(found["questions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--baseline {folder}: {path.name} is not what compare -o writes: {error}"
+                         ) from error
+    if asked != list(questions):
+        raise UsageError(f"--baseline {folder} answers other questions: give the same --kind, "
+                         "--tasks or --prompts")
+    return answers

@@ -144,7 +144,8 @@ def _write(text: str) -> None:
 def _report(
     config: RequestConfig, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]
 ) -> None:
-    from pipeinfer.cli.summary import memory_figures, summary
+    from pipeinfer.cli.summary import flops_of, memory_figures, summary
+    from pipeinfer.models.flops import row_flops
 
     figures = out.stats()
     stages = {node: {**ready, **reports.get(node, {})} for node, ready in session.stages.items()}
@@ -155,6 +156,7 @@ def _report(
             stage["waited_share"] = min(1.0, stage["waited"] / span)
         stage.pop("events", None)
     others = sum(one.rss for one in session.draft_ranks)
+    figures["flops"] = flops_of(out.lane, row_flops(session.ground.job.model))
     figures |= memory_figures(out.tokens_per_second, stages, host.memory_parts()["rss"], others)
     if config.json:
         limits = session.limits

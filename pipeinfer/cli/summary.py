@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeinfer.scheduler.events import LaneStats
+
 
 def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
             notes: list[str]) -> str:
@@ -26,6 +28,10 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
         f"runs: {figures['runs']} issued, {figures['speculative_runs']} of them speculative, "
         f"{figures['cancelled_runs']} cancelled ({figures['skipped_runs']} cut short)"
     )
+    if figures.get("flops") and figures["steps"]:
+        per_step = figures["flops"] / figures["steps"]
+        lines.append(f"arithmetic: {figures['rows'] / figures['steps']:.1f} rows and about "
+                     f"{per_step / 1e9:.2f} GFLOP per step, {figures['steps']} steps")
     for node, stage in sorted(stages.items()):
         if "busy_share" in stage:
             waited = f", waited {stage['waited_share']:.0%} for the other members" if stage.get(
@@ -40,6 +46,12 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
         lines.append(f"memory: {gib:.2f} GiB resident over all ranks, "
                      f"{figures['tokens_per_second_per_gib']:.1f} tokens/s per GiB")
     return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def flops_of(stats: LaneStats, row: tuple[float, float]) -> float:
+    """About how many products and sums a request's rows took, without its prompt's; of rows that
+    were issued, cancelled or not. row: see `row_flops`."""
+    return stats.rows * row[0] + stats.attended * row[1]
 
 
 def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, Any]], own: int,

@@ -113,7 +113,7 @@ class Assembly:
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
         self._members = members
         self._setup_of, self._source_of, self._progress = setup_of, source_of, progress
-        self._survives = survives and not plan.whole
+        self._survives, self._replicas = survives, bool(plan.whole)
 
     @property
     def grid(self) -> Grid:
@@ -256,6 +256,10 @@ class Assembly:
         words = self._words(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
         lost = [holding for holding in self.held if holding.rank in self.lost]
+        if self._replicas:
+            if not alive:
+                raise loss
+            return tuple(alive)
         try:
             if is_cut(self.held):
                 return retake(self.held, self.lost, self.spares, self._has_room,

@@ -405,13 +405,14 @@ def think(
 ) -> SchedulerSetup:
     """What decides about runs over the stages that are there. first: see `Session`."""
     job = ground.job
+    exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(
-        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id, first.curve)
+        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id, first.curve, exact)
     by_turns = rows is None and not config.speculation.decomposer
     draft_share = sharing.draft_share if by_turns else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
-        exact=job.width if config.model.exact == "off" else assembly.terms.exact,
+        exact=exact or job.width,
         n_stages=min(assembly.grid.n_stages, len(job.plan.ranks)),  # ids were made for so many
         curve=first.curve, spare=ground.spare, draft_share=draft_share)
     controller = controller_for(

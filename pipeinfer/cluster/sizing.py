@@ -54,25 +54,27 @@ def chunk_of(config: JobConfig) -> int:
 
 
 def row_proposer(
-    config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0, curve: Curve = ()
+    config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0, curve: Curve = (),
+    width: int = 0,
 ) -> InlineProposer | None:
     """What proposes from rows of its own in the target's runs, if anything does.
 
     n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. curve: what runs of
-    several rows cost. Raises ModelError for an adapter that cannot be read.
+    several rows cost. width: rows that may verify together; 0: any number. Raises ModelError for
+    an adapter that cannot be read.
     """
     spec = registry.inline(config)
-    return None if spec is None else _make(spec, config, n_vocab, prompt_id, curve)
+    return None if spec is None else _make(spec, config, n_vocab, prompt_id, curve, width)
 
 
 def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0,
-          curve: Curve = ()) -> InlineProposer:
+          curve: Curve = (), width: int = 0) -> InlineProposer:
     assert spec.inline is not None
     learned = load_bita(registry.adapter_of(spec, config)) if spec.adapter else None
     return spec.inline(ProposerSetup(registry.values_of(spec, config), n_vocab, adapter=learned,
                                      prompt_id=prompt_id, given=frozenset(config.own),
                                      cost=_at_load(curve, 0.0).slot
-                                     if curve and config.adapt else None))
+                                     if curve and config.adapt else None, width=width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import CacheOps, Message, Shutdown, Tag
 from pipeinfer.core.types import ALL_SEQS, END, SeqRemove
 from pipeinfer.runtime.head import Head
+from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import Instruction, ToNode
 from pipeinfer.scheduler.replicas import ReplicaScheduler
+from pipeinfer.scheduler.settings import Limits
 from pipeinfer.transport.base import Port
 
 
@@ -22,6 +24,14 @@ class ReplicaHead(Head):
         super().__init__(port, Grid.plain(scheduler.nodes), scheduler, None, trace=trace,
                          timeout=timeout)
         self._node = 1
+
+    def restart(self, grid: Grid, limits: Limits, controller: Controller | None,
+                reason: str = "") -> None:
+        """See `Head.restart`; replicas are not tuned."""
+        del controller
+        assert isinstance(self.scheduler, ReplicaScheduler)
+        self.scheduler.nodes = grid.n_nodes
+        super().restart(Grid.plain(grid.n_nodes), limits, None, reason)
 
     def _execute(self, instruction: Instruction | ToNode) -> None:
         if isinstance(instruction, ToNode):

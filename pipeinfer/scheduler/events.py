@@ -85,7 +85,8 @@ class LaneStats:
     reused: prompt tokens that were not computed again. preempted: how often its lane was given up
     for lack of cells and replayed. recovered: how often because stages were lost. steps: the
     longest chain of passes through the pipeline that had to wait for one another, prompt not
-    counted (plain decoding: one per token).
+    counted (plain decoding: one per token). rows: issued, those of prompts not counted; attended:
+    cells that these rows see, all together.
     """
 
     accepted: int = 0
@@ -102,6 +103,8 @@ class LaneStats:
     preempted: int = 0
     recovered: int = 0
     steps: int = 0
+    rows: int = 0
+    attended: int = 0
 
 
 @dataclass(frozen=True, slots=True)

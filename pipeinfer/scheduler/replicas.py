@@ -5,7 +5,7 @@ A step of lookahead decoding verifies candidates and continues the columns of a 
 evaluates the current token and the part of level 0 that its columns need besides. Only token ids
 travel: accepted tokens that a replica has not computed are rows of its next step. A step ends when
 all replicas have answered; its tokens, the window and the pool are those of one node that does it
-all.
+all. When a replica is lost, the others begin again: they compute the prompt and what was accepted.
 
 Takes the place of `Scheduler` before the head: the same events in; instructions out, each for one
 node. One request at a time. Pure, like the scheduler.
@@ -32,6 +32,7 @@ from pipeinfer.scheduler.events import (
     LaneStats,
     OpenLane,
     Refuse,
+    Restart,
     RunDone,
     SendOps,
     Submit,
@@ -59,13 +60,23 @@ class _Replica:
 
 
 @dataclass(slots=True)
+class _Queued:
+    """A request, what it has brought by now, which is not emitted again, and its figures."""
+
+    request: Request
+    output: tuple[int, ...] = ()
+    stats: LaneStats = field(default_factory=LaneStats)
+
+
+@dataclass(slots=True)
 class _Task:
-    """The request at work. steps: runs of every replica that are out."""
+    """The request at work. waiting: runs of every replica that are out. opened: `rows` knows it."""
 
     lane: int
     request: Request
     accepted: list[int]
     stats: LaneStats
+    opened: bool = False
     waiting: set[int] = field(default_factory=set)
 
     @property
@@ -81,7 +92,7 @@ class ReplicaScheduler:
         self.limits, self.rows, self.nodes = limits, rows, nodes
         self.runs: dict[int, Run] = {}
         self.totals, self.calibration = LaneStats(), Calibration()
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[_Queued] = deque()
         self.next_run = self._next_lane = 0
         self._pools = [SequencePool(limits.n_ids) for _ in range(nodes)]
         self._task: _Task | None = None
@@ -135,13 +146,15 @@ class ReplicaScheduler:
         """Advance by one event; returns what to execute, in order."""
         match event:
             case Submit(request, output, decompose):
-                if output or decompose is not None:
+                if decompose is not None:
                     raise ProtocolError("--layout replicate supports plain requests only")
-                self._submit(request)
+                self._submit(request, output)
             case RunDone(run_id, choices):
                 self._run_done(run_id, choices)
             case Abort(request_id, reason):
                 self._abort(request_id, reason)
+            case Restart(limits, reason):
+                self._restart(limits, reason)
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
         while self._task is None and self.waiting:
@@ -151,18 +164,37 @@ class ReplicaScheduler:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, output: tuple[int, ...]) -> None:
         if len(request.prompt) + 1 > self.limits.n_ctx:
             self._out.append(Refuse(request.request_id, ContextOverflow(
                 f"the prompt has {len(request.prompt)} tokens, but the context holds "
                 f"{self.limits.n_ctx}: shorten the prompt or raise the context with -c")))
         else:
-            self.waiting.append(request)
+            self.waiting.append(_Queued(request, output))
 
-    def _open(self, request: Request) -> None:
-        """Every replica computes the whole prompt; the first one's choice is the first token."""
+    def _restart(self, limits: Limits, reason: str) -> None:
+        """`nodes` replicas, with empty caches: the request at work begins again with what it has
+        brought, or ends, where there is a reason."""
+        task, self._task, self._replicas = self._task, None, []
+        self.runs.clear()
+        self.limits = limits
+        self._pools = [SequencePool(limits.n_ids) for _ in range(self.nodes)]
+        if task is None:
+            return
+        self.rows.closed(task.lane)
+        task.stats.recovered += 1
+        if reason:
+            self._out.append(Finish(task.request.request_id, reason, task.stats))
+        else:
+            output = tuple(task.accepted[len(task.request.prompt):])
+            self.waiting.appendleft(_Queued(task.request, output, task.stats))
+
+    def _open(self, queued: _Queued) -> None:
+        """Every replica computes the whole prompt; the first one's choice is the first token. What
+        was brought before follows in runs of exact rows, as those that verified it."""
+        request, output = queued.request, queued.output
         lane, self._next_lane = self._next_lane, self._next_lane + 1
-        task = self._task = _Task(lane, request, list(request.prompt), LaneStats())
+        task = self._task = _Task(lane, request, [*request.prompt, *output], queued.stats)
         last, chunk = len(request.prompt) - 1, self.limits.chunk
         self._replicas = []
         for node, pool in enumerate(self._pools, 1):
@@ -175,18 +207,27 @@ class ReplicaScheduler:
                 continue
             for start in range(0, last + 1, chunk):
                 stop = min(start + chunk, last + 1)
-                rows = [(request.prompt[i], i, root.seq_ids, i == last and node == 1)
+                rows = [(request.prompt[i], i, root.seq_ids, i == last and node == 1 and not output)
                         for i in range(start, stop)]
                 self._send(replica, [root] if rows[-1][3] else [], rows, chunk=True)
             task.stats.runs += node == 1 and -(-(last + 1) // chunk)
-        if not request.max_tokens:
+        if task.n_output >= request.max_tokens:
             self._finish("length")
+        elif len(task.accepted) >= self.limits.n_ctx:
+            self._finish("context")
+        elif output:
+            self._opened(task)
+
+    def _opened(self, task: _Task) -> None:
+        self.rows.opened(task.lane, task.accepted)
+        task.opened = True
+        self._step(task)
 
     def _abort(self, request_id: int, reason: str) -> None:
-        for request in self.waiting:
-            if request.request_id == request_id:
-                self.waiting.remove(request)
-                self._out.append(Finish(request_id, reason, LaneStats()))
+        for queued in self.waiting:
+            if queued.request.request_id == request_id:
+                self.waiting.remove(queued)
+                self._out.append(Finish(request_id, reason, queued.stats))
                 return
         if self._task is not None and self._task.request.request_id == request_id:
             self._finish(reason)
@@ -230,8 +271,9 @@ class ReplicaScheduler:
         if any(replica.tops for replica in self._replicas):
             self.rows.advance(task.lane, task.accepted[-1], [
                 node.choice for replica in self._replicas for node in replica.tops])
-        opened = task.n_output > 0
-        start = len(task.accepted)
+        start, tested = len(task.accepted), len(best) - 1 + self._was_wrong(best)
+        for stats in (task.stats, self.totals):
+            stats.guesses_tested += tested
         for k, choice in enumerate(best):
             if choice.token in task.request.stop_ids:
                 return self._finish("stop")
@@ -250,10 +292,9 @@ class ReplicaScheduler:
                 return self._finish("length")
             if len(task.accepted) >= self.limits.n_ctx:
                 return self._finish("context")
-        if opened:
-            self.rows.accepted(task.lane, task.accepted[start:])
-        else:
-            self.rows.opened(task.lane, task.accepted)
+        if not task.opened:
+            return self._opened(task)
+        self.rows.accepted(task.lane, task.accepted[start:])
         return self._step(task)
 
     @staticmethod
@@ -265,6 +306,17 @@ class ReplicaScheduler:
             found.append(node.choice)
             node = node.child(node.choice.token)
         return found
+
+    def _was_wrong(self, best: list[Choice]) -> bool:
+        """Whether a candidate went on where the last of these choices went elsewhere."""
+        for replica in self._replicas:
+            node = replica.tip
+            for choice in best[:-1]:
+                node = None if node is None else node.child(choice.token)
+            if node is not None and node.choice is not None and any(
+                    child.speculative for child in node.children):
+                return True
+        return False
 
     # --- the next step ------------------------------------------------------------------------
 
@@ -288,6 +340,7 @@ class ReplicaScheduler:
             if own or mine or not k:
                 self._issue(task, replica, own, mine)
         task.stats.runs += 1
+        task.stats.steps += 1
 
     def _issue(self, task: _Task, replica: _Replica, tails: list[tuple[int, ...]],
                columns: range) -> None:
@@ -350,6 +403,9 @@ class ReplicaScheduler:
         assert self._task is not None
         if chunk and outputs:
             self._task.waiting.add(run_id)
+        if not chunk:
+            self._task.stats.rows += len(rows)
+            self._task.stats.attended += sum(row[1] + 1 for row in rows)
         self.runs[run_id] = Run(run_id, [], outputs, len(rows), speculative=False, chunk=chunk)
         self._out.append(ToNode(replica.node, IssueRun(
             run_id, NO_RUN, (self._task.lane,) * len(rows), make_rows(rows),

@@ -95,6 +95,10 @@ class SchedulerState:
             lane.useful += 1
             lane.stats.runs += 1
             lane.stats.speculative_runs += speculative
+        if not chunk:
+            for lane, pos in zip(owners, rows.positions.tolist(), strict=True):
+                lane.stats.rows += 1
+                lane.stats.attended += pos + 1
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
         self.emit(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
                                   speculative))

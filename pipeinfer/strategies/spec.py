@@ -46,6 +46,7 @@ class ProposerSetup:
     given: names of its own options that the user has set
     cost: time of a run of so many rows in times of one row, as measured; None where nothing is to
         be tuned by it
+    width: rows of a run that verifies, at most; 0: no bound
     """
 
     options: Mapping[str, Any]
@@ -57,6 +58,7 @@ class ProposerSetup:
     prompt_id: int = 0
     given: frozenset[str] = frozenset()
     cost: Callable[[int], float] | None = None
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)

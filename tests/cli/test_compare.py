@@ -138,6 +138,22 @@ def test_what_is_loaded_is_the_same_on_every_rank():
     assert found == {"apar\n"}
 
 
+def test_another_models_plain_answers_are_the_baseline(tmp_path):
+    pytest.importorskip("matplotlib")
+    others = {"plain": [answer("plain", 4.0, 40, 40, 40)]}
+    comparison.write(tmp_path, "title", "text", rows_of(others), others, ["Why?"])
+    answers = {"baseline": comparison.read_baseline(tmp_path, ["Why?"]),
+               "plain": [answer("plain", 2.0, 20, 20, 20)],
+               "pasta": [answer("pasta", 1.0, 10, 20, 20, text="u")]}
+    rows = {row["method"]: row for row in rows_of(answers)}
+    assert [rows[name]["speedup"] for name in rows] == pytest.approx([1.0, 2.0, 4.0])
+    assert [rows[name]["same_text"] for name in rows] == [1, 1, 0]
+    with pytest.raises(UsageError, match="other questions"):
+        comparison.read_baseline(tmp_path, ["Where?"])
+    with pytest.raises(UsageError, match="is not what compare -o writes"):
+        comparison.read_baseline(tmp_path / "none", [])
+
+
 def test_stage_time_is_counted_by_fate():
     runs = [{"id": 1, "rows": 1},
             {"id": 1, "spans": [[0.0, 0.5, "computed", 0.0], [1.0, 0.25, "x", 0.1]]},

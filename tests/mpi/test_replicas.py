@@ -91,6 +91,21 @@ def test_what_replicas_do_not_go_with(args):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("fault", "left", "says"), [
+    ("kill@2:prefill=4", 2, "rank 2 is dead"),
+    full("error@1:prefill=5,kill@3:prefill=4", 1, "rank 3")])
+def test_replicas_that_are_lost_take_no_token_along(wanted, fault, left, says):
+    """Their steps have rows whose results nobody wants, so faults count them as chunks."""
+    done = launch.run(4, [*GENERATE, "-n", "60", "--temp", "0", "--json", "--ignore-eos", "-t", "1",
+                          "--layout", "replicate", "--fault", fault])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] == wanted[0]
+    assert found["stats"]["recovered"] >= 1
+    assert len(found["stats"]["stages"]) == left
+    assert any(says in note and "went on after" in note for note in found["stats"]["notes"])
+
+
 def test_a_server_of_replicas_answers_requests_in_turn(wanted):
     """Nobody has asked for --parallel, so the server's own default is none to complain about."""
     with serve(3, "--layout", "replicate", "-c", "1024") as served:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import ContextOverflow, ProtocolError
-from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, Refuse, RunDone, Submit
+from pipeinfer.scheduler.events import (
+    Abort,
+    Emit,
+    Finish,
+    IssueRun,
+    Refuse,
+    Restart,
+    RunDone,
+    Submit,
+)
 from pipeinfer.scheduler.replicas import ReplicaScheduler, ToNode
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
@@ -47,6 +56,13 @@ class Replicas(Pipeline):
                 case Finish(request_id, reason, _) | Refuse(request_id, reason):
                     assert request_id not in self.finished
                     self.finished[request_id] = reason
+
+    def lose(self, nodes):
+        """So many replicas are left, with empty caches; what was on its way is lost."""
+        self.replicas = [Stage(KvModel(), deque()) for _ in range(nodes)]
+        self.results.clear()
+        self.scheduler.nodes = nodes
+        self.feed(Restart(self.scheduler.limits))
 
     def choices(self):
         return [("node", k) for k, r in enumerate(self.replicas) if r.queue] + \
@@ -199,6 +215,11 @@ def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ng
         job.submit(request)
         for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
             job.step(pick)
+        if data.draw(st.booleans()) and nodes > 1:
+            nodes -= 1
+            job.lose(nodes)
+            for pick in data.draw(st.lists(st.integers(0, 1000), max_size=20)):
+                job.step(pick)
         if data.draw(st.integers(0, 9)) == 0:
             job.abort(request.request_id)
         wanted = plain(request.prompt, request.max_tokens, n_vocab, request.eos_ids)
@@ -215,12 +236,26 @@ def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ng
         assert sorted(pool.free) == list(range(pool.size))
 
 
+def test_what_an_earlier_job_has_brought_does_not_come_again():
+    wanted = plain((1, 2, 3), 30, 11, frozenset())
+    job = Replicas(LIMITS, Lookahead(3, 4, 2), 2, n_vocab=11)
+    request = Request(0, (1, 2, 3), 30, ignore_eos=True)
+    job.output[0] = []
+    job.feed(Submit(request, tuple(wanted[:12])))
+    job.drain()
+    assert job.output[0] == wanted[12:]
+    job.output[1] = []
+    job.feed(Submit(dataclasses.replace(request, request_id=1), tuple(wanted)))
+    job.drain()
+    assert (job.output[1], job.finished[1]) == ([], "length")
+
+
 def test_what_does_not_fit():
     scheduler = ReplicaScheduler(LIMITS, Lookahead(), 2)
     out = scheduler.handle(Submit(Request(0, tuple(range(300)), 5)))
     assert isinstance(out[0].error, ContextOverflow)
     with pytest.raises(ProtocolError, match="plain requests"):
-        scheduler.handle(Submit(Request(1, (1,), 5), (3,)))
+        scheduler.handle(Submit(Request(1, (1,), 5), (), lambda: None))
     with pytest.raises(ProtocolError, match="never issued"):
         scheduler.handle(RunDone(7, ()))
     with pytest.raises(ProtocolError, match="unknown"):

@@ -77,9 +77,37 @@ def test_sizes_of_trees(masks, top, shape, nodes):
         assert 1 + proposer.candidates + proposer.rows == 52
 
 
-def asked(shape, lists, top=3):
+@pytest.mark.parametrize(("masks", "top", "shape", "width", "wanted", "sizes"), [
+    (3, 3, Shape.EFFICIENT, 16, 0, (6, 3)), (3, 5, Shape.EFFICIENT, 16, 1, (12, 1)),
+    (3, 5, Shape.EFFICIENT, 16, 4, (3, 4)), (3, 5, Shape.EFFICIENT, 16, 9, (3, 4)),
+    (3, 3, Shape.EFFICIENT, 5, 0, (1, 1)), (3, 4, Shape.FULL, 16, 0, (6, 3)),
+    (3, 3, Shape.EFFICIENT, 28, 0, (6, 7)), (3, 3, Shape.EFFICIENT, 4, 0, (6, 7)),
+    (3, 1, Shape.CHAIN, 16, 0, (3, 1)), (4, 3, Shape.CHAIN, 6, 0, (1, 1))])
+def test_a_tree_is_cut_to_the_rows_of_a_run(masks, top, shape, width, wanted, sizes):
+    """Not where it fits, and not where no candidate would: that takes two runs per step."""
+    proposer = Bita(MASK, masks, top, None, shape, width, wanted)
+    assert (proposer.candidates, proposer.rows) == (sizes[0], sizes[1] * masks)
+    if sizes != (6, 7) or width == 28:
+        assert 1 + proposer.candidates + proposer.rows <= width
+
+
+def test_the_likeliest_paths_are_left_of_a_tree_that_is_cut():
+    """First tokens have 1/2, 1/4, 1/6, 1/8 by `named`: 10, then 10 20, 11 at 1/4 each, 10 20 30."""
+    lists = [(10, 11, 12, 13), (20, 21, 22), (30, 31)]
+    for shape, fifth in ((Shape.EFFICIENT, (12,)), (Shape.FULL, (12,))):
+        found = asked(shape, lists, 4, 16).propose(job([1, 2, 5]))
+        paths = tree_of(found)
+        assert len(paths) == 6
+        assert set(paths[:3]) == {(10,), (11,), (10, 20)}
+        assert fifth in paths
+        assert all(path[:-1] in ((), *paths[:k]) for k, path in enumerate(paths))
+    assert len(asked(Shape.FULL, lists, 4, 16).propose(job([1, 2, 5], most=2))) == 2
+    assert (10,) not in tree_of(asked(Shape.FULL, lists, 4, 16).propose(job([1, 2, 5], stop=[10])))
+
+
+def asked(shape, lists, top=3, width=0):
     """A proposer that has heard `lists` from the masks behind the tip."""
-    proposer = Bita(MASK, len(lists), top, None, shape)
+    proposer = Bita(MASK, len(lists), top, None, shape, width)
     proposer.opened(0, [1, 2])
     from pipeinfer.strategies.proposers.base import Anchor
 
@@ -222,7 +250,7 @@ class WithMasks(Pipeline):
 @examples(150)
 def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
                                                    top, accuracy, seed):
-    rows = Bita(MASK, masks, top, None, shape)
+    rows = Bita(MASK, masks, top, None, shape, data.draw(st.sampled_from([0, 6, 16])))
     limits = dataclasses.replace(limits, parallel=data.draw(st.sampled_from([1, 1, 2])),
                                  partitions=data.draw(st.sampled_from([0, 3, 40])))
     pipeline = WithMasks(limits, n_stages=n_stages, n_vocab=data.draw(st.sampled_from([3, 11])),
@@ -252,6 +280,19 @@ def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
         steps = sum(isinstance(i, IssueRun) and i.run_id not in pipeline.probe_runs
                     for i in pipeline.log) - 1
         assert steps == 1 + math.ceil((80 - 1) / 4)
+
+
+def test_a_tree_that_is_cut_takes_one_run_per_step():
+    """And nearly as few steps: only paths without a group behind them need one more."""
+    runs = {}
+    for width in (0, 16):
+        pipeline = WithMasks(dataclasses.replace(SYNCHRONOUS, exact_width=16), n_vocab=500,
+                             accuracy=0.7, rows=Bita(MASK, 3, 3, None, width=width), drafts=False)
+        pipeline.submit(Request(0, (1, 2, 3), 81))
+        pipeline.drain()
+        runs[width] = sum(isinstance(i, IssueRun) for i in pipeline.log) - 1
+        assert bool(pipeline.probe_runs) == (width == 0)
+    assert runs[16] < 0.8 * runs[0]
 
 
 # --- what a mask names ----------------------------------------------------------------------------

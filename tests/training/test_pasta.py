@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
+from pipeinfer.training.adapt.chats import read_chats
 from pipeinfer.training.pasta import annotate, bonbon, pasta
 from pipeinfer.training.pasta.endpoint import Endpoint, EndpointError
 from pipeinfer.training.tasks import tasks
@@ -429,6 +430,25 @@ def test_annotation_asks_again_after_malformed_answers(chat, tmp_path: Path) -> 
     again = annotate.annotate_file(source, out, annotator, report=lambda line: None)
     assert again["already there"] == 2
     assert len(list(annotate.read_jsonl(out))) == 2
+
+
+def test_conversations_are_annotated_as_what_they_are(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."},
+             {"role": "user", "content": "Two uses?"}, {"role": "assistant", "content": ANSWER}]
+    source.write_text(json.dumps({"messages": turns}) + "\n"
+                      + json.dumps({"messages": turns[3:]}) + "\n")
+    shown = []
+
+    def annotator(prompt: str, response: str) -> str:
+        shown.append(prompt)
+        return GOOD
+
+    with pytest.raises(UsageError, match="record 2: begins with an answer"):
+        annotate.annotate_file(source, out, annotator, report=lambda line: None)
+    assert shown == ["user: Hi.\n\nassistant: Hello.\n\nuser: Two uses?"]
+    (chat,) = read_chats(out)
+    assert (list(chat.messages), chat.answer, chat.annotated) == (turns[:3], ANSWER, GOOD)
 
 
 def test_a_dead_endpoint_is_an_error(chat) -> None:

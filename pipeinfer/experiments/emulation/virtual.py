@@ -259,11 +259,14 @@ class Simulation:
     def advance(self) -> None:
         """Until everything has ended. Raises PipeinferError when it never does."""
         while self.queue and not self.over():
-            self.now, _, action = heapq.heappop(self.queue)
-            action()
+            self._turn()
         if not self.over():
             raise PipeinferError("the simulated pipeline stopped before the request ended (this is "
                                  "a bug)")
+
+    def _turn(self) -> None:
+        self.now, _, action = heapq.heappop(self.queue)
+        action()
 
     def over(self) -> bool:
         """Whether there is nothing left to wait for."""

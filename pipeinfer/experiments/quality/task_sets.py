@@ -37,6 +37,11 @@ _TOPICS = (
     ("moving a small shop to the internet", "products, payment, delivery, advertising and law"),
     ("a festival of street music", "noise, artists, safety, money and litter"),
     ("recycling in a large office", "habits, bins, collection, cost and measurement"),
+    ("renting out bicycles at stations", "storage, repair, prices, theft and season"),
+    ("a canteen that cooks without meat", "taste, nutrition, suppliers, cost and acceptance"),
+    ("night trains between large cities", "track time, comfort, prices, staff and competition"),
+    ("a newspaper for a small valley", "news, readers, advertising, printing and volunteers"),
+    ("rainwater for flushing toilets", "tanks, filters, plumbing, law and savings"),
 )
 _GENERAL = (
     "What should I think about before I adopt a dog?",
@@ -51,6 +56,9 @@ _GENERAL = (
     "Why do leaves change their colour in autumn?",
     "Compare trains and planes for a journey of 600 km.",
     "What makes a password safe?",
+    "How do vaccines protect people who are not vaccinated?",
+    "What should a good job application contain?",
+    "Describe how bread is made, from the grain to the loaf.",
 )
 
 

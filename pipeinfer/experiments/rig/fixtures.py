@@ -28,8 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="run every test and property example, not the sample")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the full run makes."""
+    """Leave out what only the full run makes. Where workers share the tests (pytest-xdist), those
+    of jobs of several ranks are one worker's, so that never two such jobs are at work."""
+    if config.getoption("dist", "no") == "loadgroup" or config.getoption("loadgroup", False):
+        for item in items:
+            group = "jobs" if item.get_closest_marker("mpi") else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("full"):
         return
     named = tuple(part for part in config.args if "::" in part)

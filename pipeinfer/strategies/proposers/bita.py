@@ -5,12 +5,15 @@ k likeliest tokens, what follows r+1 tokens later. What the group behind the las
 proposes is verified in the next step as a tree, of which each level offers k, k-1, ... tokens and
 only the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks see the learned prompts,
 under a sequence id of their own; no other row sees masks or prompts, so nothing they propose can
-change a choice. Pure: the masks' vectors and the prompts are the backend's affair.
+change a choice. Where a step's rows are bounded, the likeliest candidates are verified, and groups
+hang behind the likeliest of those, so that all rows share one run. Pure: the masks' vectors and the
+prompts are the backend's affair.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,19 +47,23 @@ class _Lane:
 
 class Bita:
     """An `InlineProposer`. first_id: token id of the first mask, the others follow. masks: M. top:
-    k. prompt_id: the sequence id that the learned prompts are under; None without prompts."""
+    k. prompt_id: the sequence id that the learned prompts are under; None without prompts. width:
+    rows of a step at most, which cuts the tree and its groups; 0: no bound. groups: of masks in a
+    step that is cut; 0: see `cut`."""
 
     def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
-                 shape: Shape = Shape.EFFICIENT) -> None:
+                 shape: Shape = Shape.EFFICIENT, width: int = 0, groups: int = 0) -> None:
         if masks < 1 or top < 1:
             raise ValueError(f"masks ({masks}) and likeliest tokens of each ({top}) must be at "
                              "least 1")
         self._first_id, self._masks, self._top, self._shape = first_id, masks, top, shape
         self._sees = () if prompt_id is None else (prompt_id,)
-        self.candidates = nodes = tree_size(masks, top, shape)
-        groups = 1 if shape is Shape.CHAIN else nodes + 1
-        self.rows = masks * groups
-        self.paths = nodes + groups
+        nodes, most = tree_size(masks, top, shape), groups_of(masks, top, shape)
+        self._cut = width > masks + 1 and 1 + nodes + masks * most > width
+        if self._cut:
+            nodes, most = cut(masks, nodes, most, width, groups)
+        self.candidates, self._groups = nodes, most
+        self.rows, self.paths = masks * most, nodes + most
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
@@ -74,7 +81,7 @@ class Bita:
         state.anchors = {(a.parent, a.token): k for k, a in enumerate(anchors) if k}
         state.groups = {}
         rows: list[HintRow] = []
-        for k in range(1 if self._shape is Shape.CHAIN else len(anchors)):
+        for k in range(min(self._groups, len(anchors))):
             if len(rows) + self._masks > room:
                 break
             first = len(anchors) + len(rows)
@@ -95,12 +102,12 @@ class Bita:
         if job.suffix:
             return ()  # masks were behind accepted tokens alone
         lists = self._lists(self._lanes[job.lane])
+        if self._cut:
+            return self._likeliest(lists, job)
         found: list[Proposal] = []
         parents = [-1]
         for depth, named in enumerate(lists[: job.max_depth]):
-            size = max(self._top - depth, 1) if self._shape is Shape.EFFICIENT else \
-                self._top if self._shape is Shape.FULL else 1
-            level = [(token, p) for token, p in named if token not in job.stop_ids][:size]
+            level = self._level(named, depth, job)
             children: list[int] = []
             for parent in parents:
                 for rank, (token, p) in enumerate(level):
@@ -114,6 +121,34 @@ class Bita:
             parents = children
             if not parents:
                 break
+        return tuple(found)
+
+    def _level(self, named: Sequence[tuple[int, float]], depth: int, job: StartDraft
+               ) -> list[tuple[int, float]]:
+        size = max(self._top - depth, 1) if self._shape is Shape.EFFICIENT else \
+            self._top if self._shape is Shape.FULL else 1
+        return [(token, p) for token, p in named if token not in job.stop_ids][:size]
+
+    def _likeliest(self, lists: Sequence[Sequence[tuple[int, float]]], job: StartDraft
+                   ) -> tuple[Proposal, ...]:
+        """The candidates of the tree that are likeliest by what masks think of their whole paths,
+        parents first."""
+        levels = [self._level(named, depth, job) for depth, named in
+                  enumerate(lists[: job.max_depth])]
+        found: list[Proposal] = []
+        waiting: list[tuple[float, int, int, int]] = []  # -log p of the path, depth, rank, parent
+
+        def wait(depth: int, parent: int, doubt: float) -> None:
+            for rank, (_, p) in enumerate(levels[depth] if depth < len(levels) else ()):
+                heapq.heappush(waiting, (doubt - min(p, 0.0), depth, rank, parent))
+
+        wait(0, -1, 0.0)
+        while waiting and len(found) < min(self.candidates, job.max_tokens):
+            doubt, depth, rank, parent = heapq.heappop(waiting)
+            token, p = levels[depth][rank]
+            found.append(Proposal(parent, token, math.exp(min(p, 0.0)), alternative=rank > 0))
+            if not rank or self._shape is Shape.FULL:
+                wait(depth + 1, len(found) - 1, doubt)
         return tuple(found)
 
     def closed(self, lane: int) -> None:
@@ -145,10 +180,27 @@ def tree_size(masks: int, top: int, shape: Shape) -> int:
     return sum(max(top - level, 1) for level in range(masks))
 
 
+def groups_of(masks: int, top: int, shape: Shape) -> int:
+    """How many groups of masks a whole step has."""
+    return 1 if shape is Shape.CHAIN else tree_size(masks, top, shape) + 1
+
+
+def cut(masks: int, nodes: int, groups: int, width: int, wanted: int = 0) -> tuple[int, int]:
+    """Candidates and groups of a step of at most `width` rows, for a tree of `nodes` candidates.
+
+    wanted: so many groups; 0: one behind the current token and, as far as there is room, one behind
+    each of the two likeliest candidates (docs/bita.md has what was measured).
+    """
+    most = min(wanted or 3, groups, width // (masks + 1))  # a candidate for each but the first
+    return min(nodes, width - 1 - masks * most), most
+
+
 def _make(setup: ProposerSetup) -> Bita:
     assert setup.adapter is not None
+    kept = {"bita_top", "bita_shape"} & setup.given  # what a user asks for is not cut
     return Bita(setup.n_vocab, setup.adapter.n_masks, setup.options["bita_top"],
-                setup.prompt_id if setup.adapter.n_prompts else None)
+                setup.prompt_id if setup.adapter.n_prompts else None,
+                Shape(setup.options["bita_shape"]), 0 if kept else setup.width)
 
 
 SPEC = ProposerSpec(
@@ -158,10 +210,16 @@ SPEC = ProposerSpec(
             ("--bita",), "str",
             "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; torch "
             "backend only, see docs/bita.md. With --proposer, add --proposer bita, too.")),
-        "bita_top": OwnOption(3, Option(
+        "bita_top": OwnOption(5, Option(
             ("--bita-top",), "int",
             "With --bita: how many of the likeliest tokens of the first mask are verified; one "
-            "less for each further mask.", 1, 8)),
+            "less for each further mask. Neither given nor --bita-shape: cut to one run per step.",
+            1, 8)),
+        "bita_shape": OwnOption("efficient", Option(
+            ("--bita-shape",), "str",
+            "With --bita: children below the likeliest token of each level (efficient), below "
+            "every token, as many on each level (full), or the likeliest tokens alone (chain).",
+            choices=tuple(shape.value for shape in Shape))),
     },
     needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
     why="it needs tokens beyond the vocabulary and rows that look through other sequences, which "

@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeinfer.errors import UsageError
 
@@ -192,6 +192,13 @@ def key_of(prompt: str, response: str) -> str:
     return hashlib.sha256(f"{prompt}\0{response}".encode()).hexdigest()[:16]
 
 
+def question_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """What an annotator is shown of a conversation: its only message, or all with their roles."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages)
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
     """Records of a JSONL file; UsageError names the line that is not one."""
     with path.open(encoding="utf-8") as file:
@@ -210,25 +217,30 @@ def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
 def annotate_file(
     source: Path, out: Path, annotator: Annotator, report: Callable[[str], None] = print
 ) -> dict[str, int]:
-    """Annotate every ``{"prompt", "response"}`` of ``source`` that ``out`` does not hold yet.
+    """Annotate every answer of ``source`` (see `chat_of`) that ``out`` does not hold yet.
 
     A record of ``out`` has ``annotated``, or ``problem`` where the annotator gave up; both count
     as done. Returns how many were annotated, given up, and already there.
     """
+    from pipeinfer.training.adapt.chats import chat_of
+
     done = {record.get("key") for record in read_jsonl(out)} if out.exists() else set()
     counts = {"annotated": 0, "given up": 0, "already there": 0}
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file:
         for number, record in enumerate(read_jsonl(source), 1):
-            try:
-                prompt, response = record["prompt"], record["response"]
-            except KeyError as error:
-                raise UsageError(f"{source}, record {number}: lacks {error}") from error
+            chat = chat_of(record, f"{source}, record {number}")
+            response = chat.answer
+            if response is None:
+                raise UsageError(f"{source}, record {number}: has no answer to annotate: add "
+                                 "response, or end messages with the assistant's")
+            prompt = question_of(chat.messages)
             key = key_of(prompt, response)
             if key in done:
                 counts["already there"] += 1
                 continue
-            row = {"key": key, "prompt": prompt, "response": response}
+            asked = {"messages": chat.messages} if "messages" in record else {"prompt": prompt}
+            row: dict[str, Any] = {"key": key, **asked, "response": response}
             try:
                 row["annotated"] = annotator(prompt, response)
                 parse(row["annotated"], response)

@@ -24,7 +24,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command()
-@click.option("--data", type=_FILE, help="JSONL with prompt and response per line.")
+@click.option("--data", type=_FILE, help="JSONL of messages, or prompt and response.")
 @click.option("--tasks", "count", type=int, help="Annotate this many generated tasks instead.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL to append to.")
 @click.option("--rules", is_flag=True, help="Annotate lines by rules, without a model.")
