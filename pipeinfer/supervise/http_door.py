@@ -19,8 +19,7 @@ from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two looks whether it lives
-_FIRST = 0.5  #: the same before it has answered for the first time
-_MISSED = 6  #: answers in a row whose lack means that it hangs
+_MISSED = 4  #: answers in a row whose lack means that it hangs
 _NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
 _END = 15.0  #: seconds for its goodbye to clients
 
@@ -36,6 +35,7 @@ class HttpDoor:
         self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._asking = asyncio.Lock()
         self._number = 0
+        self._answered = False  #: whoever asked
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -65,14 +65,14 @@ class HttpDoor:
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Kill it where it answers no more, though it lives: nobody else would notice, and clients
         would wait for ever. Before its first rank 0 it answers nothing."""
-        missed = -1
+        missed = 0
         while missed < _MISSED:
-            await asyncio.sleep(_EVERY if missed >= 0 else _FIRST)
+            await asyncio.sleep(_EVERY)
             if process.poll() is not None:
                 return
             if await self.ask(op="look"):
                 missed = 0
-            elif missed >= 0:
+            elif self._answered:
                 missed += 1
         self._say("the HTTP process does not answer any more: killed")
         process.kill()
@@ -89,6 +89,7 @@ class HttpDoor:
                 async with asyncio.timeout(_ANSWER):
                     while line := await reader.readline():
                         found: dict[str, Any] = json.loads(line)
+                        self._answered = True
                         if found.get("number") == self._number:  # not a late one
                             return found
             except (OSError, ValueError):  # TimeoutError is the former
@@ -116,5 +117,6 @@ class HttpDoor:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._link = self._folder = self._process = None
+        self._answered = False
         self._environ.pop("PIPEINFER_DOOR", None)
 
