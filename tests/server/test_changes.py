@@ -27,8 +27,8 @@ def stage(node, rank, start, stop, host="a"):
 
 STAGES = [stage(1, 1, 0, 4), stage(2, 2, 4, 8, "b"), stage(3, 3, 8, 12)]
 FEWER = [stage(1, 1, 0, 6), stage(2, 3, 6, 12)]
-LOSS = {"lost": [2], "message": "rank 2 is lost"}
-DEALT = {"lost": [], "message": "redistributed"}
+LOSS = {"lost": [2], "why": "rank 2 is lost"}
+DEALT = {"lost": [], "why": "redistributed"}
 STATUS = {"waiting": 0, "lanes": [], "runs": 0}
 
 
@@ -84,7 +84,7 @@ def test_a_server_that_has_lost_nobody_says_so(server):
 
 
 def test_health_counts_recoveries_and_names_who_is_lost(server):
-    change(server, FEWER, [LOSS, DEALT, {"lost": [4, 5], "message": "two more"}], [2, 4, 5])
+    change(server, FEWER, [LOSS, DEALT, {"lost": [4, 5], "why": "two more"}], [2, 4, 5])
     answer = server.get("/health")
     assert answer.status_code == 200
     assert answer.json() == {"status": "ok", "recoveries": 2, "lost": [2, 4, 5]}

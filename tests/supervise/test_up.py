@@ -47,6 +47,8 @@ def up(folder, *words):
     process = one.served.process
     try:
         one.served.wait_until_ready()
+        # the supervisor hears of it a moment after the clients do
+        one.served.until(lambda: one.status()["ready"], "the supervisor to know")
         yield one
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
