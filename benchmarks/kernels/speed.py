@@ -9,17 +9,14 @@ median over rounds is reported, with ratios to llama-cpp-python in the same roun
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import click
 
+from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
-from pipeinfer.experiments.rig.launch import ROOT, python
+from pipeinfer.experiments.rig.launch import ROOT
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
@@ -36,14 +33,7 @@ def job(np_: int, config: dict, limits: dict[str, dict], tokens: int, prompts: i
     keys = [(label, p) for label in limits for p in PROMPTS[:prompts]]
     cases = [{"prompt": p, "params": params, "count": tokens, "limits": limits[label]}
              for label, p in keys]
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
-        task.write_text(json.dumps({"config": {"policy": "pipeinfer", **config},
-                                    "cases": cases}))
-        done = python(np_, "matrix", str(task), str(out), timeout=1800)
-        if done.returncode:
-            sys.exit(done.stderr[-3000:])
-        answer = json.loads(out.read_text())
+    answer = answers_of(np_, {"policy": "pipeinfer", **config}, cases, timeout=1800)
     rows: dict[str, list[dict]] = {}
     for (label, _), result in zip(keys, answer["results"], strict=True):
         rows.setdefault(label, []).append(result)

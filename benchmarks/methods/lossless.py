@@ -16,19 +16,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import click
 import numpy as np
 
+from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.sampling import candidates, noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.launch import python
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.gguf import ModelFile
@@ -93,16 +91,9 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
                   "limits": {"draft_max": 3, "tree_max": 7, "p_min": p_min, **POLICIES[p],
                              **SHAPES[s]}} for i, k, p, s in keys]
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            task, out = Path(folder) / "task.json", Path(folder) / "out.json"
-            task.write_text(json.dumps({"config": {
-                "model": model, "draft_model": draft, "ctx": 1024, "threads": 1,
-                "threads_draft": 1, "branches": 3, "policy": "pipeinfer", **wide},
-                "cases": cases}))
-            done = python(np_, "matrix", str(task), str(out), timeout=3600)
-            if done.returncode:
-                sys.exit(f"{np_} ranks failed\n{done.stderr[-3000:]}")
-            answer = json.loads(out.read_text())
+        answer = answers_of(np_, {
+            "model": model, "draft_model": draft, "ctx": 1024, "threads": 1, "threads_draft": 1,
+            "branches": 3, "policy": "pipeinfer", **wide}, cases, timeout=3600)
         bad = 0
         for key, case, result in zip(keys, cases, answer["results"], strict=True):
             total += 1

@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.methods.lossless import explain
+from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import CHATS
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.launch import python
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.gguf import ModelFile
@@ -76,13 +74,7 @@ def job(model: Path, ranks: int, name: str, cases: list[dict[str, Any]], given: 
         "draft_model": str(given.draft) if "draft" in proposers else "none"}
     if proposers:
         config["proposer"] = list(proposers)
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
-        task.write_text(json.dumps({"config": config, "cases": cases}))
-        done = python(ranks, "matrix", str(task), str(out), timeout=3600)
-        if done.returncode:
-            sys.exit(f"{ranks} ranks, {name}: failed\n{done.stderr[-3000:]}")
-        return list(json.loads(out.read_text())["results"])
+    return list(answers_of(ranks, config, cases, timeout=3600, name=name)["results"])
 
 
 def main() -> None:

@@ -14,21 +14,18 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks.methods.heldout import prompts
+from benchmarks.methods.matrix import answers_of
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.policy import Policy
 from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.replicas import Trace, trace
 from pipeinfer.experiments.emulation.virtual import Overheads, Wire
-from pipeinfer.experiments.rig.launch import python
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
@@ -102,10 +99,10 @@ def real(texts: int, tokens: int, nodes: tuple[int, ...], pace_ms: float, pace_r
         for size in REAL:
             config = dict(zip(("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
                               size, strict=True))
-            found = _job(count + 1, {
+            found = answers_of(count + 1, {
                 "model": str(path), "draft_model": "none", "layout": "replicate", "ctx": CONTEXT,
                 "threads": 1, "exact": "off", "pace_ms": pace_ms, "pace_row_ms": pace_row_ms,
-                **config}, cases)
+                **config}, cases, timeout=600)["results"]
             answers = [one["tokens"] for one in found]
             steps = sum(one["steps"] for one in found)
             differ = sum(a != b for a, b in zip(answers, said.setdefault(size, answers),
@@ -114,17 +111,6 @@ def real(texts: int, tokens: int, nodes: tuple[int, ...], pace_ms: float, pace_r
             cells.append(f"{speed:.1f} (S {sum(map(len, answers)) / (steps + texts):.2f}"
                          + (f", {differ} texts differ)" if differ else ")"))
         click.echo(f"| {count} | " + " | ".join(cells) + " |")
-
-
-def _job(ranks: int, config: dict[str, object], cases: list[dict[str, object]]
-         ) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
-        task.write_text(json.dumps({"config": config, "cases": cases}))
-        done = python(ranks, "matrix", str(task), str(out), timeout=600)
-        if done.returncode:
-            sys.exit(f"{ranks} ranks: failed\n{done.stderr[-3000:]}")
-        return list(json.loads(out.read_text())["results"])
 
 
 def lines(found: list[dict]) -> Iterator[str]:  # type: ignore[type-arg]

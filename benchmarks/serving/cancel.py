@@ -9,16 +9,15 @@ must be equal.
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from pathlib import Path
 
 import click
 import numpy as np
 
+from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
-from pipeinfer.experiments.rig.launch import ROOT, python
+from pipeinfer.experiments.rig.launch import ROOT
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 
@@ -43,16 +42,10 @@ def measure(np_: int, draft: Path, ablations: list[str], count: int, model: str,
     cases = [{"prompt": p, "params": {"temperature": 0.0}, "count": count,
               "limits": {"policy": "pipeinfer", "p_min": 0.0, "ablations": ablations}}
              for p in PROMPTS[:4]]
-    with tempfile.TemporaryDirectory() as folder:
-        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
-        task.write_text(json.dumps({"config": {
-            "model": model, "draft_model": str(draft), "policy": "pipeinfer", "ctx": 512,
-            "threads": 1, "threads_draft": 1, "trace": "yes", "cancel_path": cancel_path},
-            "cases": cases}))
-        done = python(np_, "matrix", str(task), str(out), timeout=900)
-        if done.returncode:
-            sys.exit(done.stderr[-3000:])
-        answer = json.loads(out.read_text())
+    answer = answers_of(np_, {
+        "model": model, "draft_model": str(draft), "policy": "pipeinfer", "ctx": 512,
+        "threads": 1, "threads_draft": 1, "trace": "yes", "cancel_path": cancel_path},
+        cases, timeout=900)
     died = {int(k): t for k, t in answer["died"].items()}
     busy = dead = stopped = 0.0
     for report in answer["reports"].values():
