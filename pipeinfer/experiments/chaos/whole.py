@@ -12,7 +12,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import psutil
 
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.chaos.job import ServerJob
+from pipeinfer.experiments.rig.launch import free_port
 
 #: who is hit, and the signal
 WHOLE = {
@@ -64,10 +64,8 @@ def start(ranks: int, arguments: Sequence[str], cache: Path, seconds: float, *, 
     logs are on a small one of their own."""
     state = state_of(cache)
     state.mkdir(mode=0o700)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    more = ["--port", str(port), "--journal", str(state / "journal"), "--journal-sync", "0.1"]
+    more = ["--port", str(free_port()), "--journal", str(state / "journal"),
+            "--journal-sync", "0.1"]
     return ServerJob(
         ranks, [*arguments, *more], seconds=seconds, asked_to_end=signal.SIGTERM,
         command=[*(_own_disk() if disk else ()), sys.executable, "-m", "pipeinfer", "up", "-np",
