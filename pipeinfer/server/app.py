@@ -6,7 +6,6 @@ Each route checks, submits and answers; how that is done is elsewhere.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 import time
@@ -34,7 +33,7 @@ from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.metrics import CONTENT_TYPE
-from pipeinfer.server.middleware import pool_of, surround
+from pipeinfer.server.middleware import surround
 from pipeinfer.server.responses import Writer
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
@@ -138,8 +137,6 @@ class Server:
     async def _answer(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
                       ) -> Response:
         current().about(writer.answer_id)
-        if self.settings.remember_answers:
-            writer.asked = dataclasses.replace(writer.asked, pool=pool_of(request.scope))
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
         job = Job(self.hub, writer.asked)

@@ -52,6 +52,12 @@ class Asker:
         """The span of the request, empty for none."""
         return "" if self.trace is None else self.trace.traceparent
 
+    @property
+    def pool(self) -> int:
+        """Whose answers belong together: those to its key, by a number above 0; without keys,
+        all."""
+        return 1 if self.meter is None else self.meter.number
+
     def about(self, answer_id: str) -> None:
         """The answer has this id."""
         if self.trace is not None:

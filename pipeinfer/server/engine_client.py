@@ -156,12 +156,13 @@ class Hub:
         clients may have more tokens than `generation`; bits: of that one's facts."""
         index, request_id = generation.index, generation.request_id
         prompt = asked.prompts[index // asked.n]
+        asker = generation.asker = current()
+        # what a process before this one had begun has no asker here
+        pool = asker.pool if self.settings.remember_answers and not before else 0
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose, pool=0 if before else asked.pool),
-            before, bits, before)
-        generation.asker = current()
-        generation.asker.began(generation, asked)
+            asked.ignore_eos, asked.decompose, pool=pool), before, bits, before)
+        asker.began(generation, asked)
         if self.state == "ready":
             self._hand_over(one)
 

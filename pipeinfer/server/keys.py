@@ -88,14 +88,15 @@ class Bucket:
 
 
 class Meter:
-    """How much of its allowance a key has used. open: its requests for answers that run;
-    connected: its requests of any kind.
+    """How much of its allowance a key has used. number: of the key, from 1 on; open: its requests
+    for answers that run; connected: its requests of any kind.
 
     A key may save up a minute's requests and tokens: those may come at once. Tokens are counted
     when they are there, so that a request may use more than were left; the next one waits.
     """
 
-    def __init__(self, allowance: Allowance) -> None:
+    def __init__(self, allowance: Allowance, number: int = 1) -> None:
+        self.number = number
         self.allowance, self.open, self.connected = allowance, 0, 0
         self.requests = Bucket(allowance.per_minute)
         self.tokens = Bucket(allowance.tokens_per_minute)

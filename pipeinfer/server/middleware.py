@@ -39,7 +39,6 @@ _HEADERS = [
     (b"content-security-policy", POLICY.encode()),
 ]
 MAX_HEADERS = 64 << 10  #: bytes; what comes in pieces is cut off there by the parser, too
-_POOL = "pipeinfer.pool"  #: in a request's scope
 _log = logging.getLogger("pipeinfer.requests")
 _http_log = logging.getLogger("pipeinfer.http")
 _http_log.setLevel(logging.ERROR)  # what is no HTTP is the client's affair, and could fill the log
@@ -91,7 +90,8 @@ class Guard:
         self._salt = secrets.token_bytes(32)
         self._keys = [self._digest(key.encode()) for key in settings.api_keys]
         allowed = settings.allowances + (Allowance(),) * len(self._keys)
-        self._meters = [Meter(one) for one in allowed[:len(self._keys)]]
+        self._meters = [Meter(one, number)
+                        for number, one in enumerate(allowed[:len(self._keys)], 1)]
         self._origins = Origins(settings.hosts, settings.check_hosts, settings.cors_origins)
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
@@ -114,7 +114,6 @@ class Guard:
         if meter is None:
             await self._app(scope, self._bounded(receive), send)
             return
-        scope[_POOL] = 1 + self._meters.index(meter)
         meter.connected += 1
         meter.open += counted
         try:
@@ -169,12 +168,6 @@ class Guard:
             return message
 
         return bounded
-
-
-def pool_of(scope: Scope) -> int:
-    """Whose answers belong together with that to a request which passed the `Guard`: those to its
-    key, by a number above 0; without keys, all."""
-    return int(scope.get(_POOL, 1))
 
 
 def key_of(headers: Mapping[bytes, bytes]) -> bytes:

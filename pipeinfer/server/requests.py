@@ -30,8 +30,7 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_p
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A checked request. params: of every choice, without its key. n: choices per prompt.
-    decompose: for a response in threads. pool: whose other answers it may be guessed from, 0 for
-    nobody's."""
+    decompose: for a response in threads."""
 
     prompts: list[list[int]]
     texts: list[str]
@@ -47,7 +46,6 @@ class Asked:
     logprobs: bool = False
     echo: bool = False
     decompose: Specification | None = None
-    pool: int = 0
 
     @property
     def count(self) -> int:
