@@ -181,8 +181,7 @@ class SharedTeam:
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
         """See `Team`."""
-        if self.count:  # everybody has it
-            self._region.forget_name()
+        self.forget_name()
         self._error = None
         for sums in self._sums.values():
             sums.run = run_id
@@ -201,6 +200,12 @@ class SharedTeam:
         for sums in others:
             library.pipeinfer_sums_pass(ctypes.byref(sums))
         return True
+
+    def forget_name(self) -> None:
+        """After a first sum, when everybody has the region: who is killed from now on leaves
+        nothing behind."""
+        if self.count:
+            self._region.forget_name()
 
     def part(self, index: int) -> _SharedPart:
         """See `Team`."""
