@@ -23,6 +23,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _CPU_INFO = Path("/proc/cpuinfo")
+_MEMORY = Path("/proc/meminfo")
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -188,6 +189,19 @@ def _processor_flags() -> set[str]:
         return set()
     lines = (part for part in text.splitlines() if part.startswith(("flags", "Features")))
     return set(next(lines, "").split())
+
+
+def free_memory(meminfo: Path = _MEMORY) -> int:
+    """Bytes that more processes may take here without pushing out a page that one has mapped, such
+    as a stage's weights; 0 where that is not known."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        found = {name: 1024 * int(rest.split()[0]) for name, _, rest in
+                 (line.partition(":") for line in lines) if rest.split()}
+        left = found["MemAvailable"] - found["Mapped"]
+    except (OSError, ValueError, KeyError):
+        return 0
+    return max(0, min(left, _memory_left()))
 
 
 def memory_parts() -> dict[str, int]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from pipeinfer import host
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
 from pipeinfer.models.llama import NO_LIBRARY, llama_version
@@ -34,9 +35,11 @@ _MARK = "pipeinfer-facts "
 _QUESTION = (
     "import json,os,socket,sys\n"
     "from importlib.metadata import version as v\n"
+    "from pipeinfer import host\n"
     "from pipeinfer.models.llama import llama_version\n"
     f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
-    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version())))"
+    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version(),"
+    "free=getattr(host,'free_memory',int)())))"
 )
 #: what ssh says, what that means, what to do; {0} is the host
 _SSH_TROUBLE = (
@@ -109,6 +112,13 @@ def troubles(entries: Sequence[HostEntry]) -> dict[str, str]:
     judged = _ask_all(entries, {entry.host: entry.slots for entry in entries}, None)
     return {entry.host: finding.detail if finding.level == "fail" else ""
             for entry, finding in judged}
+
+
+def free_memory(entries: Sequence[HostEntry]) -> dict[str, int]:
+    """Bytes that more ranks may take on each of these hosts, 0 where that is not known."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = list(pool.map(ask, entries))
+    return {answer.entry.host: int(answer.facts.get("free", 0)) for answer in answers}
 
 
 def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes | None
@@ -195,7 +205,8 @@ def _own_facts() -> dict[str, Any]:
     from importlib.metadata import version
 
     return {"host": socket.gethostname(), "cores": os.cpu_count(), "pipeinfer":
-            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version()}
+            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version(),
+            "free": host.free_memory()}
 
 
 def is_here(name: str) -> bool:

@@ -29,15 +29,21 @@ _SECONDS = 5.0
 _SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
 
 
+def numbered(job: str, start: int) -> str:
+    """The number of one start of a job that may have two at a time."""
+    return f"{job}/{start}"
+
+
 def processes_of(job: str) -> list[psutil.Process]:
-    """Living processes that were started with PIPEINFER_JOB=`job`, but this one and those above
-    it."""
+    """Living processes that were started with PIPEINFER_JOB=`job`, or with that and the number of
+    one of its starts (`numbered`), but this one and those above it."""
     mark, found = f"{VARIABLE}={job}".encode(), []
     own = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) not in own:
             with contextlib.suppress(OSError, psutil.Error):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "environ").read_bytes().split(b"\0")
+                if any(word == mark or word.startswith(mark + b"/") for word in words):
                     found.append(psutil.Process(int(entry.name)))
     return found
 

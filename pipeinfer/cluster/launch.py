@@ -36,15 +36,11 @@ from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.session import Job, Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import (
-    cells_for,
     check_proposers,
     choose_policy,
-    chunk_of,
     draft_models,
     for_state,
-    hint_cells,
-    spare_cells,
-    widths_for,
+    rows_and_cells,
     with_lookup,
 )
 from pipeinfer.cluster.stage_process import StageProcess
@@ -299,18 +295,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         GapModel(model)  # says what is wrong with it
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
-    width, hints = widths_for(config, EXACT_LIMIT)
-    n_batch = max(
-        chunk_of(config),
-        width,
-        hints,
-    )
     n_ctx = context_size(config.model, model)
-    cells = (
-        cells_for(config.speculation, n_ctx)
-        + spare_cells(width, config.speculation.credit or most + 1)
-        + hint_cells(config.speculation)
-    )
+    width, n_batch, cells = rows_and_cells(config, n_ctx, EXACT_LIMIT, most)
     head_bytes = 0
     drafts = draft_models(config, draft_path, policy)
     for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:

@@ -150,6 +150,15 @@ def spare_cells(width: int, credit: int) -> int:
     return width * (2 * credit + 4)
 
 
+def rows_and_cells(config: JobConfig, n_ctx: int, exact: int, stages: int) -> tuple[int, int, int]:
+    """Rows of the widest run that verifies, rows of the widest run of all, and cells of each
+    stage's cache, for at most so many stages."""
+    width, hints = widths_for(config, exact)
+    cells = cells_for(config.speculation, n_ctx) + spare_cells(
+        width, config.speculation.credit or stages + 1) + hint_cells(config.speculation)
+    return width, max(chunk_of(config), width, hints), cells
+
+
 def hint_cells(config: SpeculationConfig) -> int:
     """Cells for the hints of all lanes, and for learned prompts."""
     path = registry.adapter(config)

@@ -3,8 +3,9 @@ the supervisor. LINK is a socket over which that one asks and tells (`door_contr
 
 Every job's rank 0 enters at PATH, a socket that only this user can reach, and brings its settings;
 the first one also the socket on which clients are heard. When a job has gone, requests wait, and
-the next one takes them up. Ends after a goodbye of rank 0, at SIGTERM, which comes when no job
-follows any more, and with its parent.
+the next one takes them up; where it has entered while the other one serves, at once.
+Ends after a goodbye of rank 0, at SIGTERM, which comes when no job follows any more, and with its
+parent.
 """
 
 from __future__ import annotations
@@ -150,35 +151,29 @@ def _serve(entrance: Entrance, guest: Guest, link: int | None) -> int:
     hub = MovingHub(guest.settings, Metrics(), entrance.url)
     app = _Current(Server(hub).asgi, hub)
 
+    def renew() -> None:
+        app.app = Server(hub).asgi
+
+    hub.renewed = renew
+
     async def run() -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, hub.leave)
         if link is not None:
             hub.orders = asyncio.create_task(obey(hub, socket.socket(fileno=link)))
-        return await serve(hub, _follow(hub, entrance, guest.link, app), app, listener)
+        return await serve(hub, _follow(hub, entrance, guest), app, listener)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
 
 
-async def _follow(hub: MovingHub, entrance: Entrance, link: socket.socket, app: _Current) -> None:
-    """One rank 0 after the other."""
-    from pipeinfer.server.__main__ import load
-    from pipeinfer.server.app import Server
+async def _follow(hub: MovingHub, entrance: Entrance, guest: Guest) -> None:
+    """Let in one rank 0 after the other; the hub says who serves."""
+    from pipeinfer.server.engine_line import EngineLine
+    from pipeinfer.server.entered import Entered
 
     while True:
-        await hub.run(link)
-        if hub.left.is_set():
-            return
-        link, settings, _ = await entrance.next()
-        anew, hub.anew = hub.anew, False
-        if settings == hub.settings and not anew:
-            continue
-        before, hub.settings = hub.settings, settings
-        app.app = Server(hub).asgi
-        if settings.model != before.model or anew:
-            hub.end_all("the server has come back with another model")
-            hub.tokenizer = None
-            await load(hub)
+        hub.enter(Entered(await EngineLine.open(guest.link), guest.settings))
+        guest = await entrance.next()
 
 
 if __name__ == "__main__":

@@ -16,15 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
-from pipeinfer.errors import ProtocolError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
 from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.engine_line import EngineLine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import (
-    FROM_ENGINE,
-    HEADER,
-    MAX_FRAME,
     Abort,
     Bye,
     Changed,
@@ -45,8 +42,6 @@ from pipeinfer.server.frames import (
     Submit,
     Token,
     Watch,
-    decode,
-    encode,
 )
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
@@ -102,7 +97,7 @@ class Hub:
         self.tracer = Tracer(settings.otlp, settings.name) if settings.otlp else None
         self.left = asyncio.Event()  #: the engine has gone: said bye, failed or died
         self._ids = itertools.count(1)
-        self._writer: asyncio.StreamWriter | None = None
+        self._line: EngineLine | None = None
         self._watchers: set[Watcher] = set()
         self._rebalances: dict[int, asyncio.Future[Rebalanced]] = {}
         self._patience: asyncio.TimerHandle | None = None
@@ -219,21 +214,17 @@ class Hub:
 
     async def run(self, sock: socket.socket) -> None:
         """Follow the link until the engine has gone."""
-        reader, self._writer = await asyncio.open_connection(sock=sock)
-        try:
-            while self.state not in ("failed", "stopped"):
-                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                if size > MAX_FRAME:
-                    raise ProtocolError(f"a frame announces {size} bytes")
-                self.handle(decode(await reader.readexactly(size), FROM_ENGINE))
-        except (asyncio.IncompleteReadError, OSError):
-            self._lost("rank 0 has died")
-        except Exception as error:  # whatever it is, clients must not wait for nothing
-            _log.exception("a frame of rank 0 cannot be handled")
-            self._lost(f"a message of rank 0 is malformed: {error}")
-        self._writer.close()
+        line = await EngineLine.open(sock)
+        self._line, line.hear = line, self.handle
+        reason = await line.run(until=self._over)
+        if not self._over():
+            self._lost(reason)
         if self.state != "restarting":
             self.left.set()
+
+    def _over(self) -> bool:
+        """Whether no frame of the engine matters any more."""
+        return self.state in ("failed", "stopped")
 
     def handle(self, frame: EngineFrame) -> None:
         """Apply one frame of the engine to choices, status and watchers."""
@@ -398,5 +389,5 @@ class Hub:
             watcher.push(frame)
 
     def _send(self, frame: ClientFrame) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode(frame))
+        if self._line is not None:
+            self._line.send(frame)

@@ -1,63 +1,45 @@
-"""What `pipeinfer up` does beside its loop: looks at the server, notices hosts that are back, moves
-the job, obeys commands, reports.
-
-A move ends the job and starts it again with what is there now. The HTTP process keeps every client
-and hands open requests over; where answers could differ they end first.
-"""
+"""What `pipeinfer up` does beside its loop: looks at the server, notices hosts that are back and
+has the job moved there (`moves`), obeys commands, reports."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.changes import is_wide
 from pipeinfer.supervise.commands_socket import Commands
-from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.moves import Change, Mover, Tell, identity
+from pipeinfer.supervise.overlap import OVERLAPS, Overlap
 from pipeinfer.supervise.rules import Again, Comeback
 from pipeinfer.supervise.serving import Serving, command_of
 from pipeinfer.supervise.state import Folder
-from pipeinfer.supervise.supervisor import Supervisor
+from pipeinfer.supervise.supervisor import Running
 
 _LOOK = 1.0  #: seconds between two looks at the server
 _QUIET = 5.0  #: seconds without an open request that make a quiet moment
-_END = 2.0  #: seconds for a job to end that is moved
-_BEGIN = 600.0  #: seconds for the next one to be ready, before whoever waits is told
-_HISTORY = 20
-Tell: TypeAlias = Callable[[str], None]
 
 
-class Keeper(Supervisor):
+class Keeper(Mover):
     """The supervisor of `pipeinfer up`. left: the number and hosts of a job that a supervisor here
     has left behind, "" for none; every: seconds after which missing hosts are asked again, 0
-    for never; auto: whether the job moves by itself at a quiet moment."""
+    for never; auto: whether the job moves by itself at a quiet moment; overlap: whether it is
+    there twice meanwhile."""
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell, *,
-                 left: tuple[str, list[str]], every: float, auto: bool) -> None:
-        door = HttpDoor(serving.environ, say)
-        super().__init__(serving, restarts, door, say)
-        self._serving, self._folder, self._auto, self._http = serving, folder, auto, door
+                 left: tuple[str, list[str]], every: float, auto: bool,
+                 overlap: Overlap) -> None:
+        super().__init__(serving, restarts, folder, say)
+        self._auto, self._overlap = auto, overlap
         self._left, self._comeback = left, Comeback(every)
         self._seen: dict[str, Any] = {}
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
-        self._quiet_since = 0.0
-        self._phase, self._since = "starting", time.time()
-        self._history: list[dict[str, Any]] = []
+        self._since = time.time()
         self._written: dict[str, Any] = {}
-        self._ready = asyncio.Event()
-        self._busy = asyncio.Lock()
-        self._meant = False  #: the job that runs is ended to be moved
-        self._undo: Callable[[], None] | None = None  #: back to what worked
-        self._refused = ""  #: why the new ones were not taken
-        self._model: tuple[object, ...] = ()
 
     async def run(self) -> int:
         """The exit status of the last job."""
@@ -77,38 +59,21 @@ class Keeper(Supervisor):
             self._phase = "ended"
             self._write()
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Somebody wants the end."""
-        super().stop(at_once=at_once)
-        self._phase = "ending"
-
     # --- the loop's events --------------------------------------------------------------------
 
-    async def begun(self, job: Job) -> None:
+    def begun(self) -> dict[str, Any]:
         """A job is about to start."""
-        del job
-        self._ready.clear()
-        self._phase, self._seen = "starting", {}
+        row = super().begun()
+        self._seen = {}
         self._back.clear()
-        self._history = [*self._history, {
-            "at": time.time(), "ranks": self._serving.ranks, "words": self._serving.words,
-            "exit": None}][-_HISTORY:]
         self._write()
+        return row
 
-    async def ended(self, status: int, lived: float) -> bool:
+    async def ended(self, running: Running, status: int, lived: float) -> bool:
         """A job has ended; whether the next one follows at once."""
-        self._ready.clear()
-        self._history[-1] |= {"exit": status, "lived": round(lived, 1), "moved": self._meant}
-        meant, self._meant = self._meant, False
-        if meant or self._undo is None:
-            return meant
-        self._undo()
-        self._undo = None
-        self._refused = (f"the changed job does not start (exit code {status}; see "
-                         f"{self._folder.path / 'logs'}): back to what there was before")
-        self.say(self._refused)
-        await self._http.ask(op="move", why="back to what there was before", anew=True)
-        return True
+        follows = await super().ended(running, status, lived)
+        self._write()
+        return follows
 
     async def paused(self, status: int, verdict: Again) -> None:
         """There is a pause before the next job."""
@@ -140,14 +105,14 @@ class Keeper(Supervisor):
             return
         if not self._ready.is_set() and not self.asked:
             self._phase, self._undo = "ready", None
-            self._model, self._quiet_since = _identity(seen["model"]), time.monotonic()
+            self._model, self._quiet_since = identity(seen["model"]), time.monotonic()
             self._ready.set()
         if seen["open"]:
             self._quiet_since = time.monotonic()
 
     async def _ask_missing(self) -> None:
         """Hosts that the job could have, and those whose ranks it has lost."""
-        if not self._ready.is_set():
+        if not self._ready.is_set() or self._busy.locked():
             return
         now, roster = time.monotonic(), self._serving.roster
         entries = self._serving.hosts_of(self._seen.get("lost", []))
@@ -177,11 +142,9 @@ class Keeper(Supervisor):
     async def _move_if_quiet(self) -> None:
         quiet = time.monotonic() - self._quiet_since > _QUIET
         if self._back and self._auto and quiet and self._ready.is_set() and not self._busy.locked():
-            await self._with_hosts(self.say, 0, wait=1.0)
+            await self._with_hosts(self.say, 0, 1.0, self._overlap)
 
-    # --- moving -------------------------------------------------------------------------------
-
-    async def _with_hosts(self, tell: Tell, ranks: int, wait: float) -> str:
+    async def _with_hosts(self, tell: Tell, ranks: int, wait: float, overlap: Overlap) -> str:
         """Move to the hosts that answer now, with so many ranks (0: as many as were wanted)."""
         async with self._only():
             serving, roster = self._serving, self._serving.roster
@@ -202,81 +165,15 @@ class Keeper(Supervisor):
                     return f"nothing to move: the job has all {serving.ranks} ranks that it can"
                 waits = "with slices another number of ranks may compute otherwise" \
                     if is_wide(serving.values) else ""
-                return await self._move(tell, f"the job is moved to {serving.ranks} ranks", undo,
-                                        waits=waits, wait=wait)
+                said = await self._move(tell, Change(
+                    f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
+                    wait=wait))
+                self._back.clear()
+                return said
             except UsageError:
                 if self._ready.is_set():
                     undo()
                 raise
-
-    @contextlib.asynccontextmanager
-    async def _only(self) -> Any:
-        """One move at a time, and only of a job that works."""
-        if self._busy.locked():
-            raise UsageError("the job is being moved already: wait until that is over")
-        if not self._ready.is_set() or self.asked:
-            raise UsageError("the job is not ready: try again when `pipeinfer status` says so")
-        async with self._busy:
-            yield
-
-    async def _move(self, tell: Tell, why: str, undo: Callable[[], None], *,
-                    words: list[str] | None = None, waits: str = "", wait: float = 0.0,
-                    force: bool = False, anew: bool = False) -> str:
-        """End the job and have the next one; what came of it. undo: makes it what it was; waits:
-        why open requests end first, empty where they go on. Raises UsageError where it was not
-        done."""
-        if waits:
-            await self._until_none_is_open(tell, waits, wait, force)
-        job = self.current
-        if job is None or self.asked:
-            await self._http.ask(op="hold", on=False)
-            raise UsageError("the job has ended meanwhile")
-        self._meant, self._refused = True, ""
-        count = (await self._http.ask(op="move", why=why, anew=anew)).get("open", 0)
-        self.say(f"{why}; {count} open requests wait")
-        self._ready.clear()
-        self._phase, began = "moving", time.monotonic()
-        self._undo = undo
-        if words is not None:
-            self._serving.use(words)
-        job.end()
-        asyncio.get_running_loop().call_later(_END, self._kill, job)
-        try:
-            await asyncio.wait_for(self._ready.wait(), _BEGIN)
-        except TimeoutError:
-            raise UsageError(f"the job is not ready after {_BEGIN:g} s: see `pipeinfer status` and "
-                             f"{self._folder.path / 'logs'}") from None
-        if self._refused:
-            raise UsageError(self._refused)
-        said = f"{why}: ready again after {time.monotonic() - began:.1f} s"
-        self.say(said)
-        self._quiet_since = time.monotonic()
-        return f"{said}; {count} open requests went on" if count else said
-
-    def _kill(self, job: Job) -> None:
-        if self.current is job:
-            job.kill()
-
-    async def _until_none_is_open(self, tell: Tell, why: str, wait: float, force: bool) -> None:
-        """Let no new request in and wait for those that run; at most `wait` seconds, after which
-        force says whether to go on without them."""
-        deadline, told = time.monotonic() + wait, False
-        found = await self._http.ask(op="hold", on=True)
-        while found.get("open", 0) and not self.asked:
-            if not told:
-                told = True
-                tell(f"{why}: waiting for {found['open']} open requests, {wait:g} s at most; new "
-                     "ones wait")
-            if time.monotonic() > deadline:
-                if force:
-                    tell(f"{found['open']} requests have not ended")
-                    return
-                await self._http.ask(op="hold", on=False)
-                raise UsageError(f"{found['open']} requests still run after {wait:g} s, so nothing "
-                                 "was changed: --wait S waits for longer, --force does not wait "
-                                 "for them")
-            await asyncio.sleep(0.25)
-            found = await self._http.ask(op="hold", on=True)  # a job that came meanwhile let all in
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -292,7 +189,12 @@ class Keeper(Supervisor):
 
     async def _rescale(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
         return {"message": await self._with_hosts(tell, int(asked.get("ranks") or 0),
-                                                  float(asked.get("wait") or 0))}
+                                                  float(asked.get("wait") or 0),
+                                                  self._overlap_of(asked))}
+
+    def _overlap_of(self, asked: dict[str, Any]) -> Overlap:
+        found: Overlap = asked["overlap"] if asked.get("overlap") in OVERLAPS else self._overlap
+        return found
 
     async def _reload(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
         given = asked.get("words") or []
@@ -301,21 +203,21 @@ class Keeper(Supervisor):
             differ = self._serving.risky(words)
             anew = bool({"model", "hf_repo", "hf_file"} & set(differ))
             why = f"answers depend on {', '.join(differ)}" if differ else ""
-            if not anew and _identity(self._seen.get("model", "")) != self._model:
+            if not anew and identity(self._seen.get("model", "")) != self._model:
                 anew, why = True, "the model's file is another one"
             old = self._serving.words
-            message = await self._move(
-                tell, "the server is reloaded", lambda: self._serving.use(old),
-                words=words if given else None, waits=why,
-                wait=float(asked.get("wait") or 0), force=bool(asked.get("force")), anew=anew)
+            message = await self._move(tell, Change(
+                "the server is reloaded", lambda: self._serving.use(old),
+                self._overlap_of(asked), words if given else None, why,
+                float(asked.get("wait") or 0), bool(asked.get("force")), anew))
         return {"message": message}
 
     # --- reporting ----------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        seen, serving, roster = self._seen, self._serving, self._serving.roster
+        seen, served = self._seen, self._served
         used = [{"host": e.host, "slots": e.slots, "state": "used", "why": ""}
-                for e in (roster.used if roster else [])]
+                for e in served.get("used", [])]
         names = {one["host"] for one in used}
         for one in used:
             if one["host"] in self._absent:
@@ -328,26 +230,24 @@ class Keeper(Supervisor):
                 one |= {"state": "back", "why": ""}
             elif one["state"] != "used":
                 one["why"] = self._absent.get(str(one["host"]), "")
-        return {"name": self._folder.name, "pid": os.getpid(), "job": serving.name,
+        return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
                 "since": self._since, "phase": self._phase, "ready": self._ready.is_set(),
                 "url": seen.get("url", ""), "model": seen.get("name", ""),
                 "server": seen.get("state", ""), "reason": seen.get("reason", ""),
                 "open": seen.get("open", 0), "held": seen.get("waiting", 0),
-                "door_pid": self._http.pid, "words": serving.words, "ranks": serving.ranks,
-                "wanted": serving.wanted, "lost": seen.get("lost", []), "hosts": hosts,
+                "door_pid": self._http.pid, "words": served.get("words", []),
+                "ranks": served.get("ranks", 0), "wanted": self._serving.wanted,
+                "next": self._loading(), "not_moved": self._failed_move,
+                "lost": seen.get("lost", []), "hosts": hosts,
                 "starts": self._history, "logs": str(self._folder.path / "logs")}
+
+    def _loading(self) -> dict[str, Any]:
+        """The next job, while it loads beside the one that serves."""
+        row = self._next.running.row if self._next is not None else {}
+        return {name: row[name] for name in ("at", "ranks", "words") if name in row}
 
     def _write(self) -> None:
         state = self._state()
         if state != self._written:
             self._written = {**state, "starts": [dict(one) for one in self._history]}
             self._folder.write(state)
-
-
-def _identity(path: str) -> tuple[object, ...]:
-    """What tells whether a file is another one."""
-    try:
-        info = Path(path).stat()
-    except OSError:
-        return ()
-    return path, info.st_ino, info.st_size, info.st_mtime_ns

@@ -38,9 +38,9 @@ class Logs:
         self._folder, self._show = folder, show
         self._files: dict[str, logging.Handler] = {}
 
-    def line(self, rank: int | None, text: str) -> None:
-        """A line of a rank."""
-        self.write("launcher" if rank is None else f"rank-{rank}", text)
+    def line(self, start: int, rank: int | None, text: str) -> None:
+        """A line of a rank of the job that was started as the so-manyth: two may be there."""
+        self.write("launcher" if rank is None else f"rank-{rank}", f"#{start} {text}")
         self._show(rank, text)
 
     def write(self, name: str, text: str) -> None:

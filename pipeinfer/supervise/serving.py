@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import click
 
 from pipeinfer.cli.options import JOB, parse
 from pipeinfer.cli.serve import PARALLEL
-from pipeinfer.config import AUTO
+from pipeinfer.cluster.cleanup import VARIABLE, numbered
+from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import risky
@@ -30,7 +31,8 @@ class Serving:
         self.name, self.environ, self.launcher = name, environ, launcher
         self.roster, self.logs = roster, logs
         self._ranks = ranks
-        self.words, self.values = words, values(words)
+        self.starts = 0  #: how many jobs there were
+        self.use(words)
 
     @property
     def ranks(self) -> int:
@@ -54,12 +56,13 @@ class Serving:
 
     def use(self, words: list[str]) -> None:
         """Other options from the next job on."""
-        self.words, self.values = words, values(words)
+        self.words, self.config = words, config_of(words)
+        self.values = self.config.values()
 
     def risky(self, words: list[str]) -> list[str]:
         """Options of `words` because of which an open request might go on otherwise. Raises
         UsageError for what no server takes."""
-        return risky(self.values, values(words))
+        return risky(self.values, config_of(words).values())
 
     def want(self, ranks: int) -> None:
         """Another number of ranks. Raises UsageError where that needs a launcher."""
@@ -72,10 +75,12 @@ class Serving:
             self._ranks = ranks
 
     def job(self) -> Job:
-        """The next try."""
-        environ = self.environ
+        """The next try, with a number of its own."""
+        self.starts += 1
+        environ = self.environ | {VARIABLE: numbered(self.name, self.starts)}
+        line = partial(self.logs.line, self.starts)
         if self.roster is None and self.ranks == 1:
-            return Job([*program(), *self.words], environ, lambda _, text: self.logs.line(0, text),
+            return Job([*program(), *self.words], environ, lambda _, text: line(0, text),
                        alone=True)
         assert self.launcher is not None
         network = ""
@@ -84,7 +89,7 @@ class Serving:
             if "PIPEINFER_NODES" not in environ and self.roster.nodes:
                 environ["PIPEINFER_NODES"] = self.roster.nodes
         return Job(self.launcher.command(self.ranks, self.words, environ, self.hostfile, network),
-                   environ, self.logs.line)
+                   environ, line)
 
     def ask_hosts(self) -> list[str]:
         """Take the hosts that answer; what there is to say."""
@@ -118,11 +123,10 @@ def command_of(words: Sequence[str]) -> list[str]:
     return found
 
 
-def values(words: Sequence[str]) -> dict[str, Any]:
+def config_of(words: Sequence[str]) -> Config:
     """What a server would make of its options. Raises UsageError."""
     try:
-        return parse(words[1:], *JOB, "sampling", "serve", parallel=PARALLEL,
-                     model=AUTO).config.values()
+        return parse(words[1:], *JOB, "sampling", "serve", parallel=PARALLEL, model=AUTO).config
     except click.exceptions.Exit:
         raise UsageError(f"`pipeinfer {COMMAND} --help-all` shows its options") from None
     except click.ClickException as error:

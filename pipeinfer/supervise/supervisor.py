@@ -1,4 +1,5 @@
-"""The loop of every supervisor: start the job, wait for its end, decide, start it again.
+"""The loop of every supervisor: start the job, wait for its end, decide, start it again; or go on
+with the next one, which somebody has started beside it.
 
 What is to run comes from a `Source`; `keeper` adds what `pipeinfer up` does beside that.
 """
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
@@ -47,6 +49,18 @@ class Source(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job that was started. hosts: its other ones; began: by `time.monotonic`; ends: its exit
+    status; row: of the history."""
+
+    job: Job
+    hosts: list[str]
+    began: float
+    ends: asyncio.Task[int]
+    row: dict[str, Any]
+
+
 class Supervisor:
     """Runs what `source` gives until that has ended for good. say: hears a line for the user."""
 
@@ -55,7 +69,8 @@ class Supervisor:
         self.source, self.door, self.say = source, door, say
         self.patience = Patience(restarts)
         self._restarts = restarts
-        self.current: Job | None = None
+        self.current: Running | None = None
+        self.heir: Running | None = None  #: what follows, where it was started already
         self.asked = 0  #: how often somebody has asked for the end
         self._woken = asyncio.Event()
 
@@ -72,17 +87,25 @@ class Supervisor:
         """Somebody wants the end: the first time running requests may end, then at once."""
         self.asked += 1
         self._woken.set()
-        if self.current is not None:
-            self.current.interrupt(at_once=at_once)
+        for running in (self.current, self.heir):
+            if running is not None:
+                running.job.interrupt(at_once=at_once)
+
+    def start(self, row: dict[str, Any]) -> Running:
+        """Start what is to run now."""
+        job = self.source.job()
+        return Running(job, others(self.source.hostfile), time.monotonic(),
+                       asyncio.create_task(job.run()), row)
 
     # --- what `keeper` fills in ---------------------------------------------------------------
 
-    async def begun(self, job: Job) -> None:
-        """A job is about to start."""
+    def begun(self) -> dict[str, Any]:
+        """A job is about to start; its row of the history."""
+        return {}
 
-    async def ended(self, status: int, lived: float) -> bool:
+    async def ended(self, running: Running, status: int, lived: float) -> bool:
         """A job has ended; whether it was meant to, and the next one follows at once."""
-        del status, lived
+        del running, status, lived
         return False
 
     async def paused(self, status: int, verdict: Again) -> None:
@@ -94,16 +117,18 @@ class Supervisor:
         while True:
             if self.door is not None:
                 await self.door.open()
-            if self.asked:
-                return INTERRUPTED
-            self.current = job = self.source.job()
-            await self.begun(job)
-            began = time.monotonic()
-            status = await job.run()
-            lived = time.monotonic() - began
+            running, self.heir = self.heir, None
+            if running is None:
+                if self.asked:
+                    return INTERRUPTED
+                running = self.start(self.begun())
+            self.current = running
+            status = await running.ends
+            lived = time.monotonic() - running.began
             self.current = None
-            if await self.ended(status, lived) and not self.asked:
-                await self.clean(self.source.name, others(self.source.hostfile))
+            follows = await self.ended(running, status, lived)
+            if self.heir is not None or (follows and not self.asked):
+                await self.clean(running.job.number, running.hosts)
                 continue
             verdict = self.patience.after(status, lived, asked=self.asked > 0)
             if isinstance(verdict, End):
@@ -118,7 +143,7 @@ class Supervisor:
                 await asyncio.wait_for(self._woken.wait(), verdict.pause)
             if self.asked:
                 return INTERRUPTED
-            await self.clean(self.source.name, others(self.source.hostfile))
+            await self.clean(self.source.name, running.hosts)
             try:
                 for line in await asyncio.to_thread(self.source.ask_hosts):
                     self.say(line)

@@ -109,7 +109,7 @@ def test_logs_are_private_and_do_not_grow(folder, monkeypatch):
     monkeypatch.setattr("pipeinfer.supervise.logs.MOST_BYTES", 2000)
     logs = Logs(folder.path / "logs", lambda rank, text: shown.append((rank, text)))
     for number in range(200):
-        logs.line(2, f"line {number}")
+        logs.line(1, 2, f"line {number}")
     logs.line(None, "from the launcher")
     logs.close()
     files = {path.name: path for path in (folder.path / "logs").iterdir()}

@@ -1,0 +1,353 @@
+"""Moving the job of `pipeinfer up` to other hosts or options: the next job loads beside the one
+that serves and takes over when it is ready; where memory does not allow that, the one that serves
+ends first.
+
+The HTTP process keeps every client and hands open requests over; where answers could differ they
+end first. Whatever keeps the next job from serving leaves things as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise import room
+from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.overlap import Choice, Overlap, choose, inherits
+from pipeinfer.supervise.serving import Serving
+from pipeinfer.supervise.state import Folder
+from pipeinfer.supervise.supervisor import Running, Supervisor
+
+_END = 2.0  #: seconds for a job to end that is moved
+_BEGIN = 600.0  #: seconds for the next one to be ready
+_LOOK = 0.2  #: seconds between two looks whether it is
+_HISTORY = 20
+Tell: TypeAlias = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a move is to bring. why: for the user; undo: makes the next job what it was; words:
+    other options, None for the same; waits: why open requests end first, empty where they go on;
+    wait: for so many seconds; force: and then without them; anew: maybe with another model in the
+    same place; overlap: whether both jobs are there at a time."""
+
+    why: str
+    undo: Callable[[], None]
+    overlap: Overlap
+    words: list[str] | None = None
+    waits: str = ""
+    wait: float = 0.0
+    force: bool = False
+    anew: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Next:
+    """A job that loads beside the one that serves, and for what. inherits: whether it takes over,
+    once the other one has died."""
+
+    running: Running
+    change: Change
+    inherits: asyncio.Future[bool]
+
+
+class Mover(Supervisor):
+    """A supervisor that moves its job. folder: where its logs are."""
+
+    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell) -> None:
+        door = HttpDoor(serving.environ, say)
+        super().__init__(serving, restarts, door, say)
+        self._serving, self._http, self._folder = serving, door, folder
+        self._phase, self._quiet_since = "starting", 0.0
+        self._history: list[dict[str, Any]] = []
+        self._ready = asyncio.Event()
+        self._busy = asyncio.Lock()
+        self._meant = False  #: the job that runs is ended to be moved
+        self._undo: Callable[[], None] | None = None  #: back to what worked
+        self._refused = ""  #: why the new ones were not taken
+        self._next: _Next | None = None
+        self._failed_move = ""  #: why the last move was none
+        self._model: tuple[object, ...] = ()
+        self._served: dict[str, Any] = {}  #: place and options of the job that serves
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Somebody wants the end."""
+        super().stop(at_once=at_once)
+        self._phase = "ending"
+        if self._next is not None:
+            self._next.running.job.kill()
+
+    # --- the loop's events --------------------------------------------------------------------
+
+    def begun(self) -> dict[str, Any]:
+        """A job is about to start."""
+        self._ready.clear()
+        self._phase = "starting"
+        self._take_note()
+        return self._row()
+
+    async def ended(self, running: Running, status: int, lived: float) -> bool:
+        """A job has ended; whether the next one follows at once."""
+        running.row |= {"exit": status, "lived": round(lived, 1), "moved": self._meant}
+        if self._next is not None:
+            return await self._inherit(self._next)
+        meant, self._meant = self._meant, False
+        if self.heir is not None:
+            return True  # it serves already
+        self._ready.clear()
+        if meant or self._undo is None:
+            return meant
+        self._undo()
+        self._undo = None
+        self._refused = (f"the changed job does not start (exit code {status}; see "
+                         f"{self._folder.path / 'logs'}): back to what there was before")
+        self._failed_move = self._refused
+        self.say(self._refused)
+        await self._http.ask(op="move", why="back to what there was before", anew=True)
+        return True
+
+    def _row(self) -> dict[str, Any]:
+        row = {"at": time.time(), "ranks": self._serving.ranks, "words": self._serving.words,
+               "exit": None}
+        self._history = [*self._history, row][-_HISTORY:]
+        return row
+
+    def _take_note(self) -> None:
+        """What is to run now is what serves."""
+        serving, roster = self._serving, self._serving.roster
+        self._served = {"ranks": serving.ranks, "words": serving.words,
+                        "used": list(roster.used) if roster else []}
+
+    # --- moving -------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _only(self) -> AsyncIterator[None]:
+        """One move at a time, and only of a job that works."""
+        if self._busy.locked():
+            raise UsageError("the job is being moved already: wait until that is over")
+        if not self._ready.is_set() or self.asked:
+            raise UsageError("the job is not ready: try again when `pipeinfer status` says so")
+        async with self._busy:
+            self._failed_move = ""
+            try:
+                yield
+            except UsageError as error:
+                self._failed_move = str(error)
+                raise
+
+    async def _move(self, tell: Tell, change: Change) -> str:
+        """Have the next job instead of the one that serves; what came of it. Raises UsageError
+        where it was not done."""
+        before = self._serving.words
+        if change.words is not None:
+            self._serving.use(change.words)
+        choice = await asyncio.to_thread(self._choose, change.overlap)
+        if choice.beside:
+            tell(f"the next job loads while this one serves ({choice.why})")
+            return await self._beside(tell, change)
+        self._serving.use(before)
+        tell(f"this job ends before the next one loads ({choice.why})")
+        return await self._one_after_the_other(tell, change)
+
+    def _choose(self, overlap: Overlap) -> Choice:
+        serving = self._serving
+        known = ([], "") if overlap != "auto" else room.rooms(
+            serving.config.job, serving.ranks, serving.roster)
+        return choose(overlap, *known)
+
+    async def _one_after_the_other(self, tell: Tell, change: Change) -> str:
+        if change.waits:
+            await self._until_none_is_open(tell, change)
+        running = self.current
+        if running is None or self.asked:
+            await self._http.ask(op="hold", on=False)
+            raise UsageError("the job has ended meanwhile")
+        self._meant, self._refused = True, ""
+        count = (await self._http.ask(op="move", why=change.why, anew=change.anew)).get("open", 0)
+        self.say(f"{change.why}; {count} open requests wait")
+        self._ready.clear()
+        self._phase, began = "moving", time.monotonic()
+        self._undo = change.undo
+        if change.words is not None:
+            self._serving.use(change.words)
+        self._end(running)
+        return await self._until_ready(f"{change.why}: ready again", began, count)
+
+    async def _until_ready(self, what: str, began: float, count: int) -> str:
+        try:
+            await asyncio.wait_for(self._ready.wait(), _BEGIN)
+        except TimeoutError:
+            raise UsageError(f"the job is not ready after {_BEGIN:g} s: see `pipeinfer status` and "
+                             f"{self._folder.path / 'logs'}") from None
+        if self._refused:
+            raise UsageError(self._refused)
+        return self._done(what, began, count)
+
+    def _done(self, what: str, began: float, count: int) -> str:
+        said = f"{what} after {time.monotonic() - began:.1f} s"
+        self.say(said)
+        self._quiet_since = time.monotonic()
+        return f"{said}; {count} open requests went on" if count else said
+
+    def _end(self, running: Running) -> None:
+        """End a job whose requests are another one's."""
+        def kill() -> None:
+            if not running.ends.done():
+                running.job.kill()
+
+        running.job.end()
+        asyncio.get_running_loop().call_later(_END, kill)
+
+    async def _until_none_is_open(self, tell: Tell, change: Change,
+                                  following: _Next | None = None) -> None:
+        """Let no new request in and wait for those that run, for a time, or until the job that
+        serves has died beside `following`."""
+        wait, told = change.wait, False
+        deadline = time.monotonic() + wait
+        found = await self._http.ask(op="hold", on=True)
+        while found.get("open", 0) and not self.asked and self._next is following:
+            if not told:
+                told = True
+                tell(f"{change.waits}: waiting for {found['open']} open requests, {wait:g} s at "
+                     "most; new ones wait")
+            if time.monotonic() > deadline:
+                if change.force:
+                    tell(f"{found['open']} requests have not ended")
+                    return
+                await self._http.ask(op="hold", on=False)
+                raise UsageError(f"{found['open']} requests still run after {wait:g} s, so nothing "
+                                 "was changed: --wait S waits for longer, --force does not wait "
+                                 "for them")
+            await asyncio.sleep(0.25)
+            found = await self._http.ask(op="hold", on=True)  # a job that came meanwhile let all in
+
+    # --- both at a time -----------------------------------------------------------------------
+
+    async def _beside(self, tell: Tell, change: Change) -> str:
+        """Start the next job, wait until it is ready, and have it take over."""
+        began, self._refused = time.monotonic(), ""
+        following: _Next | None = None
+        try:
+            await self._http.ask(op="beside", on=True, anew=change.anew)
+            following = self._next = _Next(
+                self.start(self._row()), change, asyncio.get_running_loop().create_future())
+            self.say(f"{change.why}: the next job loads while this one serves")
+            await self._until_it_could(following)
+            if change.waits and self._next is following:
+                await self._until_none_is_open(tell, change, following)
+            if self._next is following:
+                return await self._swap(following, began)
+        except BaseException as error:
+            if following is None or self._next is following:
+                self._next = None
+                change.undo()
+                await self._http.ask(op="hold", on=False)
+                await self._discard(following)
+            if isinstance(error, UsageError):
+                self.say(f"{change.why}: not done, the job that serves goes on ({error})")
+            raise
+        if not await following.inherits:
+            raise UsageError("the job that served has died, and starts again as it was")
+        return await self._until_ready(f"{change.why}: ready", began, 0)
+
+    async def _until_it_could(self, following: _Next) -> None:
+        """Wait until the next job is ready, or is not beside another one any more. Raises
+        UsageError where it does not come."""
+        deadline, running = time.monotonic() + _BEGIN, following.running
+        logs = self._folder.path / "logs"
+        while self._next is following:
+            found = await self._http.ask(op="look")
+            state = found.get("beside")
+            if state == "ready":
+                return
+            if self.asked:
+                raise UsageError("the server is ending")
+            if running.ends.done():
+                running.row |= {"exit": _status(running), "lived": round(
+                    time.monotonic() - running.began, 1)}
+                raise UsageError(f"the next job does not start (exit code {running.row['exit']}; "
+                                 f"see {logs}): nothing was changed")
+            if state == "gone":  # it ends by itself, and its exit code says more
+                deadline = min(deadline, time.monotonic() + 10 * _END)
+            if time.monotonic() > deadline:
+                raise UsageError(f"the next job is not ready after {_BEGIN:g} s (see {logs}): "
+                                 "nothing was changed")
+            await asyncio.sleep(_LOOK)
+
+    async def _swap(self, following: _Next, began: float) -> str:
+        """The next job serves from now on, and the old one ends."""
+        change, old = following.change, self.current
+        found = await self._http.ask(op="swap", why=change.why)
+        if not found:  # it has been too busy to answer in time
+            found = await self._http.ask(op="swap", why=change.why)
+        if not found.get("swapped") or old is None:
+            raise UsageError("the next job has failed just before it took over: nothing was "
+                             "changed")
+        self._next, self.heir, self._meant = None, following.running, True
+        self._take_note()
+        seen = await self._http.ask(op="look")
+        self._model = identity(str(seen.get("model", "")))
+        self._end(old)
+        while self.current is not following.running and not following.running.ends.done():
+            await asyncio.sleep(0.05)
+        return self._done(f"{change.why}: the next job has taken over", began,
+                          int(found.get("open", 0)))
+
+    async def _inherit(self, following: _Next) -> bool:
+        """The job that serves has died while the next one loads; whether that follows it."""
+        self._next = None
+        follows = await self._follows(following)
+        following.inherits.set_result(follows)
+        return follows
+
+    async def _follows(self, following: _Next) -> bool:
+        change = following.change
+        self._ready.clear()
+        seen = await self._http.ask(op="look")
+        takes = inherits(reachable=bool(seen), same=not change.waits,
+                         open_requests=int(seen.get("open", 0)), force=change.force)
+        if takes and not following.running.ends.done() and (
+                await self._http.ask(op="swap", why="the job has ended")).get("swapped"):
+            self.say("the job has ended while the next one loads, which follows it")
+            self.heir, self._undo, self._phase = following.running, change.undo, "starting"
+            self._take_note()
+            return True
+        self.say("the job has ended while the next one loads, and starts again as it was")
+        change.undo()
+        await self._discard(following)
+        return False
+
+    async def _discard(self, following: _Next | None) -> None:
+        """End a job that never served."""
+        await self._http.ask(op="beside", on=False, anew=False)
+        if following is None:
+            return
+        running = following.running
+        self._end(running)
+        await asyncio.wait((running.ends,), timeout=2 * _END)
+        await self.clean(running.job.number, running.hosts)
+        await asyncio.wait((running.ends,), timeout=2 * _END)
+        running.row |= {"exit": _status(running), "lived": round(
+            time.monotonic() - running.began, 1), "gave_up": True}
+
+
+def _status(running: Running) -> int:
+    """The exit status of a job that has ended, 1 where it has none."""
+    ends = running.ends
+    return 1 if not ends.done() or ends.cancelled() or ends.exception() else ends.result()
+
+
+def identity(path: str) -> tuple[object, ...]:
+    """What tells whether a file is another one."""
+    try:
+        info = Path(path).stat()
+    except OSError:
+        return ()
+    return path, info.st_ino, info.st_size, info.st_mtime_ns

@@ -1,0 +1,64 @@
+"""Whether the next job loads while the old one serves, and who goes on where one of them dies.
+
+Pure: what is known of memory comes from the caller (`room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Overlap: TypeAlias = Literal["auto", "always", "never"]
+OVERLAPS: tuple[str, ...] = get_args(Overlap)
+RESERVE = 512 << 20  #: bytes that stay free on every host
+_MORE = 1.1  #: times what was reckoned, as plans and caches of others differ a little
+_GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A host's memory, in bytes. free: what more ranks may take, 0 for not known; need: of the next
+    job's ranks, None for not known."""
+
+    host: str
+    free: float
+    need: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Whether both jobs are there at a time; why not, or how much room there is."""
+
+    beside: bool
+    why: str
+
+
+def choose(overlap: Overlap, rooms: Sequence[Room], unknown: str = "") -> Choice:
+    """Whether the next job loads beside the old one. rooms: of its hosts; unknown: why those cannot
+    be told."""
+    if overlap == "never":
+        return Choice(False, "--overlap never")
+    if overlap == "always":
+        return Choice(True, "--overlap always")
+    if unknown or not rooms:
+        return Choice(False, f"what it needs is not known ({unknown or 'no host'})")
+    for room in rooms:
+        if room.need is None or room.free <= 0:
+            what = "its free memory" if room.need is not None else "what its ranks need"
+            return Choice(False, f"{what} is not known on {room.host}")
+    tight = max(rooms, key=lambda room: _with_reserve(room) - room.free)
+    words = (f"{tight.host} has {tight.free / _GIB:.1f} GiB free, the next job needs "
+             f"{_with_reserve(tight) / _GIB:.1f} there")
+    return Choice(_with_reserve(tight) <= tight.free, words)
+
+
+def _with_reserve(room: Room) -> float:
+    return _MORE * (room.need or 0.0) + RESERVE
+
+
+def inherits(*, reachable: bool, same: bool, open_requests: int, force: bool) -> bool:
+    """Whether the next job takes over though it still loads, because the old one has died; if not,
+    it is ended, and the old one starts again. reachable: the HTTP process, which it has entered, is
+    there; same: answers go on alike; force: nobody minds."""
+    return reachable and (same or not open_requests or force)
