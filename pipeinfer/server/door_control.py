@@ -7,8 +7,8 @@ line, over a socket pair, and an answer to each with the same `number`.
                                                anew: maybe with another model in the same place
     {"op": "beside", "on": true, "anew": BOOL} the next engine that enters loads while this one
                                                serves, and waits for `swap`; false: it goes away
-    {"op": "swap", "why": TEXT}                it takes over, with every open request; "swapped"
-                                               says whether
+    {"op": "swap", "why": TEXT, "lost": BOOL}  it takes over, with every open request; "swapped"
+                                               says whether. lost: the one that serves has ended
 
 Who holds the other end has started this process.
 """
@@ -150,16 +150,15 @@ class MovingHub(Hub):
             self._next.line.close()
             self._next = None
 
-    def swap(self, why: str) -> bool:
-        """The next engine takes over; or takes over when it enters, where none serves. Whether that
-        is so; harmless to say again."""
+    def swap(self, why: str, lost: bool) -> bool:
+        """The next engine takes over. lost: the one that serves has gone, even if its link has not
+        said so yet; then also one that enters later. Whether that is so; harmless to say again."""
         serves = self._serves is not None and self._serves.state != "gone"
-        if self._next is None:
-            if self._beside and serves:
-                return False  # none has entered
-        elif self._next.state == "gone":
+        if self._next is not None and self._next.state == "gone":
             return False
-        elif self._serves is not None and serves:
+        if self._next is None and self._beside and serves and not lost:
+            return False  # none has entered
+        if self._serves is not None and serves and (lost or self._next is not None):
             self._serves.line.hear = nobody
             self._serves.lose(why)
             self._lost(why)
@@ -214,8 +213,8 @@ def _answer(hub: MovingHub, line: bytes) -> dict[str, Any]:
             case {"op": "beside", "on": bool(on), "anew": bool(anew)}:
                 hub.wait_for_swap(on, anew)
                 found = {"open": len(hub.open)}
-            case {"op": "swap", "why": str(why)}:
-                found = {"swapped": hub.swap(why), "open": len(hub.open)}
+            case {"op": "swap", "why": str(why), "lost": bool(lost)}:
+                found = {"swapped": hub.swap(why, lost), "open": len(hub.open)}
             case _:
                 found = {"error": "no such order"}
         return {**found, "number": order.get("number")}

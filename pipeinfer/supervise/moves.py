@@ -284,9 +284,9 @@ class Mover(Supervisor):
     async def _swap(self, following: _Next, began: float) -> str:
         """The next job serves from now on, and the old one ends."""
         change, old = following.change, self.current
-        found = await self._http.ask(op="swap", why=change.why)
+        found = await self._http.ask(op="swap", why=change.why, lost=False)
         if not found:  # it has been too busy to answer in time
-            found = await self._http.ask(op="swap", why=change.why)
+            found = await self._http.ask(op="swap", why=change.why, lost=False)
         if not found.get("swapped") or old is None:
             raise UsageError("the next job has failed just before it took over: nothing was "
                              "changed")
@@ -314,7 +314,8 @@ class Mover(Supervisor):
         takes = inherits(reachable=bool(seen), same=not change.waits,
                          open_requests=int(seen.get("open", 0)), force=change.force)
         if takes and not following.running.ends.done() and (
-                await self._http.ask(op="swap", why="the job has ended")).get("swapped"):
+                await self._http.ask(op="swap", why="the job has ended", lost=True)
+                ).get("swapped"):
             self.say("the job has ended while the next one loads, which follows it")
             self.heir, self._undo, self._phase = following.running, change.undo, "starting"
             self._take_note()

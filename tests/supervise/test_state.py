@@ -110,7 +110,7 @@ def test_logs_are_private_and_do_not_grow(folder, monkeypatch):
     logs = Logs(folder.path / "logs", lambda rank, text: shown.append((rank, text)))
     for number in range(200):
         logs.line(1, 2, f"line {number}")
-    logs.line(None, "from the launcher")
+    logs.line(1, None, "from the launcher")
     logs.close()
     files = {path.name: path for path in (folder.path / "logs").iterdir()}
     assert set(files) == {"rank-2.log", "rank-2.log.1", "rank-2.log.2", "rank-2.log.3",

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import threading
 
+import psutil
 import pytest
+import requests
 
+from pipeinfer.cluster import cleanup
 from pipeinfer.errors import RequestError
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import PIPEINFER, Served
@@ -71,7 +76,8 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert len(whole) == 120
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
-        said = call(Folder("default"), print, 120, op="rescale", ranks=3)["message"]
+        said = call(Folder("default"), print, 120, op="rescale", ranks=3,
+                    overlap="never")["message"]
         assert "moved to 3 ranks: ready again after" in said
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
@@ -92,6 +98,73 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert one.call("status")[0] == 2
 
 
+class Asked(threading.Thread):
+    """A command to the supervisor, meanwhile."""
+
+    def __init__(self, **order):
+        super().__init__(daemon=True)
+        self.heard, self.message = [], ""
+        self._order = order
+        self.start()
+
+    def run(self):
+        self.message = call(Folder("default"), self.heard.append, 150, **self._order)["message"]
+
+
+def new_jobs(served):
+    """How often another job has taken over."""
+    text = requests.get(f"{served.url}/metrics", timeout=20).text
+    return float(re.search(r"^pipeinfer_restarts_total (\S+)$", text, re.MULTILINE)[1])
+
+
+def ranks_of_start(number):
+    """The process of each rank of a start."""
+    job = cleanup.numbered(Folder("default").read()["job"], number)
+    found = {}
+    for process in job_processes(job).values():
+        with contextlib.suppress(psutil.Error):
+            found[process.environ().get("OMPI_COMM_WORLD_RANK")] = process
+    return {rank: process for rank, process in found.items() if rank is not None}
+
+
+def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
+    """The old ranks' tokens come while the new ranks are there; one that cannot load changes
+    nothing; where the old job dies meanwhile, the new one follows."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+    words = [*SERVE, "--speculation", "off", "--port", str(launch.free_port())]
+    slow, quick = [*words, "--pace-ms", "150"], [*words, "--pace-ms", "1"]
+    with up(tmp_path, "-np", "2", "--overlap", "always", "--", *slow) as one:
+        served = one.served
+        stream = Stream(served)
+        with pytest.raises(RequestError, match=r"the next job does not start \(exit code 3"):
+            call(Folder("default"), print, 120, op="reload", words=[
+                *slow, "-m", str(tmp_path / "none")])
+        assert new_jobs(served) == 0
+        assert "does not start" in one.status()["not_moved"]
+        order = Asked(op="reload", words=quick)
+        served.until(lambda: len(ranks_of_start(3)) == 2, "the next ranks")
+        seen = len(stream.tokens)
+        served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
+        assert new_jobs(served) == 0
+        order.join(120)
+        assert "the next job has taken over" in order.message
+        assert "; 1 open requests went on" in order.message
+        whole = Stream(served).ended().tokens
+        assert len(whole) == 120
+        assert stream.ended().tokens == whole
+        assert stream.last["timings"]["restarts_n"] == 1
+        assert stream.last["timings"]["same_arithmetic"] is True
+        assert one.status()["words"] == quick
+
+        call(Folder("default"), print, 120, op="reload", words=slow)
+        stream, order = Stream(served), Asked(op="reload", words=quick)
+        served.until(lambda: "0" in ranks_of_start(5) and stream.tokens, "the next ranks")
+        assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
+        order.join(120)
+        assert order.message.startswith("the server is reloaded: ready after"), order.heard
+        assert stream.ended().tokens == whole
+
+
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
     """Another file in the model's place: no stream may have tokens of both."""
     model = tmp_path / "model.gguf"
@@ -109,8 +182,8 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
         (tmp_path / "new.gguf").replace(model)
         heard = []
         with pytest.raises(RequestError, match="1 requests still run after 0 s, so nothing was ch"):
-            call(folder, heard.append, 30, op="reload", wait=0)
-        call(folder, heard.append, 90, op="reload", wait=60)
+            call(folder, heard.append, 60, op="reload", wait=0, overlap="never")
+        call(folder, heard.append, 90, op="reload", wait=60, overlap="never")
         assert heard[-1].startswith("the model's file is another one: waiting for 1 open")
         assert stream.ended().tokens == whole
         assert stream.last["timings"].get("restarts_n") is None
