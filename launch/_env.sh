@@ -273,11 +273,12 @@ prepare_hosts() {
 }
 
 names_to_pass() {
-    # Variables that every rank needs: PATH, ours, and the settings of the MPI library.
+    # Variables that every rank needs: PATH, ours, and the settings of the MPI library; no keys, which
+    # the supervisor hands to rank 0 alone.
     local name
     for name in $(compgen -e); do
         case "$name" in
-            PIPEINFER_SSH_ARGS | PIPEINFER_MPIRUN*) ;;
+            PIPEINFER_SSH_ARGS | PIPEINFER_MPIRUN* | PIPEINFER_API_KEY | PIPEINFER_SECRETS) ;;
             PATH | PYTHONPATH | LD_LIBRARY_PATH | MPI4PY_* | OMP_* | GOMP_* | KMP_* | PIPEINFER_* | OMPI_MCA_*)
                 echo "$name" ;;
         esac

@@ -6,6 +6,7 @@ Knows the launchers' environment variables and Linux's files; knows no MPI and n
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import platform
@@ -30,6 +31,12 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
+
+
+SECRETS = "PIPEINFER_SECRETS"  #: host:path of what only rank 0 may know, until it has read it
+#: variables that hold keys or tokens: no launcher has them, nor any rank but the first
+SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
+                "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,16 @@ def launched_size() -> int:
 def launched_rank() -> int:
     """This process's rank by the launcher's environment, 0 without one."""
     return _first_int(_RANK_VARIABLES, 0)
+
+
+def take_secrets() -> None:
+    """Rank 0: have the variables that were kept from its launcher. What held them goes."""
+    where, _, path = os.environ.pop(SECRETS, "").partition(":")
+    if launched_rank() or where != socket.gethostname():
+        return
+    with contextlib.suppress(OSError):
+        os.environ.update(json.loads(Path(path).read_bytes()))
+        Path(path).unlink()
 
 
 def widen_affinity(local_rank: int, local_size: int) -> int:

@@ -54,6 +54,7 @@ class _Main(click.Group):
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        host.take_secrets()
         if host.launched_rank() == 0:
             try:
                 return super().main(*args, **kwargs)

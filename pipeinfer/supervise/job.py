@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.supervise.logs import Splitter
 from pipeinfer.supervise.rules import outcome
 
@@ -70,12 +72,27 @@ class Job:
         os.close(number)
         said = Path(path)
         self._environ["PIPEINFER_STATUS"] = f"{socket.gethostname()}:{path}"
+        secrets = None if self.alone else self._hide_secrets()
         try:
             launcher = await self._run(said)
             return outcome(launcher, said.read_text(encoding="ascii", errors="replace"),
                            asked=self.asked)
         finally:
             said.unlink(missing_ok=True)
+            if secrets is not None:
+                secrets.unlink(missing_ok=True)
+
+    def _hide_secrets(self) -> Path | None:
+        """Keep keys from the launcher, which may give its environment to every host; rank 0 finds
+        them in a file that only this user reads. The file, None for no keys."""
+        found = {name: self._environ.pop(name) for name in SECRET_NAMES if name in self._environ}
+        if not found:
+            return None
+        number, path = tempfile.mkstemp(prefix="pipeinfer-secrets-")
+        with open(number, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        self._environ[SECRETS] = f"{socket.gethostname()}:{path}"
+        return Path(path)
 
     async def _run(self, said: Path) -> int:
         pipe = subprocess.PIPE if self._line else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pipeinfer.errors import UsageError
+from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.transport.settings import mpi_settings
 
 Kind: TypeAlias = Literal["openmpi", "hydra"]
@@ -24,7 +25,6 @@ _SECONDS = 20.0
 _PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PASSED_FROM = ("MPI4PY_", "OMP_", "GOMP_", "KMP_", "PIPEINFER_", "OMPI_MCA_")
 _KEPT = ("PIPEINFER_SSH_ARGS", "PIPEINFER_MPIRUN")  #: ranks need none of it
-_KEYS = "PIPEINFER_API_KEY"  #: rank 0, which is here, has it from its launcher's environment
 _LIBRARIES = ("lib/libmpi.so.[0-9]*", "lib64/libmpi.so.[0-9]*", "lib/*/libmpich.so.[0-9]*",
               "lib/*/libmpi.so.[0-9]*", "lib/libmpich.so.[0-9]*", "lib/libmpi.so.12")
 _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
@@ -59,8 +59,7 @@ class Launcher:
                 more += ["--mca", "btl_tcp_if_include", network, "--prtemca", "prte_if_include",
                          network]
             for name in passed_names(environ):
-                if name != _KEYS:
-                    more += ["-x", name]
+                more += ["-x", name]
         return [self.path, *more, "--output", "tag", "-np", str(ranks), *program(), *words]
 
     def _hydra(self, environ: dict[str, str], hosts: str) -> list[str]:
@@ -121,9 +120,11 @@ def name_terminal(environ: dict[str, str]) -> None:
 
 
 def passed_names(environ: dict[str, str]) -> list[str]:
-    """Variables that every rank needs: PATH, ours, and the settings of the MPI library."""
+    """Variables that every rank needs: PATH, ours, and the settings of the MPI library; no keys,
+    which rank 0 has otherwise (`job`)."""
     return [name for name in sorted(environ) if name in _PASSED or (
-        name.startswith(_PASSED_FROM) and not name.startswith(_KEPT))]
+        name.startswith(_PASSED_FROM) and not name.startswith(_KEPT)
+        and name not in (*SECRET_NAMES, SECRETS))]
 
 
 def program() -> list[str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import sys
+
 import pytest
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster, others
+from pipeinfer.supervise.job import Job
 from pipeinfer.supervise.launcher import Launcher
 
 OWN = doctor_hosts._own_facts()
@@ -71,8 +77,35 @@ def test_on_a_full_disk_the_hosts_of_before_stay(tmp_path, answering, monkeypatc
     assert (out.read_text(), roster.ranks) == ("head slots=2\n", 2)
 
 
-def test_keys_go_to_no_other_host():
-    environ = {"PIPEINFER_API_KEY": "secret", "PIPEINFER_CACHE": "/c"}
-    words = Launcher("/opt/bin/mpirun", "openmpi").command(4, ["serve"], environ, hosts="hostfile")
-    assert "PIPEINFER_CACHE" in words
-    assert not any("PIPEINFER_API_KEY" in word or "secret" in word for word in words)
+@pytest.mark.parametrize("kind", ["openmpi", "hydra"])
+def test_keys_go_to_no_other_host(kind, tmp_path):
+    environ = {"PIPEINFER_API_KEY": "secret", "PIPEINFER_CACHE": "/c", "HF_TOKEN": "secret"}
+    words = Launcher("/opt/bin/mpirun", kind).command(
+        4, ["serve"], environ, hosts=str(tmp_path / "hosts"))
+    assert any("PIPEINFER_CACHE" in word for word in words)
+    assert not any(name in word for word in words
+                   for name in ("PIPEINFER_API_KEY", "HF_TOKEN", "secret"))
+
+
+RANK = """
+import json, os
+from pipeinfer import host
+before = json.dumps(dict(os.environ))
+host.take_secrets()
+print(json.dumps(["sesame" in before, os.environ.get("PIPEINFER_API_KEY"),
+                  os.environ.get("HF_TOKEN"), "PIPEINFER_SECRETS" in os.environ]))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_launcher_has_keys_and_rank_0_gets_them(rank, tmp_path, monkeypatch):
+    """The launcher is a rank here: whatever it has, it may give to every rank (MPICH's does)."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said = []
+    environ = os.environ | {"PIPEINFER_API_KEY": "sesame", "HF_TOKEN": "sesame 2",
+                            "OMPI_COMM_WORLD_RANK": str(rank)}
+    job = Job([sys.executable, "-c", RANK], environ, lambda _, text: said.append(text))
+    asyncio.run(job.run())
+    assert json.loads(said[-1]) == [
+        False, *(["sesame", "sesame 2"] if rank == 0 else [None, None]), False]
+    assert list(tmp_path.iterdir()) == []
