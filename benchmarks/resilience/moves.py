@@ -37,15 +37,16 @@ _MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 class Up:
-    """`pipeinfer up` with a copy of the embedded model."""
+    """`pipeinfer up` with a copy of a model."""
 
-    def __init__(self, folder: Path, pace_ms: float) -> None:
+    def __init__(self, folder: Path, pace_ms: float, model: Path, overlap: str) -> None:
         self.state, self.model = folder / "state", folder / "model.gguf"
-        shutil.copy(_MODEL, self.model)
+        shutil.copy(model, self.model)
         self.words = ["serve", "-m", str(self.model), "--alias", "embedded", "--port",
                       str(launch.free_port()), "-c", "2048", "-t", "1", "--pace-ms", str(pace_ms)]
-        self.process = launch.start([*PIPEINFER, "up", "-np", "3", "--stay", "--", *self.words],
-                                    timeout=36000, PIPEINFER_STATE=str(self.state))
+        self.process = launch.start([*PIPEINFER, "up", "-np", "3", "--stay", "--overlap", overlap,
+                                     "--", *self.words], timeout=36000,
+                                    PIPEINFER_STATE=str(self.state))
         self.served = Served(self.process)
         self.ranks = 3
 
@@ -98,12 +99,14 @@ def main() -> int:
     parser.add_argument("--do", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--pace-ms", type=float, default=10.0)
+    parser.add_argument("--overlap", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("-m", dest="model", type=Path, default=_MODEL, help="a GGUF file")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng, rows = random.Random(given.seed), []
     random.seed(given.seed)
     with tempfile.TemporaryDirectory() as folder:
-        up = Up(Path(folder), given.pace_ms)
+        up = Up(Path(folder), given.pace_ms, given.model, given.overlap)
         try:
             up.served.wait_until_ready()
             undisturbed = all_of(up.served.url, given.tokens)
@@ -115,7 +118,8 @@ def main() -> int:
                 for kind in given.do:
                     row = one(up, kind, wanted, rng)
                     rows.append(row)
-                    print(f"{kind}: {sum(row['same'])} of {CLIENTS} streams the same, silent for "
+                    print(f"{kind}, overlap {given.overlap}: {sum(row['same'])} of {CLIENTS} "
+                          "streams the same, silent for "
                           f"{', '.join(f'{s:.1f}' for s in row['silences'])} s; {row['said']}"
                           + "".join(f"; {error}" for error in row["errors"]), flush=True)
                     up.served.until(lambda: up.served.health()[0] == 200, "a server", timeout=120)
