@@ -14,6 +14,7 @@ _BINS = 10
 _PRIOR = 4.0  #: trials that the claim itself is worth
 _MEMORY = 0.99  #: weight that a bin's past keeps at each new trial
 _LONG_MEMORY = 0.995  #: the same for the acceptance of all first guesses
+_TRIED = 6.0  #: trials after which a claim's worth is known
 _RECENT = 32.0  #: trials over which claims are averaged
 
 
@@ -50,6 +51,17 @@ class Calibration:
         kind, slot = int(not first), _slot(claimed)
         return ((claimed * _PRIOR + self._hits[kind][slot])
                 / (_PRIOR + self._trials[kind][slot]))
+
+    def least_claim(self, wanted: float) -> float:
+        """The least confidence of first guesses that are right as often as `wanted`, as far as
+        that is known: what has hardly been tried deserves a trial."""
+        least = 1.0
+        for slot in reversed(range(_BINS)):
+            if self._trials[0][slot] >= _TRIED and \
+                    self.estimate((slot + 0.5) / _BINS, first=True) < wanted:
+                break
+            least = slot / _BINS
+        return least
 
     @property
     def acceptance(self) -> float:

@@ -432,6 +432,8 @@ class Speculation:
     def _cutoff(self, lane: Lane) -> float:
         """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""
         limits = self.limits
+        if limits.costs:
+            return self.calibration.least_claim(limits.p_min)
         return (limits.p_min + lane.runs_since_accept * limits.p_recovery
                 - lane.empty_since_accept * limits.p_decay)
 

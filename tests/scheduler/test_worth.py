@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request
+from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -61,3 +62,17 @@ def sum_of(confidences, size):
         reach *= one
         total += reach
     return total
+
+
+def test_a_claim_counts_for_what_it_has_turned_out_to_be():
+    calibration = Calibration()
+    assert calibration.least_claim(0.5) == 0.0  # nothing is known yet
+    for _ in range(8):
+        calibration.learn(0.35, hit=True, first=True)
+        calibration.learn(0.15, hit=False, first=True)
+    assert calibration.least_claim(0.5) == pytest.approx(0.2)
+    for _ in range(40):
+        calibration.learn(0.85, hit=False, first=True)
+    assert calibration.least_claim(0.5) == pytest.approx(0.9)  # what is below hangs there
+    calibration.learn(0.85, hit=True, first=False)
+    assert calibration.least_claim(0.5) == pytest.approx(0.9)
