@@ -30,9 +30,12 @@ CORPUS = Path(__file__).with_name("corpus")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(sorted(KINDS)),
               help="Only this kind (repeatable).")
+@click.option("--seconds", type=click.FloatRange(0.1), default=runner.LIMIT_SECONDS,
+              show_default=True, help="Longest that one input may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def main(cases: int, seed: int, kinds: tuple[str, ...], as_json: bool) -> None:
+def main(cases: int, seed: int, kinds: tuple[str, ...], seconds: float, as_json: bool) -> None:
     """Examine mutated input of every kind."""
+    runner.LIMIT_SECONDS = seconds
     results = []
     for name in kinds or tuple(KINDS):
         kind, start = KINDS[name], time.monotonic()

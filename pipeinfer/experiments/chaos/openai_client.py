@@ -16,7 +16,7 @@ async def complete(url: str, body: dict[str, Any], *, on_token: Callable[[], Non
     """Stream a completion; as `client.complete`."""
     got = Answer() if answer is None else answer
     got.tokens.clear()
-    got.status, got.trouble = 0, "no answer"
+    got.status, got.reason, got.trouble = 0, "", "no answer"
     more = {name: value for name, value in body.items() if name != "prompt"}
     try:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
