@@ -55,7 +55,7 @@ def build(source: Path, folder: Path, jobs: int) -> None:
         source = next(folder.glob("llama_cpp_python-*/"))
     made = folder / "llama"
     settings = [f"-D{name}=ON" for name in _OPTIONS] + [f"-D{name}=OFF" for name in _WITHOUT]
-    settings += [f"-DCMAKE_{one}_FLAGS_RELWITHDEBINFO=-O1 -g1" for one in ("C", "CXX")]
+    settings += [f"-DCMAKE_{one}_FLAGS_RELWITHDEBINFO=-O1 -g1 -DNDEBUG" for one in ("C", "CXX")]
     subprocess.run(["cmake", "-G", "Ninja", "-S", source / "vendor" / "llama.cpp", "-B", made,
                     "-DCMAKE_BUILD_TYPE=RelWithDebInfo", *settings], check=True)
     subprocess.run(["nice", "ninja", "-C", made, "-j", str(jobs), "llama"], check=True)
@@ -114,9 +114,12 @@ def environment(folder: Path, tree: Path, logs: Path) -> dict[str, str]:
     # libstdc++ as well: exceptions are looked up when the sanitizer starts
     preload = [subprocess.run(["gcc", f"-print-file-name={name}"], check=True, capture_output=True,
                               text=True).stdout.strip() for name in ("libasan.so", "libstdc++.so")]
+    built = next((folder / "llama").rglob("libllama.so"), None)
+    if built is None:
+        raise click.UsageError(f"{folder} has no library: run build first")
     common = f"log_path={logs}/report:print_stacktrace=1"
     return {**os.environ, "PYTHONPATH": str(tree), "LD_PRELOAD": " ".join(preload),
-            "PIPEINFER_LLAMA_LIBRARY": str(next((folder / "llama").rglob("libllama.so")).resolve()),
+            "PIPEINFER_LLAMA_LIBRARY": str(built.resolve()),
             "ASAN_OPTIONS": f"{common}:detect_leaks=0:allocator_may_return_null=1",
             "UBSAN_OPTIONS": common}
 

@@ -95,6 +95,9 @@ def test_a_campaign_goes_on_from_its_file(tmp_path):
                                                                        lost={1: "no answer"})
     for outcome in (kept, lost):
         first.add(outcome)
+    with pytest.raises(UsageError, match="another process writes"):
+        CampaignFile(path, settings)
+    first.close()
     with path.open("a") as file:
         file.write('{"number": 1, "fau')  # killed within a line
     again = CampaignFile(path, settings)
@@ -102,7 +105,10 @@ def test_a_campaign_goes_on_from_its_file(tmp_path):
     assert again.begin([(1, 2), (3,)])
     assert not again.begin([(1, 2), (4,)])
     again.add(Outcome(1, "kill", "decode"))
-    assert sorted(CampaignFile(path, settings).outcomes) == [0, 1, 2]
+    again.close()
+    last = CampaignFile(path, settings)
+    assert sorted(last.outcomes) == [0, 1, 2]
+    last.close()
     with pytest.raises(UsageError, match=r"other options \(seed\)"):
         CampaignFile(path, settings | {"seed": 2})
     path.write_text("x = 1\n")

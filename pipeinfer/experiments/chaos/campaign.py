@@ -22,16 +22,29 @@ _PAUSE = 2.0  #: seconds between two turns, so that whoever waits gets one
 class CampaignFile:
     """One JSON object a line: what the campaign is, then what came of each run.
 
-    settings: what must be the same for runs to belong together. Raises UsageError for a file of
-    another campaign, or of none.
+    settings: what must be the same for runs to belong together. Held against other processes until
+    it is closed. Raises UsageError for a file of another campaign, or of none.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path, self._settings = path, settings
         self.outcomes: dict[int, Outcome] = {}
         self._tokens: list[list[int]] | None = None
-        if path.exists() and path.stat().st_size:
-            self._read()
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_size:
+                self._read()
+        except BlockingIOError:
+            self.close()
+            raise UsageError(f"another process writes {path}: wait for it, or name another file"
+                             ) from None
+        except UsageError:
+            self.close()
+            raise
 
     def _read(self) -> None:
         raw = self._path.read_bytes()
@@ -66,8 +79,11 @@ class CampaignFile:
         self._add(outcome.to_json())
 
     def _add(self, line: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._file.close()
 
 
 def outcome_of(found: dict[str, Any]) -> Outcome:

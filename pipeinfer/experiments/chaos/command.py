@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -107,6 +108,7 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
         "victim": given["victim"], "client": given["client"],
         "serve": [*arguments, *serve_arguments]})
     folder.mkdir()
+    signal.signal(signal.SIGTERM, _end)  # or the job under trial would stay
     try:
         planned = plan(given["faults"], given["moments"], given["runs"], seed,
                        two=ranks - spares > 2)
@@ -122,6 +124,10 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
         click.echo(f"\n{table(found)}")
     if found["clean"] < found["runs"]:
         raise SystemExit(1)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _flag(name: str, value: str) -> list[str]:
