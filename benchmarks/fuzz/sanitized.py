@@ -74,7 +74,7 @@ def run(folder: Path, words: tuple[str, ...]) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def tests(folder: Path, words: tuple[str, ...]) -> None:
     """Run the tests of the own C part, or others."""
-    sys.exit(_watched(folder, ["-m", "pytest", "-q", "-p", "no:cacheprovider",
+    sys.exit(_watched(folder, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=no",
                                *(words or _OWN_TESTS)]))
 
 
@@ -84,8 +84,9 @@ def _watched(folder: Path, words: list[str]) -> int:
     tree, logs = _copy(folder), folder / "reports"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir()
-    code = subprocess.run([sys.executable, *words], cwd=tree, check=False,
-                          env=environment(folder, tree, logs)).returncode
+    with (logs / "stderr").open("wb") as said:  # where UndefinedBehaviorSanitizer speaks
+        code = subprocess.run([sys.executable, *words], cwd=tree, check=False, stderr=said,
+                              env=environment(folder, tree, logs)).returncode
     found = Counter(place for path in logs.iterdir()
                     for place in places(path.read_text(errors="replace")))
     click.echo(f"the sanitizers said something at {len(found)} places; whole reports: {logs}")
@@ -117,11 +118,10 @@ def environment(folder: Path, tree: Path, logs: Path) -> dict[str, str]:
     built = next((folder / "llama").rglob("libllama.so"), None)
     if built is None:
         raise click.UsageError(f"{folder} has no library: run build first")
-    common = f"log_path={logs}/report:print_stacktrace=1"
     return {**os.environ, "PYTHONPATH": str(tree), "LD_PRELOAD": " ".join(preload),
+            "FUZZ_STDERR": "1", "GGML_NO_BACKTRACE": "1",  # which would wait for a debugger
             "PIPEINFER_LLAMA_LIBRARY": str(built.resolve()),
-            "ASAN_OPTIONS": f"{common}:detect_leaks=0:allocator_may_return_null=1",
-            "UBSAN_OPTIONS": common}
+            "ASAN_OPTIONS": f"log_path={logs}/report:detect_leaks=0:allocator_may_return_null=1"}
 
 
 def places(report: str) -> list[str]:
