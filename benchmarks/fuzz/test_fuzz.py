@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from benchmarks.fuzz import mutate, runner
+from benchmarks.fuzz import mutate, runner, sanitized
 from benchmarks.fuzz.__main__ import CORPUS, KINDS
 from pipeinfer.errors import ModelError
 
@@ -50,6 +50,23 @@ def test_the_same_seed_gives_the_same_inputs():
         first, again, other = (runner.case(kind, seed, 5) for seed in (3, 3, 4))
         assert first == again
         assert first != other
+
+
+SAID = """\
+/b/ggml/src/ggml-quants.c:77:14: runtime error: shift exponent -3 is too large for 32-bit type 'int'
+    #0 0x7f01 in dequantize /b/ggml/src/ggml-quants.c:77
+==12==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602 at pc 0x7f bp 0x7f sp 0x7f
+READ of size 4 at 0x602 thread T0
+    #0 0x7f02 in memcpy ../../../../src/libsanitizer/sanitizer_common/interceptors.inc:827
+    #1 0x7f03 in llama_vocab::impl::load(int) /b/src/llama-vocab.cpp:900
+"""
+
+
+def test_what_sanitizers_say_is_told_by_place():
+    assert sanitized.places(SAID) == [
+        "src/ggml-quants.c:77: shift exponent N is too large for N-bit type 'int'",
+        "src/llama-vocab.cpp:900 llama_vocab::impl::load(int): heap-buffer-overflow"]
+    assert sanitized.places("==12==WARNING: AddressSanitizer failed to allocate 0x1 bytes") == []
 
 
 # --- the runner notices -------------------------------------------------------------------------
