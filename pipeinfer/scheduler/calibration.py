@@ -54,14 +54,17 @@ class Calibration:
 
     def least_claim(self, wanted: float) -> float:
         """The least confidence of first guesses that are right as often as `wanted`, as far as
-        that is known: what has hardly been tried deserves a trial."""
-        least = 1.0
-        for slot in reversed(range(_BINS)):
-            if self._trials[0][slot] >= _TRIED and \
-                    self.estimate((slot + 0.5) / _BINS, first=True) < wanted:
-                break
-            least = slot / _BINS
-        return least
+        that is known: what has hardly been tried deserves a trial. Each question makes what lies
+        below fade, since no trial does: another text may be another matter."""
+        trials, hits = self._trials[0], self._hits[0]
+        least = _BINS
+        while least and not (trials[least - 1] >= _TRIED and self.estimate(
+                (least - 0.5) / _BINS, first=True) < wanted):
+            least -= 1
+        for slot in range(least):
+            trials[slot] *= _MEMORY
+            hits[slot] *= _MEMORY
+        return least / _BINS
 
     @property
     def acceptance(self) -> float:

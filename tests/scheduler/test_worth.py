@@ -76,3 +76,14 @@ def test_a_claim_counts_for_what_it_has_turned_out_to_be():
     assert calibration.least_claim(0.5) == pytest.approx(0.9)  # what is below hangs there
     calibration.learn(0.85, hit=True, first=False)
     assert calibration.least_claim(0.5) == pytest.approx(0.9)
+
+
+def test_what_is_no_longer_tried_is_tried_again_some_time():
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.learn(0.95, hit=False, first=True)
+    asked = 1
+    while calibration.least_claim(0.5) == 1.0:
+        asked += 1
+        assert asked < 1000
+    assert asked > 50
