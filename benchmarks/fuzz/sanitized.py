@@ -32,6 +32,7 @@ _OPTIONS = ("LLAMA_SANITIZE_ADDRESS", "LLAMA_SANITIZE_UNDEFINED", "GGML_SANITIZE
 #: libgomp is not built with a sanitizer, and nothing but the libraries is wanted
 _WITHOUT = ("GGML_OPENMP", "LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS",
             "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER", "LLAMA_BUILD_APP", "LLAMA_OPENSSL")
+_CORPUS = Path("benchmarks/fuzz/corpus")
 _OWN_C = Path("pipeinfer/backends/llamacpp")
 _OWN_TESTS = ("tests/backends/test_team.py", "tests/backends/test_layer_probe.py")
 _SECONDS = "60"  #: that one case may take; a build like this is many times slower
@@ -65,8 +66,23 @@ def build(source: Path, folder: Path, jobs: int) -> None:
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def run(folder: Path, words: tuple[str, ...]) -> None:
-    """Run the fuzzers."""
-    sys.exit(_watched(folder, ["-m", "benchmarks.fuzz", "--seconds", _SECONDS, *words]))
+    """Run the fuzzers; what failed is kept in FOLDER/failing, of earlier runs as well."""
+    code = _watched(folder, ["-m", "benchmarks.fuzz", "--seconds", _SECONDS, *words])
+    for path in keep_failing(folder / "tree" / _CORPUS, ROOT / _CORPUS, folder / "failing"):
+        click.echo(f"failed: {path}")
+    sys.exit(code)
+
+
+def keep_failing(corpus: Path, known: Path, folder: Path) -> list[Path]:
+    """Copy what the corpus has beyond the known one: the tree that it lies in is made anew by the
+    next run."""
+    kept = []
+    for path in sorted(corpus.rglob("*")):
+        name = path.relative_to(corpus)
+        if path.is_file() and not (known / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            kept.append(Path(shutil.copy(path, folder / name)))
+    return kept
 
 
 @main.command("test")

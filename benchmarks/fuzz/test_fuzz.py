@@ -129,3 +129,14 @@ def test_changes_change():
     changed = [mutate.change_value(draw, value) for _ in range(200)]
     assert sum(repr(one) != repr(value) for one in changed) > 150
     assert value == {"a": [1, 2.5, "x", None], "b": {"c": True}}
+
+
+def test_what_failed_under_the_sanitizers_is_kept(tmp_path):
+    known, corpus, folder = (tmp_path / name for name in ("known", "tree", "failing"))
+    for place in (known / "gguf", corpus / "gguf", corpus / "frames"):
+        place.mkdir(parents=True)
+    for path in (known / "gguf" / "old.z", corpus / "gguf" / "old.z", corpus / "frames" / "new.z"):
+        path.write_text(path.name)
+    assert sanitized.keep_failing(corpus, known, folder) == [folder / "frames" / "new.z"]
+    assert (folder / "frames" / "new.z").read_text() == "new.z"
+    assert not (folder / "gguf").exists()
