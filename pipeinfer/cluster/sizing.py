@@ -208,11 +208,13 @@ def limits_for(
     }
     if take_turns and exact > 1:
         timing = _at_load(curve, draft_share)
-        size = longest(timing, exact - 1)
-        values |= {"draft_max": size, "tree_max": size,
-                   "p_min": least_confidence(timing, _USUAL, size)}
-        if not config.tree_max:
-            values |= {"costs": (prices := costs(curve, exact - 1)), "p_min": least_hope(prices)}
+        if config.adapt and config.speculation == "auto" and not config.tree_max:
+            prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
+            values |= {"costs": prices, "p_min": least_hope(prices)}
+        else:
+            size = turns(timing, _USUAL, exact - 1) or 1
+            values["p_min"] = least_confidence(timing, _USUAL, size)
+        values |= {"draft_max": size, "tree_max": size}
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}

@@ -341,13 +341,17 @@ class Controller:
 
     def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
         most = min(self.limits.exact_width - 1, SIZES[-1] - 1)
-        size = longest(timing, most)
-        before = self.limits.tree_max
-        now, then = (_pace(timing, _ALMOST_SURE, one) for one in (before, size))
+        weighed = bool(self.limits.costs)  # then each guess is, and the width is for the best
+        size = longest(timing, most) if weighed else turns(timing, acceptance, most)
+        if self.trial is not None and not weighed:
+            self.trial.expect(size > 0)
+        size = max(size, 1)  # whether guesses pay at all the trial finds out
+        before, likely = self.limits.tree_max, _ALMOST_SURE if weighed else acceptance
+        now, then = (_pace(timing, likely, one) for one in (before, size))
         if before <= most and then < _SWITCH * now:
             size = before
         wanted: dict[str, Any] = {"tree_max": size, "draft_max": size}
-        if self.limits.costs:
+        if weighed:
             wanted["costs"] = prices = costs(timing.curve, most)
             wanted["p_min"] = least_hope(prices)
         else:

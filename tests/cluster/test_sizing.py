@@ -140,8 +140,14 @@ def test_options_of_the_asynchronous_kind_are_taken_at_their_word(options):
 def test_a_width_that_was_asked_for_stays():
     limits, controller = shared(FOURS, tree_max=5, draft_p_min=0.3)
     assert (limits.take_turns, limits.tree_max, limits.p_min) == (True, 5, 0.3)
-    assert not limits.costs
     assert {"tree_max", "p_min"} <= set(controller.pinned)
+    assert not limits.costs
+
+
+@pytest.mark.parametrize("options", [{"adapt": False}, {"speculation": "on"}])
+def test_without_tuning_every_guess_of_the_usual_width_travels(options):
+    limits, _ = shared(FOURS, **options)
+    assert (limits.take_turns, limits.tree_max, limits.costs) == (True, 3, ())
 
 
 def test_prompts_like_llama_cpp_travel_in_its_chunks():

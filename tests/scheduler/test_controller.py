@@ -197,9 +197,10 @@ def test_the_cutoff_in_turns_is_a_probability_that_falls_with_the_price(acceptan
 def test_advice_in_turns_follows_the_times_and_what_the_user_set():
     limits = replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
     advice = told(limits, FOURS).advise(0.7, 0.4)
-    assert (advice.tree_max, advice.draft_max) == (7, 7)  # as much as a sure draft is worth
+    assert (advice.tree_max, advice.draft_max) == (3, 3)
     priced = told(replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
     assert priced.costs == costs(FOURS.curve, 7)
+    assert (priced.tree_max, priced.draft_max) == (7, 7)  # as many as sure guesses are worth
     assert priced.p_min == least_hope(priced.costs)
     pinned = frozenset({"tree_max", "draft_max", "p_min"})
     assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None
