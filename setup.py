@@ -7,7 +7,8 @@ from setuptools import Extension, setup
 
 setup(ext_modules=[Extension(
     "pipeinfer.backends.llamacpp._layer_filter",
-    ["pipeinfer/backends/llamacpp/layer_filter.c", "pipeinfer/backends/llamacpp/sums.c"],
+    ["pipeinfer/backends/llamacpp/layer_filter.c", "pipeinfer/backends/llamacpp/sums.c",
+     "pipeinfer/backends/llamacpp/spin.c"],
     depends=["pipeinfer/backends/llamacpp/sums.h"],
     extra_compile_args=["-O3"],
     optional=True,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from pipeinfer import host
@@ -72,18 +68,3 @@ def test_bfloat16_is_for_processors_that_multiply_it(tmp_path, monkeypatch, text
     assert not host.multiplies_bfloat16()
     (tmp_path / "cpuinfo").write_text(text)
     assert host.multiplies_bfloat16() == wanted
-
-
-@pytest.mark.parametrize(("given", "expected"), [
-    ({}, ["active", "300"]),
-    ({"GOMP_SPINCOUNT": "7"}, ["active", "7"]),
-    ({"OMP_WAIT_POLICY": "passive"}, ["passive", "None"]),
-])
-def test_threads_wait_a_bounded_time_unless_the_environment_says_otherwise(given, expected):
-    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_LIBRARY", "KMP_BLOCKTIME")
-    env = {k: v for k, v in os.environ.items() if k not in names} | given
-    said = subprocess.run(
-        [sys.executable, "-c", "import os, pipeinfer; print(*(os.environ.get(n) for n in "
-         "('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')))"],
-        env=env, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    assert said == expected

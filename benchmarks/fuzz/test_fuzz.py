@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from benchmarks.fuzz import mutate, runner
+from benchmarks.fuzz import mutate, runner, sanitized
 from benchmarks.fuzz.__main__ import CORPUS, KINDS
 from pipeinfer.errors import ModelError
 
@@ -50,6 +50,23 @@ def test_the_same_seed_gives_the_same_inputs():
         first, again, other = (runner.case(kind, seed, 5) for seed in (3, 3, 4))
         assert first == again
         assert first != other
+
+
+SAID = """\
+/b/ggml/src/ggml-quants.c:77:14: runtime error: shift exponent -3 is too large for 32-bit type 'int'
+    #0 0x7f01 in dequantize /b/ggml/src/ggml-quants.c:77
+==12==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602 at pc 0x7f bp 0x7f sp 0x7f
+READ of size 4 at 0x602 thread T0
+    #0 0x7f02 in memcpy ../../../../src/libsanitizer/sanitizer_common/interceptors.inc:827
+    #1 0x7f03 in llama_vocab::impl::load(int) /b/src/llama-vocab.cpp:900
+"""
+
+
+def test_what_sanitizers_say_is_told_by_place():
+    assert sanitized.places(SAID) == [
+        "src/ggml-quants.c:77: shift exponent N is too large for N-bit type 'int'",
+        "src/llama-vocab.cpp:900 llama_vocab::impl::load(int): heap-buffer-overflow"]
+    assert sanitized.places("==12==WARNING: AddressSanitizer failed to allocate 0x1 bytes") == []
 
 
 # --- the runner notices -------------------------------------------------------------------------
@@ -112,3 +129,14 @@ def test_changes_change():
     changed = [mutate.change_value(draw, value) for _ in range(200)]
     assert sum(repr(one) != repr(value) for one in changed) > 150
     assert value == {"a": [1, 2.5, "x", None], "b": {"c": True}}
+
+
+def test_what_failed_under_the_sanitizers_is_kept(tmp_path):
+    known, corpus, folder = (tmp_path / name for name in ("known", "tree", "failing"))
+    for place in (known / "gguf", corpus / "gguf", corpus / "frames"):
+        place.mkdir(parents=True)
+    for path in (known / "gguf" / "old.z", corpus / "gguf" / "old.z", corpus / "frames" / "new.z"):
+        path.write_text(path.name)
+    assert sanitized.keep_failing(corpus, known, folder) == [folder / "frames" / "new.z"]
+    assert (folder / "frames" / "new.z").read_text() == "new.z"
+    assert not (folder / "gguf").exists()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.resilience.overlap --runs 3
 
-For each run and way `pipeinfer up -np 3` serves SmolLM2 slowly (`--pace-ms`); one client streams, and
-the server is reloaded with other options, or moved to 4 ranks. Silences count from the command on.
-Streams of a kind must have the same tokens, whichever way. Needs the `smollm2` model.
+For each run and way `pipeinfer up -np 3` serves SmolLM2 slowly (`--pace-ms`); one client streams,
+and the server is reloaded with other options, or moved to 4 ranks. Silences count from the command
+on. Streams of a kind must have the same tokens, whichever way. Needs the `smollm2` model.
 """
 
 from __future__ import annotations

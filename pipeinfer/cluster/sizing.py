@@ -24,9 +24,12 @@ from pipeinfer.scheduler.controller import (
     Curve,
     Timing,
     alternatives_for,
+    costs,
     cutoff,
     groups,
     least_confidence,
+    least_hope,
+    longest,
     turns,
 )
 from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
@@ -41,6 +44,7 @@ _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL, _GOOD = 0.7, 0.9  #: acceptance that is expected of a draft, and that few surpass
+_CHEAP = 0.05  #: of a token's time, for which a draft is asked that may be better than most
 _SURE = 8  #: spans in which an expectation is believed before the contrary is tried
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
 
@@ -213,9 +217,13 @@ def limits_for(
     }
     if take_turns and exact > 1:
         timing = _at_load(curve, draft_share)
-        size = turns(timing, _USUAL, exact - 1) or 1
-        values |= {"draft_max": size, "tree_max": size,
-                   "p_min": least_confidence(timing, _USUAL, size)}
+        if config.adapt and config.speculation == "auto" and not config.tree_max:
+            prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
+            values |= {"costs": prices, "p_min": least_hope(prices)}
+        else:
+            size = turns(timing, _USUAL, exact - 1) or 1
+            values["p_min"] = least_confidence(timing, _USUAL, size)
+        values |= {"draft_max": size, "tree_max": size}
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
@@ -246,7 +254,9 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
     judge = SpeculationTrial() if trial else None
     if judge is not None and limits.take_turns:
         timing, most = _at_load(curve, draft_share), limits.exact_width - 1
-        judge = SpeculationTrial(promising=turns(timing, _USUAL, most) > 0, sure=_SURE,
+        likely = turns(timing, _USUAL, most) > 0
+        tried = likely or (draft_share <= _CHEAP and bool(limits.costs))
+        judge = SpeculationTrial(tried, sure=1 if tried and not likely else _SURE,
                                  hopeless=turns(timing, _GOOD, most) == 0)
         if not judge.speculate:
             limits = replace(limits, path_min=NEVER)

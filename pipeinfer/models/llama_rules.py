@@ -75,6 +75,8 @@ def check_numbers(model: ModelFile) -> None:
     if scaling is not None and scaling not in _SCALINGS:
         raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
     _check_experts(model)
+    if model.architecture == "gemma4":
+        _check_shared_caches(model)
     if not model.architecture.startswith(_WITHOUT_HEADS):  # sizes are divided by their number
         heads = _integers(model, "attention.head_count", 0, _MOST_HEADS)
         if max(heads, default=0) == 0:
@@ -208,6 +210,18 @@ def _check_experts(model: ModelFile) -> None:
     used = _integers(model, "expert_used_count", 0, _MOST_EXPERTS) or [0]
     if max(used) > min(experts) or (min(used) > 0) != (max(experts) > 0):
         raise _bad(model, f"{model.architecture}.expert_used_count", max(used))
+
+
+def _check_shared_caches(model: ModelFile) -> None:
+    """The last layers may read the cache of the last layer of their kind (windows or none) that has
+    one: it is looked for at the last place but one, or the last."""
+    key, count = "attention.shared_kv_layers", model.n_layers_all
+    shared = max(_integers(model, key, 0, count), default=0)
+    own, windows = count - shared, model.arch_get("attention.sliding_window_pattern")
+    kinds = windows if isinstance(windows, list) and len(windows) == count else []
+    if own < 2 or (shared and not kinds) or any(
+            bool(kinds[own - (2 if one else 1)]) != bool(one) for one in kinds[own:]):
+        raise _bad(model, f"{model.architecture}.{key}", shared)
 
 
 def _integers(model: ModelFile, key: str, low: int, high: int) -> list[int]:

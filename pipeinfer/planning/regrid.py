@@ -79,7 +79,7 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
 
     seen: dict[_Grid, None] = {}
     for first in (sum, max):
-        seen |= dict.fromkeys(_descent(present, room, took, first))
+        seen |= dict.fromkeys(_descent(present, room, known, took, first))
     now = rate(times(present), present)
     best, gain = present, 1.0
     least = min(speeds.values())
@@ -93,8 +93,9 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
     return Verdict(tuple(one for team in best for one in team), gain, known)
 
 
-def _descent(present: _Grid, room: GridRoom, took: Callable[[_Team], float],
-             first: Callable[[list[float]], float]) -> Iterator[_Grid]:
+def _descent(present: _Grid, room: GridRoom, speeds: Mapping[int, float],
+             took: Callable[[_Team], float], first: Callable[[list[float]], float]
+             ) -> Iterator[_Grid]:
     """The arrangements on the way down, the best step each time. first: what is to become less;
     of equals, where the sum of squares is less."""
     here, known = present, {id(team): took(team) for team in present}
@@ -106,7 +107,7 @@ def _descent(present: _Grid, room: GridRoom, took: Callable[[_Team], float],
     at = height(present)
     for _ in range(_STEPS):
         known = {id(team): took(team) for team in here}  # a step leaves most teams as they are
-        step = min(_steps(here, room), key=height, default=here)
+        step = min(_steps(here, room, speeds), key=height, default=here)
         found = height(step)
         if found[0] >= at[0] * _BETTER and not (
                 found[0] <= at[0] and found[1] < at[1] * _BETTER):
@@ -115,9 +116,9 @@ def _descent(present: _Grid, room: GridRoom, took: Callable[[_Team], float],
         yield here
 
 
-def _steps(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
+def _steps(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterator[_Grid]:
     """Every arrangement that is one step away and can be had."""
-    for step in itertools.chain(_places(grid, room), _dealt(grid, room),
+    for step in itertools.chain(_places(grid, room, speeds), _dealt(grid, room),
                                 _shifted(grid, room.barred)):
         if _allowed(grid, step, room):
             yield step
@@ -140,11 +141,14 @@ def _allowed(before: _Grid, grid: _Grid, room: GridRoom) -> bool:
     return True
 
 
-def _places(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
-    """Two ranks in each other's place; one of them may be idle."""
+def _places(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterator[_Grid]:
+    """Two ranks in each other's place; one of them may be idle. Those of one speed would change
+    nothing, and on a large cluster they are nearly all pairs."""
     ranks = [one.rank for team in grid for one in team]
     idle = [rank for rank in room.spares if rank not in ranks]
     for one, other in (*itertools.combinations(ranks, 2), *itertools.product(ranks, idle)):
+        if speeds[one] == speeds[other]:
+            continue
         swap = {one: other, other: one}
         yield tuple(tuple(dataclasses.replace(member, rank=swap.get(member.rank, member.rank))
                           for member in team) if any(member.rank in swap for member in team)

@@ -14,6 +14,7 @@ _BINS = 10
 _PRIOR = 4.0  #: trials that the claim itself is worth
 _MEMORY = 0.99  #: weight that a bin's past keeps at each new trial
 _LONG_MEMORY = 0.995  #: the same for the acceptance of all first guesses
+_TRIED = 6.0  #: trials after which a claim's worth is known
 _RECENT = 32.0  #: trials over which claims are averaged
 
 
@@ -50,6 +51,20 @@ class Calibration:
         kind, slot = int(not first), _slot(claimed)
         return ((claimed * _PRIOR + self._hits[kind][slot])
                 / (_PRIOR + self._trials[kind][slot]))
+
+    def least_claim(self, wanted: float) -> float:
+        """The least confidence of first guesses that are right as often as `wanted`, as far as
+        that is known: what has hardly been tried deserves a trial. Each question makes what lies
+        below fade, since no trial does: another text may be another matter."""
+        trials, hits = self._trials[0], self._hits[0]
+        least = _BINS
+        while least and not (trials[least - 1] >= _TRIED and self.estimate(
+                (least - 0.5) / _BINS, first=True) < wanted):
+            least -= 1
+        for slot in range(least):
+            trials[slot] *= _MEMORY
+            hits[slot] *= _MEMORY
+        return least / _BINS
 
     @property
     def acceptance(self) -> float:

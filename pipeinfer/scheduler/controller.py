@@ -31,6 +31,7 @@ _LONGEST = 512  #: guesses in a row that are right, at the most
 _SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
+_ALMOST_SURE = 0.95  #: acceptance of the longest chains that are drafted in turns
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
 NEVER = 1.1  #: a cutoff at which the draft is not even asked
 #: without these the model above still says what a setting brings, beside other settings
@@ -78,6 +79,23 @@ def _pace(timing: Timing, acceptance: float, size: int) -> float:
     """Tokens per second in turns with chains of `size` guesses."""
     expected = sum(acceptance**level for level in range(size + 1))
     return expected / (timing.latency(1 + size) + size * timing.draft)
+
+
+def longest(timing: Timing, most: int) -> int:
+    """How many guesses, up to `most` and at least one, are drafted in turns where each of them is
+    as good as certain; which of them are issued is decided by what they turn out to be worth."""
+    return turns(timing, _ALMOST_SURE, most) or 1
+
+
+def costs(curve: Curve, most: int) -> tuple[float, ...]:
+    """See `Limits.costs`, for up to `most` guesses."""
+    return tuple(round(judge.relative(curve, 1 + size) - 1.0, 1) for size in range(1, most + 1))
+
+
+def least_hope(prices: tuple[float, ...]) -> float:
+    """The cutoff for drafted tokens that goes with `costs`: what a guess costs where most share a
+    run. A chain that begins with less is hardly worth its rows, so the draft stops there."""
+    return round(min((price / size for size, price in enumerate(prices, 1)), default=0.0), 2)
 
 
 def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
@@ -323,17 +341,22 @@ class Controller:
 
     def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
         most = min(self.limits.exact_width - 1, SIZES[-1] - 1)
-        size = turns(timing, acceptance, most)
-        if self.trial is not None:
+        weighed = bool(self.limits.costs)  # then each guess is, and the width is for the best
+        size = longest(timing, most) if weighed else turns(timing, acceptance, most)
+        if self.trial is not None and not weighed:
             self.trial.expect(size > 0)
         size = max(size, 1)  # whether guesses pay at all the trial finds out
-        before = self.limits.tree_max
-        now, then = (_pace(timing, acceptance, one) for one in (before, size))
+        before, likely = self.limits.tree_max, _ALMOST_SURE if weighed else acceptance
+        now, then = (_pace(timing, likely, one) for one in (before, size))
         if before <= most and then < _SWITCH * now:
             size = before
-        return self._change({"tree_max": size, "draft_max": size,
-                             "p_min": round(least_confidence(timing, acceptance, size), 2)},
-                            timing)
+        wanted: dict[str, Any] = {"tree_max": size, "draft_max": size}
+        if weighed:
+            wanted["costs"] = prices = costs(timing.curve, most)
+            wanted["p_min"] = least_hope(prices)
+        else:
+            wanted["p_min"] = round(least_confidence(timing, acceptance, size), 2)
+        return self._change(wanted, timing)
 
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
         """The limits with these values, as far as the user left them free; None: they have."""

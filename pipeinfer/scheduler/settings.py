@@ -48,6 +48,8 @@ class Limits:
     threads: maximum threads of a response that are at work beside its main one
     take_turns: draft and target compute by turns, as under `synchronous`: for one stage on the
         draft's cores, where there is no pipeline to fill
+    costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
+        token: what guesses have to be worth to be issued; empty: all are
     """
 
     n_ctx: int
@@ -76,6 +78,7 @@ class Limits:
     share: tuple[int, ...] = ()
     threads: int = 0
     take_turns: bool = False
+    costs: tuple[float, ...] = ()
 
     @property
     def synchronous(self) -> bool:

@@ -7,6 +7,7 @@ it knows nothing, the draft in its thread is. It knows no clock, thread or model
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 
@@ -400,6 +401,7 @@ class Speculation:
         if limits.guess_rows:
             size = min(size, max(limits.guess_rows - self.state.guess_rows, 0))
         first = sorted(planned, key=lambda node: -node.score)[:size]
+        first = first[:self._worth([probability(one.score, tip) for one in first])]
         due = self.hints is not None and self.hints.due(lane)
         asked = self.hints.plan(lane, [tip, *first], self._last_pos) \
             if due and self.hints is not None else []
@@ -416,9 +418,22 @@ class Speculation:
             lane.reserve.add_leaf(tip)
             lane.reserve.add(planned)
 
+    def _worth(self, chances: list[float]) -> int:
+        """How many guesses, likeliest first, bring most beyond the time that their rows take, in
+        tokens that plain decoding would make in it."""
+        costs = self.limits.costs
+        if not costs:
+            return len(chances)
+        gains = [tokens - cost for tokens, cost in
+                 zip(itertools.accumulate(chances), costs, strict=False)]
+        best = max(gains, default=0.0)
+        return gains.index(best) + 1 if best > 0.0 else 0
+
     def _cutoff(self, lane: Lane) -> float:
         """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""
         limits = self.limits
+        if limits.costs:
+            return self.calibration.least_claim(limits.p_min)
         return (limits.p_min + lane.runs_since_accept * limits.p_recovery
                 - lane.empty_since_accept * limits.p_decay)
 

@@ -23,6 +23,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
+from pipeinfer.scheduler.controller import least_hope
 
 CURVE = ((2, 1.2), (4, 1.6), (8, 2.4), (16, 4.0))
 DRAFT = Path("draft.gguf")
@@ -115,13 +116,16 @@ def test_on_the_same_cores_draft_and_target_take_turns():
     limits, controller = shared(FOURS)
     assert limits.take_turns
     assert limits.synchronous
-    assert limits.tree_max == 3
+    assert limits.costs[2] < limits.costs[1]  # rows are taken in fours
+    assert limits.p_min == least_hope(limits.costs)
     assert controller.trial.speculate
     assert controller.limits == limits
 
 
-def test_where_no_width_can_pay_plain_decoding_begins():
+def test_where_no_width_is_expected_to_pay_a_cheap_draft_is_heard_all_the_same():
     _, controller = shared(DEAR)
+    assert controller.trial.speculate
+    _, controller = shared(DEAR, share=0.2)
     assert not controller.trial.speculate
     assert controller.limits.path_min > 1.0
     assert not shared(FOURS, exact=1)[0].speculates
@@ -137,6 +141,13 @@ def test_a_width_that_was_asked_for_stays():
     limits, controller = shared(FOURS, tree_max=5, draft_p_min=0.3)
     assert (limits.take_turns, limits.tree_max, limits.p_min) == (True, 5, 0.3)
     assert {"tree_max", "p_min"} <= set(controller.pinned)
+    assert not limits.costs
+
+
+@pytest.mark.parametrize("options", [{"adapt": False}, {"speculation": "on"}])
+def test_without_tuning_every_guess_of_the_usual_width_travels(options):
+    limits, _ = shared(FOURS, **options)
+    assert (limits.take_turns, limits.tree_max, limits.costs) == (True, 3, ())
 
 
 def test_prompts_like_llama_cpp_travel_in_its_chunks():

@@ -28,6 +28,8 @@ def test_good_files_are_taken(name, tmp_path):
     ("gemma2", "rope.dimension_count", 4094, "the last even and no more"),
     ("glm4", "rope.dimension_count", 17, "the last even"),
     ("gemma4", "rope.dimension_count_swa", 17, "the last even"),
+    ("gemma4", "attention.shared_kv_layers", 1, "shared_kv_layers"),
+    ("gemma4", "attention.shared_kv_layers", 4, "shared_kv_layers"),
     ("phi3", "attention.head_count", 2, "head_count"),
     ("deepseek2", "attention.head_count_kv", 2, "head_count_kv"),
     ("deepseek2", "attention.kv_lora_rank", 32, "do not fit each other"),
@@ -39,6 +41,13 @@ def test_sizes_that_do_not_fit_are_refused(name, key, value, said, tmp_path):
                   numbers={f"{RECIPES[name].architecture}.{key}": value})
     with pytest.raises(ModelError, match=said):
         check_file(bad)
+
+
+def test_caches_of_the_right_kind_may_be_shared(tmp_path):
+    good = write_random_model(tmp_path / "m.gguf", tiny("gemma4"))
+    shared = altered(good, tmp_path / "shared.gguf",
+                     numbers={"gemma4.attention.shared_kv_layers": 2})
+    check_file(shared)
 
 
 def test_the_vocabulary_of_a_gemma_4_needs_its_bytes(tmp_path):

@@ -3,6 +3,7 @@ one on real jobs."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import sys
@@ -11,9 +12,10 @@ import pytest
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.chaos import whole
+from pipeinfer.experiments.chaos import campaign, whole
+from pipeinfer.experiments.chaos.campaign import CampaignFile
 from pipeinfer.experiments.chaos.command import plan
-from pipeinfer.experiments.chaos.report import Outcome, resumed, summary, table
+from pipeinfer.experiments.chaos.report import Outcome, resumed, spread, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.experiments.chaos.victims import Victims
 from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount
@@ -75,13 +77,54 @@ def test_figures_and_the_last_sentence():
     untouched = Outcome(3, "kill", "prefill", exit_code=0)
     found = summary([good, slow, bad, untouched])
     assert (found["runs"], found["kept"], found["clean"], found["lost_requests"]) == (4, 3, 2, 1)
-    assert found["next_token"] == {"median": 1.0, "worst": 1.5, "count": 2}
+    assert found["next_token"] == {"median": 1.0, "p95": 1.5, "worst": 1.5, "count": 2}
+    assert spread([float(n) for n in range(1, 41)])["p95"] == 38.0
     assert found["groups"]["kill, decode"]["every_stream"]["worst"] == 1.5
     last = table(found).splitlines()[-1]
     assert last == ("3 of 4 runs kept every token; next token after a fault: median 1.0 s, worst "
                     "1.5 s; in 1 the fault did not take place; exit codes 6 (1x).")
     assert "FAILED" in bad.line()
     assert "request 1 was lost: 3 of 9 tokens" in bad.line()
+
+
+def test_a_campaign_goes_on_from_its_file(tmp_path):
+    path, settings = tmp_path / "runs.jsonl", {"seed": 1, "faults": ["kill"]}
+    first = CampaignFile(path, settings)
+    assert first.begin([(1, 2), (3,)])
+    kept, lost = Outcome(0, "kill", "decode", next_all=[0.5]), Outcome(2, "kill", "load",
+                                                                       lost={1: "no answer"})
+    for outcome in (kept, lost):
+        first.add(outcome)
+    with pytest.raises(UsageError, match="another process writes"):
+        CampaignFile(path, settings)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"number": 1, "fau')  # killed within a line
+    again = CampaignFile(path, settings)
+    assert again.outcomes == {0: kept, 2: lost}
+    assert again.begin([(1, 2), (3,)])
+    assert not again.begin([(1, 2), (4,)])
+    again.add(Outcome(1, "kill", "decode"))
+    again.close()
+    last = CampaignFile(path, settings)
+    assert sorted(last.outcomes) == [0, 1, 2]
+    last.close()
+    with pytest.raises(UsageError, match=r"other options \(seed\)"):
+        CampaignFile(path, settings | {"seed": 2})
+    path.write_text("x = 1\n")
+    with pytest.raises(UsageError, match="is no file of"):
+        CampaignFile(path, settings)
+
+
+def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "_PAUSE", 0.0)
+    lock = tmp_path / "lock"
+    with lock.open("ab") as other:
+        with campaign.turn(lock), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with campaign.turn(None):
+        pass
 
 
 @pytest.mark.parametrize(("args", "says"), [
@@ -128,8 +171,10 @@ def test_what_cannot_be_survived_is_called_lost(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", [("decode",), full(MOMENTS)], ids=["decode", "every moment"])
-def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody_a_token(moments):
+def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody_a_token(moments,
+                                                                                      tmp_path):
     options = [word for moment in moments for word in ("--moment", moment)]
+    options += ["--client", "openai", "--resume", str(tmp_path / "runs.jsonl")]
     runs = 3 * len(moments)
     code, found = chaos("--fault", "kill", "--fault", "storm", "--fault", "clock", *options,
                         ranks=4, runs=runs)
@@ -137,6 +182,9 @@ def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody
             if run["fault"] != "clock"} == {
         ("storm", "always"), *(("kill", moment) for moment in moments)}
     assert (code, found["clean"], found["exit_codes"]) == (0, runs, {"0": runs}), found
+    again = chaos("--fault", "kill", "--fault", "storm", "--fault", "clock", *options, ranks=4,
+                  runs=runs)
+    assert again == (0, found)  # nothing is left to be run
 
 
 @pytest.mark.mpi

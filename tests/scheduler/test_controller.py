@@ -15,9 +15,11 @@ from pipeinfer.scheduler.controller import (
     Controller,
     Setting,
     Timing,
+    costs,
     cutoff,
     in_flight,
     least_confidence,
+    least_hope,
     linear,
     speed,
     turns,
@@ -178,6 +180,13 @@ def test_in_turns_dear_rows_or_a_dear_draft_mean_none():
     assert turns(replace(FOURS, draft=1.0), 0.7, 15) == 0
 
 
+def test_guesses_cost_what_their_rows_take_beyond_the_first():
+    curve = ((2, 1.7), (4, 2.5), (8, 5.0))
+    assert costs(curve, 5) == (0.7, 1.1, 1.5, 2.1, 2.8)
+    assert least_hope(costs(curve, 5)) == 0.5  # three that share a run
+    assert least_hope(()) == 0.0
+
+
 @given(st.floats(0.05, 0.95), st.integers(1, 15))
 def test_the_cutoff_in_turns_is_a_probability_that_falls_with_the_price(acceptance, size):
     dear, cheap = least_confidence(DEAR, acceptance, size), least_confidence(
@@ -189,5 +198,9 @@ def test_advice_in_turns_follows_the_times_and_what_the_user_set():
     limits = replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
     advice = told(limits, FOURS).advise(0.7, 0.4)
     assert (advice.tree_max, advice.draft_max) == (3, 3)
+    priced = told(replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
+    assert priced.costs == costs(FOURS.curve, 7)
+    assert (priced.tree_max, priced.draft_max) == (7, 7)  # as many as sure guesses are worth
+    assert priced.p_min == least_hope(priced.costs)
     pinned = frozenset({"tree_max", "draft_max", "p_min"})
     assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None

@@ -85,7 +85,7 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
                         error = chunk["error"]
                         got.trouble = f"error: {error.get('message', error)}"
                         return got
-                    _take(got, chunk, on_token)
+                    take(got, chunk, on_token)
                     if leave_after is not None and len(got.tokens) >= leave_after:
                         got.left, got.trouble = True, ""
                         return got
@@ -147,7 +147,8 @@ def _request(body: dict[str, Any]) -> bytes:
             f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n").encode() + data
 
 
-def _take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | None) -> None:
+def take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | None) -> None:
+    """Add a chunk of a stream to an answer."""
     tokens = (chunk.get("pipeinfer") or {}).get("tokens", [])
     got.tokens += tokens
     got.times += [time.monotonic()] * len(tokens)

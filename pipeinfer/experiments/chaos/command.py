@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import click
 
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.errors import UsageError
+from pipeinfer.experiments.chaos import client
+from pipeinfer.experiments.chaos.campaign import CampaignFile, turn
+from pipeinfer.experiments.chaos.client import Answer
 from pipeinfer.experiments.chaos.job import Trouble
 from pipeinfer.experiments.chaos.report import Outcome, summary, table
 from pipeinfer.experiments.chaos.trial import (
@@ -62,6 +67,15 @@ from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount, check
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Directory for the servers' logs.")
+@click.option("--client", type=click.Choice(("own", "openai")), default="own", show_default=True,
+              help="Who asks: pipeinfer's own client, or the official openai library with its "
+                   "default time-outs (pip install openai).")
+@click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), default=None,
+              help="Append what comes of each run to this file, and leave out the runs that are in "
+                   "it already: a campaign in several sittings.")
+@click.option("--lock", type=click.Path(dir_okay=False, path_type=Path), default=None,
+              help="Hold a lock (flock) of this file during each run, and let it go for 2 s "
+                   "between, so that programs that measure on this machine take turns.")
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     """Kill, stop and disturb real jobs on this machine, and see whether a token is lost.
@@ -81,27 +95,39 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
                          "--ranks")
     victims = _victims(given["grid"], given["victim"], given["faults"], ranks - spares - 1)
     arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--split", "equal",
-                 "--parallel", str(max(4, requests)), *_flag("--grid", given["grid"])]
+                 "--parallel", str(max(4, requests)), "--any-model-name",
+                 *_flag("--grid", given["grid"])]
     arguments += [*_flag("-m", given["model"]), *_flag("-md", given["draft"])]
     folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
     setup = Setup(ranks, spares, (*arguments, *serve_arguments), bodies(requests, tokens, seed),
-                  folder, given["keep_logs"], given["seconds"], victims)
+                  folder, given["keep_logs"], given["seconds"], victims,
+                  _client(given["client"]))
+    told = {"ranks": ranks, "spares": spares, "requests": requests, "tokens": tokens, "seed": seed}
+    file = None if given["resume"] is None else CampaignFile(given["resume"], {
+        **told, "faults": list(given["faults"]), "moments": list(given["moments"]),
+        "victim": given["victim"], "client": given["client"],
+        "serve": [*arguments, *serve_arguments]})
     folder.mkdir()
+    signal.signal(signal.SIGTERM, _end)  # or the job under trial would stay
     try:
         planned = plan(given["faults"], given["moments"], given["runs"], seed,
                        two=ranks - spares > 2)
-        outcomes = asyncio.run(_campaign(setup, planned, seed, quiet=given["as_json"]))
+        outcomes = asyncio.run(_campaign(setup, planned, seed, file, given["lock"],
+                                         quiet=given["as_json"]))
     finally:
         remove_leftovers(folder)
     found = summary(outcomes)
     if given["as_json"]:
-        click.echo(json.dumps({"ranks": ranks, "spares": spares, "requests": requests,
-                               "tokens": tokens, "seed": seed, **found,
+        click.echo(json.dumps({**told, **found,
                                "outcomes": [outcome.to_json() for outcome in outcomes]}))
     else:
         click.echo(f"\n{table(found)}")
     if found["clean"] < found["runs"]:
         raise SystemExit(1)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _flag(name: str, value: str) -> list[str]:
@@ -152,23 +178,46 @@ def _moment(fault: str, moment: str, rng: random.Random) -> str:
     return moment if moment in possible else rng.choice(possible)
 
 
-async def _campaign(setup: Setup, planned: list[Outcome], seed: int, *, quiet: bool
-                    ) -> list[Outcome]:
+async def _campaign(setup: Setup, planned: list[Outcome], seed: int, file: CampaignFile | None,
+                    lock: Path | None, *, quiet: bool) -> list[Outcome]:
+    done = {} if file is None else file.outcomes
+    if all(outcome.number in done for outcome in planned):
+        return [done[outcome.number] for outcome in planned]
     _progress("two undisturbed runs first", quiet)  # the first one fills the cache
-    wanted = await undisturbed(setup)
-    again = await undisturbed(setup)
+    with turn(lock):
+        wanted = await undisturbed(setup)
+    with turn(lock):
+        again = await undisturbed(setup)
     if again.tokens != wanted.tokens:
         raise Trouble("two undisturbed runs gave different tokens: nothing can be compared")
     wanted = again
+    if file is not None and not file.begin(wanted.tokens):
+        raise Trouble("an undisturbed run gives other tokens than the campaign's file has: another "
+                      "model, version or machine; name another file with --resume")
     for outcome in planned:
+        if outcome.number in done:
+            continue
         _progress(f"run {outcome.number + 1} of {len(planned)}: {outcome.fault}, "
                   f"{outcome.moment}", quiet)
-        await trial(setup, wanted, outcome, random.Random(f"run {seed} {outcome.number}"))
+        with turn(lock):
+            await trial(setup, wanted, outcome, random.Random(f"run {seed} {outcome.number}"))
+        if file is not None:
+            file.add(outcome)
         if not quiet:
             _progress("", quiet)
             click.echo(outcome.line())
     _progress("", quiet)
-    return planned
+    return [done.get(outcome.number, outcome) for outcome in planned]
+
+
+def _client(name: str) -> Callable[..., Awaitable[Answer]]:
+    if name == "own":
+        return client.complete
+    try:
+        from pipeinfer.experiments.chaos import openai_client
+    except ImportError:
+        raise UsageError("--client openai needs the openai library: pip install openai") from None
+    return openai_client.complete
 
 
 def _progress(text: str, quiet: bool) -> None:

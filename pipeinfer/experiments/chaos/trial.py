@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _SNIPPETS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What all runs of a campaign share. cache: a directory of its own. logs: where logs go.
-    victims: who is hit."""
+    victims: who is hit. complete: the client, `client.complete` or another one like it."""
 
     ranks: int
     spares: int
@@ -56,6 +56,7 @@ class Setup:
     logs: Path | None = None
     answer_seconds: float = 60.0
     victims: Victims = ANYONE
+    complete: Callable[..., Awaitable[Answer]] = client.complete
 
     def start(self, cache: Path, fault: str = "", **environ: str) -> ServerJob:
         """A server as all runs have it, for some faults under `pipeinfer up`."""
@@ -106,7 +107,7 @@ async def undisturbed(setup: Setup) -> Undisturbed:
         up = time.monotonic()
         await asyncio.to_thread(job.await_ready, FIRST_SECONDS)
         begin = time.monotonic()
-        answers = await asyncio.gather(*(client.complete(job.url, b) for b in setup.bodies))
+        answers = await asyncio.gather(*(setup.complete(job.url, b) for b in setup.bodies))
         bad = [answer.trouble for answer in answers if answer.trouble]
         if bad:
             raise job.trouble(f"without any fault a request failed ({bad[0]})")
@@ -265,7 +266,8 @@ class _Trial:
         again = self._out.fault in CONNECTIONS_LOST
         key = f"{self._job.id}-{id(answer)}" if again else ""
         while True:
-            await client.complete(self._job.url, body, on_token=self._count, answer=answer, key=key)
+            await self._setup.complete(self._job.url, body, on_token=self._count, answer=answer,
+                                       key=key)
             if answer.status != _QUEUE_FULL and not (again and answer.trouble):
                 return
             await asyncio.sleep(0.2)
