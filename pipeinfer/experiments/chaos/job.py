@@ -81,7 +81,7 @@ class ServerJob:
         self._times: list[float] = []
         prefix = [*command] if command else [launcher(), "-np", str(ranks), sys.executable, "-m",
                                              "pipeinfer"]
-        self._words = [*prefix, "serve", *arguments]
+        self.words = [*prefix, "serve", *arguments]
         self._environ = environment(**{ID_VARIABLE: self.id, "MPIEXEC_TIMEOUT": str(int(seconds)),
                                        **(environ or {})})
         self.started = time.monotonic()
@@ -90,7 +90,7 @@ class ServerJob:
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
-            self._words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            self.words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, start_new_session=True, errors="replace",
             env=self._environ)
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
