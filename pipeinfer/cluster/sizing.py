@@ -216,14 +216,8 @@ def limits_for(
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
     if take_turns and exact > 1:
-        timing = _at_load(curve, draft_share)
-        if config.adapt and config.speculation == "auto" and not config.tree_max:
-            prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
-            values |= {"costs": prices, "p_min": least_hope(prices)}
-        else:
-            size = turns(timing, _USUAL, exact - 1) or 1
-            values["p_min"] = least_confidence(timing, _USUAL, size)
-        values |= {"draft_max": size, "tree_max": size}
+        weighed = config.adapt and config.speculation == "auto" and not config.tree_max
+        values |= by_turns(curve, draft_share, exact, weighed=weighed)
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
@@ -239,6 +233,21 @@ def limits_for(
         threads=threads_of(config), **values,
     )
     return limits, frozenset(pinned)
+
+
+def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> dict[str, Any]:
+    """Values of limits to start with where draft and target compute by turns.
+
+    weighed: whether every guess has to be worth its row. curve, draft_share: see `limits_for`.
+    """
+    timing = _at_load(curve, draft_share)
+    if weighed:
+        prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
+        values: dict[str, Any] = {"costs": prices, "p_min": least_hope(prices)}
+    else:
+        size = turns(timing, _USUAL, exact - 1) or 1
+        values = {"p_min": least_confidence(timing, _USUAL, size)}
+    return values | {"draft_max": size, "tree_max": size}
 
 
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,

@@ -138,8 +138,10 @@ def setting_text(experiment: Experiment) -> str:
               help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
-@click.option("--head", type=click.Choice([wide.APART, wide.BESIDE]), default=wide.APART,
-              help="With --grid: head and draft on a node of their own, or beside a member.")
+@click.option("--head", type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS]),
+              default=wide.APART,
+              help="With --grid: head and draft on a node of their own, beside a member, or on the "
+                   "first member's by turns with the only stage.")
 @click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
               help="With --grid: type of the sums between members.")
 @click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")

@@ -20,7 +20,7 @@ from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.profiles import Profiles
 from pipeinfer.experiments.emulation.scenarios import Built, Experiment
 from pipeinfer.experiments.emulation.virtual import Result
-from pipeinfer.experiments.emulation.wide import APART, BESIDE, WideExperiment
+from pipeinfer.experiments.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.grids import shape as name_of
 from pipeinfer.text_table import aligned
@@ -95,8 +95,8 @@ def compare(profiles: Profiles, base: WideExperiment, most: int = MOST, seeds: i
 
 def candidates(profiles: Profiles, base: WideExperiment, most: int
                ) -> list[tuple[WideExperiment, GridPlan]]:
-    """The fastest grids of those that the planner thinks most of, with the head apart and beside a
-    member; of those beside the best part only."""
+    """The fastest grids of those that the planner thinks most of, with the head apart, beside a
+    member (of those the best part only), and by turns with the only stage."""
     judged: list[tuple[WideExperiment, GridPlan]] = []
     for head, part in ((APART, wide.PART), *((BESIDE, part) for part in PARTS)):
         if head == APART and base.nodes < 2:
@@ -112,8 +112,17 @@ def candidates(profiles: Profiles, base: WideExperiment, most: int
                 continue
             judged.append((one, grid))
     judged.sort(key=lambda entry: -entry[1].tokens)
+    judged[3 * most:] = []
+    turns = dataclasses.replace(base, policy=Policy.PIPEINFER.value, head=TURNS, widths=())
+    for widths in _regular(base.nodes):
+        if len(widths) == 1:
+            try:
+                judged.append((one := dataclasses.replace(turns, widths=widths),
+                               wide.plan(profiles, one)))
+            except PlanError:
+                continue
     found: dict[tuple[str, tuple[int, ...]], tuple[float, WideExperiment, GridPlan]] = {}
-    for one, grid in judged[:3 * most]:
+    for one, grid in judged:
         speed = wide.run(profiles, one)[1].tokens_per_second
         key = (one.head, grid.widths)
         if key not in found or speed > found[key][0]:
@@ -214,9 +223,7 @@ def _trees(experiment: Any, policy: Policy) -> list[tuple[Any, int]]:
 
 
 def _head(experiment: WideExperiment) -> str:
-    if experiment.head == APART:
-        return APART
-    return f"{BESIDE}, {experiment.part:.0%}"
+    return f"{BESIDE}, {experiment.part:.0%}" if experiment.head == BESIDE else experiment.head
 
 
 def _sums(grid: GridPlan) -> float:

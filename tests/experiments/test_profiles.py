@@ -48,8 +48,26 @@ def test_a_decode_is_bound_by_memory_or_by_arithmetic():
             for rows in (1, 2, 4, 64):
                 took = node.seconds(size, mix, rows) - node.overhead
                 moving = size / node.bandwidth
-                arithmetic = size / node.first.get(mix, rate) + (rows - 1) * size / rate
+                shape = node.shapes.get(mix, (1.0,))
+                arithmetic = size / node.first.get(mix, rate) * shape[min(rows, len(shape)) - 1]
+                arithmetic += max(rows - len(shape), 0) * size / rate
                 assert took == pytest.approx(moving if moving > arithmetic else arithmetic)
+
+
+def test_runs_of_a_few_rows_take_what_was_measured():
+    node = PROFILES.nodes["xeon-gold-6140x2"]
+
+    def relative(mix: str) -> list[float]:
+        return [(node.seconds(1e12, mix, rows) - node.overhead)
+                / (node.seconds(1e12, mix, 1) - node.overhead) for rows in range(1, 9)]
+
+    times = relative("Q3_K_M")
+    assert times[:6] == pytest.approx([ms / 65 for ms in (65, 87, 127, 151, 198, 230)])
+    line = 1.60 / 3.23  # a further row by the line through all six
+    assert times[7] - times[6] == pytest.approx(times[6] - times[5])
+    assert times[7] - times[6] == pytest.approx(line, rel=1e-3)
+    # four rows of Q8_0 took less than three: a run is never cheaper than one of fewer rows
+    assert node.shapes["Q8_0"] == pytest.approx([ms / 93 for ms in (93, 93, 166, 166, 211, 211)])
 
 
 def test_gpus_take_further_rows_for_less_than_processors():
@@ -135,6 +153,7 @@ def test_a_file_adds_and_overrides(tmp_path):
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10", "needs a bandwidth and rates"),
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10\nkernels = 'avx3'", "no kernels 'avx3'"),
     ("[nodes.x]\nmemory_gib = 4\nbandwidth_gbs = 10\nrates_gbs = {Q4_KM = 1}", "mean Q4_K_M?"),
+    ("[kernels.avx.milliseconds]\nQ4_K_M = 3", "give the milliseconds of runs of 1, 2, 3"),
     ("[nodes.i5-2400]\ncores = 'four'", "cores cannot be 'four'"),
     ("[nodes.i5-2400]\ncores = true", "cores cannot be True"),
     ("[nodes.i5-2400]\nbandwidth_gbs = -1", "must be a finite number of at least 0"),

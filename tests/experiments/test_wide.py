@@ -17,7 +17,7 @@ from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.scenarios import Experiment
 from pipeinfer.experiments.emulation.sizes import Shape, pieces
 from pipeinfer.experiments.emulation.virtual import prompt_of
-from pipeinfer.experiments.emulation.wide import APART, BESIDE, WideExperiment
+from pipeinfer.experiments.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.planning.judge import LoadMix, tokens_per_second
 from pipeinfer.planning.teams import SumCost, Wire
 
@@ -41,6 +41,25 @@ def test_the_tokens_are_those_of_plain_decoding(policy, head):
     built, result = wide.run(PROFILES, dataclasses.replace(
         BASE, widths=(3, 4), policy=policy, head=head))
     assert result.tokens == built.scenario.pair.plain(prompt_of(built.scenario), 96)
+
+
+@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
+def test_by_turns_draft_and_target_have_whole_machines_and_never_overlap(policy):
+    built, result = wide.run(PROFILES, dataclasses.replace(
+        BASE, widths=(8,), policy=policy, head=TURNS))
+    assert result.tokens == built.scenario.pair.plain(prompt_of(built.scenario), 96)
+    assert result.stats.accepted > 20
+    node, draft = PROFILES.node("xeon-gold-6140x2"), PROFILES.model("tinyllama")
+    assert built.scenario.draft(1) == draft.stage_seconds(node, draft.n_layers, 1, last=True)
+    alone = wide.build(PROFILES, dataclasses.replace(BASE, widths=(8,), policy="iterative"))
+    assert built.scenario.stages[0].seconds(2) == alone.scenario.stages[0].seconds(2)
+    reading = built.scenario.draft(32)  # of the prompt, beside the target
+    assert result.busy[0] + result.draft_busy - reading < result.prompt_seconds + result.seconds
+
+
+def test_turns_take_one_stage():
+    with pytest.raises(UsageError, match=r"2x4.*one stage"):
+        wide.build(PROFILES, dataclasses.replace(BASE, widths=(4, 4), head=TURNS))
 
 
 def test_a_stages_time_by_hand():

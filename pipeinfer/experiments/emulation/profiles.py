@@ -2,11 +2,13 @@
 
 A decode of `rows` rows over `weight_bytes` of weights takes
 
-    overhead + max(moved bytes / bandwidth, weight_bytes / first + (rows - 1) * weight_bytes / rate)
+    overhead + max(moved bytes / bandwidth, weight_bytes / first * shape[rows])
 
-the roofline: the larger of moving the weights once and of doing every row's arithmetic, of which
-the first row's is dearer on a processor: it fetches and unpacks what further rows find in the
-cache. A node's bandwidth is its data sheet's times a stated share; its rates are
+the roofline: the larger of moving the weights once and of doing every row's arithmetic. `shape` is
+the measured time of so many rows relative to one, never less than that of fewer; beyond the last
+one that was measured, and on GPUs from the second row on, each row adds weight_bytes / rate. On a
+processor the first row is the dearest: it fetches and unpacks what further rows find in the cache.
+A node's bandwidth is its data sheet's times a stated share; its rates are
 
     processors   bytes per cycle and core (`kernels`, measured) * clock * cores * efficiency
     GPUs         integer operations per second * share / 2 per weight * bits of a weight / 8
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +44,7 @@ class NodeProfile:
 
     rates[quantisation]: bytes of weights per second that its arithmetic gets through for one row
     beyond the first; first[quantisation]: for the first one (missing: the same).
+    shapes[quantisation]: arithmetic of runs of 1, 2, ... rows relative to one, as far as measured.
     """
 
     name: str
@@ -52,6 +56,7 @@ class NodeProfile:
     overhead: float
     source: str
     first: Mapping[str, float] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def seconds(
         self, weight_bytes: float, quantisation: str, rows: int, moved_bytes: float | None = None
@@ -66,8 +71,10 @@ class NodeProfile:
             raise UsageError(f"node profile {self.name} has no rate for {quantisation}"
                              f"{_near(quantisation, self.rates)}")
         moved = weight_bytes if moved_bytes is None else moved_bytes
-        arithmetic = weight_bytes / self.first.get(quantisation, rate)
-        arithmetic += (rows - 1) * weight_bytes / rate
+        shape = self.shapes.get(quantisation, (1.0,))
+        measured = min(rows, len(shape))
+        arithmetic = weight_bytes / self.first.get(quantisation, rate) * shape[measured - 1]
+        arithmetic += (rows - measured) * weight_bytes / rate
         return self.overhead + max(moved / self.bandwidth, arithmetic)
 
     def row_cost(self, quantisation: str) -> float:
@@ -257,7 +264,8 @@ _MOST = 1e15  #: of any unit
 _MOST_SIZE = 1 << 20  #: layers, heads, elements of a model
 _COUNT_DIGITS = 4  #: of how many nodes of a kind
 _SECTIONS = {
-    "kernels": _Entry({"first": dict, "further": dict, "source": str}, ("first", "further")),
+    "kernels": _Entry({"first": dict, "further": dict, "milliseconds": dict, "source": str},
+                      ("first", "further")),
     "nodes": _Entry({
         "title": str, "source": str, "cores": int, "memory_gib": _NUMBER,
         "bandwidth_gbs": _NUMBER, "sustained": _NUMBER, "clock_ghz": _NUMBER, "kernels": str,
@@ -301,7 +309,8 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
                     raise UsageError(f"{path}: [{section}.{name}] {key} must be a finite number of "
                                      "at least 0")
                 if isinstance(value, dict):
-                    _check_rates(f"{path}: [{section}.{name}] {key}", value)
+                    where = f"{path}: [{section}.{name}] {key}"
+                    (_check_times if key == "milliseconds" else _check_rates)(where, value)
     return {section: data.get(section, {}) for section in _SECTIONS}
 
 
@@ -310,6 +319,16 @@ def _check_rates(where: str, rates: Mapping[str, Any]) -> None:
         lookup(BASE, mix, "quantisation", f"{where}: ")
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= _MOST:
             raise UsageError(f"{where}.{mix} cannot be {repr(rate)[:80]}")
+
+
+def _check_times(where: str, times: Mapping[str, Any]) -> None:
+    for mix, values in times.items():
+        lookup(BASE, mix, "quantisation", f"{where}: ")
+        if not isinstance(values, list) or not values or not all(
+                isinstance(ms, int | float) and not isinstance(ms, bool) and 0 < ms <= _MOST
+                for ms in values):
+            raise UsageError(f"{where}.{mix} cannot be {repr(values)[:80]}: give the milliseconds "
+                             "of runs of 1, 2, 3 ... rows")
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:
@@ -324,18 +343,22 @@ def _node(
     _need(origin, "nodes", name, entry)
     rates: dict[str, float] = {}
     first: dict[str, float] = {}
+    shapes: dict[str, tuple[float, ...]] = {}
     if "kernels" in entry:
         measured = lookup(kernels, entry["kernels"], "kernels", f"{origin}[nodes.{name}] ")
         cycles = (entry.get("clock_ghz", 0) * 1e9 * entry.get("cores", 0)
                   * entry.get("efficiency", 1.0))
         rates = {k: v * cycles for k, v in measured["further"].items()}
         first = {k: v * cycles for k, v in measured["first"].items()}
+        shapes = {k: tuple(time / v[0] for time in itertools.accumulate(v, max))
+                  for k, v in measured.get("milliseconds", {}).items()}
     elif "tera_ops" in entry:
         weights = entry["tera_ops"] * 1e12 * entry.get("share", 1.0) / 2
         rates = {mix: weights * bits / 8 for mix, bits in _MIX_BITS.items()}
     for mix, rate in entry.get("rates_gbs", {}).items():
         rates[mix] = rate * 1e9
         first.pop(mix, None)
+        shapes.pop(mix, None)
     bandwidth = entry["bandwidth_gbs"] * 1e9 * entry.get("sustained", 1.0)
     if not rates or bandwidth <= 0 or min(*rates.values(), *first.values(), 1) <= 0:
         raise UsageError(f"{origin}[nodes.{name}] needs a bandwidth and rates above zero: give "
@@ -343,7 +366,7 @@ def _node(
     return NodeProfile(
         name, entry.get("title", name), entry.get("cores", 1), round(entry["memory_gib"] * 2**30),
         bandwidth, MappingProxyType(rates), entry.get("overhead_us", 0.0) * 1e-6,
-        entry.get("source", ""), MappingProxyType(first))
+        entry.get("source", ""), MappingProxyType(first), MappingProxyType(shapes))
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> LinkProfile:

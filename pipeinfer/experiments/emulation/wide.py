@@ -3,7 +3,8 @@
 The scheduler sees stages, as always. A stage's time is that of its slowest member in the attention,
 plus that of its slowest member in the feed-forward part, plus the sums, for any number of rows.
 Head and draft have a node of their own, or a part of the first member's cores and bandwidth, which
-then holds a smaller share. Profiles give machines and links; what a sum costs besides is `SumCost`.
+then holds a smaller share, or all of that machine by turns with the only stage. Profiles give
+machines and links; what a sum costs besides is `SumCost`.
 This module starts nothing.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pipeinfer.cluster.sizing import by_turns
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
@@ -47,7 +49,7 @@ from pipeinfer.planning.partition import Split
 from pipeinfer.planning.teams import EXCHANGE, PEER, SUMS, Cut, Host, Network, SumCost, Team
 
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-APART, BESIDE = "apart", "beside"
+APART, BESIDE, TURNS = "apart", "beside", "by turns"
 PART = 0.25  #: of the first member's cores and bandwidth that head and draft take beside it
 
 
@@ -55,8 +57,9 @@ PART = 0.25  #: of the first member's cores and bandwidth that head and draft ta
 class WideExperiment(Experiment):
     """As `Experiment`, on a grid. `nodes` counts all nodes, head and draft included.
 
-    widths: members of each stage; () for the best grid. head: where head and draft are, apart or
-    beside; with the iterative policy there is no draft, and the head is taken to cost nothing.
+    widths: members of each stage; () for the best grid. head: where head and draft are, apart,
+    beside, or on the first member's machine by turns with the target, which takes grids of one
+    stage; with the iterative policy there is no draft, and the head is taken to cost nothing.
     part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`. groups: of the
     cluster's nodes, see `Cluster`.
     """
@@ -96,7 +99,7 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
     if groups and count > len(groups):
         raise UsageError(f"--hosts {count}: the hostfile has {len(groups)} ranks")
     drafter = nodes[0]
-    if experiment.policy != Policy.ITERATIVE:
+    if experiment.policy != Policy.ITERATIVE and experiment.head != TURNS:
         if experiment.head == BESIDE:
             drafter = part_of(nodes[0], experiment.part)
             nodes[0] = part_of(nodes[0], 1 - experiment.part)
@@ -167,6 +170,8 @@ def plan(profiles: Profiles, experiment: WideExperiment) -> GridPlan:
     cluster = cluster_of(ground_of(profiles, experiment), experiment)
     if experiment.widths:
         return even_grid(cluster, experiment.widths)
+    if experiment.head == TURNS:
+        return even_grid(cluster, (cluster.cut.widths(len(cluster.hosts))[-1],))
     return best_grid(cluster)
 
 
@@ -176,17 +181,27 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
     ground = ground_of(profiles, experiment)
     grid = plan(profiles, experiment)
     target, policy = ground.target, Policy(experiment.policy)
+    turns = experiment.head == TURNS and policy is Policy.PIPEINFER
+    if turns and len(grid.stages) > 1:
+        raise UsageError(f"grid {grid.name}: draft and target compute by turns where there is one "
+                         f"stage: use --head {APART} or {BESIDE}")
     end = len(grid.stages) - 1
     virtual = tuple(
         VirtualStage(partial(stage_seconds, one, count, k == end, ground.nodes, target,
                              grid.cluster), count)
         for k, (one, count) in enumerate(zip(grid.stages, grid.layers, strict=True)))
     row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
+    slowest = max(stage.seconds(1) for stage in virtual)
+    curve = tuple((rows, max(stage.seconds(rows) for stage in virtual) / slowest)
+                  for rows in CURVE_ROWS)
     limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
+    drafting = draft_time(ground.draft, ground.drafter)
+    if turns and not pinned:
+        limits = dataclasses.replace(limits, take_turns=True, **by_turns(
+            curve, drafting(1) / slowest, limits.exact_width, weighed=True))
     scenario = Scenario(
-        virtual, (ground.wire,) * (len(virtual) + 1), draft_time(ground.draft, ground.drafter),
-        limits, SyntheticPair(ground.acceptance, seed=experiment.prompt_seed,
-                              claimed=experiment.claimed),
+        virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,
+        SyntheticPair(ground.acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED)
@@ -194,15 +209,12 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
     if policy is not Policy.ITERATIVE:
         draft = ground.draft
         own = draft.total_bytes + cache_bytes(draft, experiment) * draft.n_layers
-        if experiment.head == BESIDE:
-            memory[0] += own
-        else:
+        if experiment.head == APART:
             memory.append(own)
-    seconds = tuple(stage.seconds(1) for stage in virtual)
-    split = Split(grid.layers, seconds, tuple(map(max, grid.memory)))
-    slowest = max(seconds)
-    curve = tuple((rows, max(stage.seconds(rows) for stage in virtual) / slowest)
-                  for rows in CURVE_ROWS)
+        else:
+            memory[0] += own
+    split = Split(grid.layers, tuple(stage.seconds(1) for stage in virtual),
+                  tuple(map(max, grid.memory)))
     return Built(scenario, split, tuple(memory),
                  tuple(ground.nodes[one.hosts[0]] for one in grid.stages), ground.drafter, pinned,
                  row_cost, curve)
