@@ -1,12 +1,12 @@
 """What llama.cpp's kernels get through here: bytes of weights per second, core and row.
 
     python -m benchmarks.kernels.kernels [--threads 1,2] [--mixes Q3_K_M,Q4_K_M] [--work DIR]
-        [--json FILE]
+        [--repacked] [--json FILE]
 
 A random model of 0.9 B weights (four layers of 4,096, a tiny vocabulary) is quantised to each mix
 and decoded in runs of 1 to 8 rows through stock llama.cpp, the least of many repetitions.
 `PIPEINFER_LLAMA_LIBRARY` names another build: docs/emulation.md uses one for AVX2 and one for AVX,
-without repacked weights. bytes per cycle divides by the clock that a chain of dependent
+both without repacked weights. bytes per cycle divides by the clock that a chain of dependent
 multiplications shows.
 """
 
@@ -43,10 +43,11 @@ def quantise(source: Path, target: Path, mix: str) -> None:
         raise SystemExit(f"llama.cpp could not quantise to {mix}")
 
 
-def decode_seconds(path: Path, threads: int, rounds: int) -> dict[int, float]:
-    """Least time of a decode by its number of rows. Weights stay as in the file (no repacking)."""
+def decode_seconds(path: Path, threads: int, rounds: int, *, repacked: bool) -> dict[int, float]:
+    """Least time of a decode by its number of rows. Weights stay as in the file, or are repacked
+    for the processor, as jobs have them."""
     model_params = llama_c.llama_model_default_params()
-    model_params.use_extra_bufts = False
+    model_params.use_extra_bufts = repacked
     model_params.n_gpu_layers = 0
     model_params.use_mmap = False  # large pages: a mapped file's small ones cost page walks
     model = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
@@ -132,8 +133,10 @@ def clock_hz() -> float:
 @click.option("--mixes", default=",".join(FTYPES), show_default=True)
 @click.option("--rounds", default=8, show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), help="Keep the models here (6 GB).")
+@click.option("--repacked", is_flag=True, help="Weights repacked, where llama.cpp can.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(threads: str, mixes: str, rounds: int, work: Path | None, output: Path | None) -> None:
+def main(threads: str, mixes: str, rounds: int, work: Path | None, repacked: bool,
+         output: Path | None) -> None:
     """Print rates by mix and threads."""
     ensure_llama()
     clock = clock_hz()
@@ -157,7 +160,7 @@ def main(threads: str, mixes: str, rounds: int, work: Path | None, output: Path 
             model = ModelFile(path)
             size = sum(t.nbytes for t in model.tensors.values() if t.name.startswith("blk."))
             for count in counts:
-                best = decode_seconds(path, count, rounds)
+                best = decode_seconds(path, count, rounds, repacked=repacked)
                 one, more = fit(best)
                 cycles = clock * count
                 results.append({

@@ -30,7 +30,7 @@ OUT = Path(__file__).parents[1] / "records" / "grids.toml"
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")
 GROUNDS = (("c", 8, "f32"), ("c", 9, "f32"), ("c", 32, "f32"), ("a", 8, "f16"), ("a", 9, "f16"),
            ("a", 8, "f32"))
-EXCHANGES = (10e-6, 40e-6, 100e-6)
+EXCHANGES = (10e-6, 28e-6, 100e-6)
 AIMS = {("c", 8, "f32"): 7.0, ("c", 32, "f32"): 15.0, ("a", 8, "f16"): 4.5, ("a", 9, "f16"): 5.5}
 COMMAND = "python -m benchmarks.wide.grids --write"
 COLUMNS = ["pair", "what", "head and draft", "iterative", "synchronous", "asynchronous",
@@ -142,7 +142,7 @@ HEADER = f'''order = 65
 title = "Grids of wide stages on emulated clusters"
 intro = """
 Nothing here was measured on the machines that are named: the real scheduler in virtual time over
-[profiles](emulation.md), wide stages as [wide-planning.md](wide-planning.md) says, 40 us for an
+[profiles](emulation.md), wide stages as [wide-planning.md](wide-planning.md) says, 28 us for an
 exchange besides the wire. N nodes are N in all, head and draft included; *beside*: head and draft
 have this share of the first member's machine, which holds a smaller slice then; *by turns*: they
 have all of that machine while no run is under way. *Over plain*: the fastest policy over plain

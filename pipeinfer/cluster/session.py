@@ -188,8 +188,8 @@ _LOOKUP = 1e-3  #: least of a `draft_share`, of proposers without a model
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
-    may slow it down. draft_share: where the only stage does, on rank 0's own cores: the draft's
-    weights relative to the target's, about its time for a guess; else 0."""
+    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it: the
+    draft's weights relative to those of its own, about its time for a guess; else 0."""
 
     contended: bool
     draft_share: float
@@ -428,10 +428,11 @@ def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
     if worker is not None and worker.local:
         where.add(hosts[0].host)
     contended = any(one.host in where for one in stages)
-    alone = remote is None and [holding.rank for holding in assembly.held] == [0]
+    alone = remote is None and assembly.grid.n_stages == 1 and any(
+        holding.rank == 0 for holding in assembly.held)
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
-    weights = sum(one.weight_bytes for one in stages)
+    weights = sum(one.weight_bytes for one in stages if one.rank == 0)
     return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), _LOOKUP))
 
 
