@@ -78,6 +78,17 @@ def test_rank_0_may_be_a_member(tmp_path, reference, way):
     check(answer, todo, reference("1x2"))
 
 
+def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
+    grid = ("--grid", "1x2", "--head-stage", "--ignore-eos", "-n", "48")
+    plain = generate(2, *grid, "--policy", "iterative")
+    turns = generate(2, *grid, "--speculation", "on", "--proposer", "draft")
+    beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft")
+    assert plain["tokens"] == turns["tokens"] == beside["tokens"]
+    assert turns["stats"]["accepted"] > 5
+    # guesses travel with the token that they follow; beside a stage of others they have own runs
+    assert turns["stats"]["speculative_runs"] == 0 < beside["stats"]["speculative_runs"]
+
+
 def generate(np, *arguments, **env):
     done = launch.run(np, [*PIPEINFER, "generate", "-p", "def add(a, b):\n", "-n", "24", "--temp",
                            "0", "--json", *arguments], **env)
