@@ -183,8 +183,10 @@ def test_in_turns_dear_rows_or_a_dear_draft_mean_none():
 def test_guesses_cost_what_their_rows_take_beyond_the_first():
     curve = ((2, 1.7), (4, 2.5), (8, 5.0))
     assert costs(curve, 5) == (0.7, 1.1, 1.5, 2.1, 2.8)
-    assert least_hope(costs(curve, 5)) == 0.5  # three that share a run
-    assert least_hope(()) == 0.0
+    assert least_hope(costs(curve, 5), 0.0) == 0.5  # three that share a run
+    assert least_hope(costs(curve, 5), 0.1) == 0.7  # and the next one has to be named
+    assert least_hope(costs(curve, 5), 2.0) == 0.95
+    assert least_hope((), 0.0) == 0.0
 
 
 @given(st.floats(0.05, 0.95), st.integers(1, 15))
@@ -201,6 +203,6 @@ def test_advice_in_turns_follows_the_times_and_what_the_user_set():
     priced = told(replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
     assert priced.costs == costs(FOURS.curve, 7)
     assert (priced.tree_max, priced.draft_max) == (7, 7)  # as many as sure guesses are worth
-    assert priced.p_min == least_hope(priced.costs)
+    assert priced.p_min == least_hope(priced.costs, FOURS.draft / FOURS.latency(1))
     pinned = frozenset({"tree_max", "draft_max", "p_min"})
     assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None
