@@ -1,11 +1,12 @@
 """The emulator held against real hosts: predicted, then measured.
 
     python -m benchmarks.paper.reality                       # at a pace; needs root, ten minutes
+    python -m benchmarks.paper.reality --pace 240            # slower: sums count less
     python -m benchmarks.paper.reality --quota big.gguf      # by quotas of processor time
 
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
 layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
-the scheduler, both models, but how long a stage computes, which is set (`PACE`, `ROW`). The
+the scheduler, both models, but how long a stage computes, which is set (`--pace`, `ROW`). The
 prediction knows that, the link's rate, what a row of the draft takes on the head's host, what a sum
 took when the members of the first job of a grid loaded, and what the runtime costs elsewhere
 (`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).
@@ -59,7 +60,8 @@ QUESTION = "Write a Python class for a stack with push, pop and peek."
 GRIDS = {"four stages": (1, 1, 1, 1), "two wide stages": (2, 2)}
 POLICIES = (Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER)
 WIRE = Wire(60e-6, 1e9 / 8)
-PACE, ROW = 60.0, 12.0  #: milliseconds of a stage for a row, and for each further one
+PACE = 60.0  #: milliseconds of a stage for a row
+ROW = 0.2  #: of that, for each further one
 _DEPTH, _REPEATS, _CTX = 96, 12, 512
 
 
@@ -181,9 +183,9 @@ def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool
                                claims=np.asarray(found.claims[:tokens]))
 
 
-def at_a_pace(cluster: Cluster, tokens: int) -> list[Case]:
-    """Both pairs that come along, at a set pace."""
-    options = ("--pace-ms", str(PACE), "--pace-row-ms", str(ROW))
+def at_a_pace(cluster: Cluster, tokens: int, pace: float) -> list[Case]:
+    """Both pairs that come along, at a set pace in milliseconds."""
+    options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace))
     cases = []
     for name, prompt, chat in (("embedded", CODE, False), ("smollm2", QUESTION, True)):
         target, draft = bundled.file_of(name), bundled.draft_of(name)
@@ -191,7 +193,7 @@ def at_a_pace(cluster: Cluster, tokens: int) -> list[Case]:
         cases.append(Case(
             name, target, draft, answer_of(target, draft, prompt, tokens, chat=chat),
             ("-p", prompt, *(("--chat",) if chat else ())), measured_on(cluster, 1, draft),
-            lambda share, last, rows: (PACE + ROW * (rows - 1)) / 1e3, options))  # noqa: ARG005
+            lambda share, last, rows: pace * (1 + ROW * (rows - 1)) / 1e3, options))  # noqa: ARG005
     return cases
 
 
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--quota", type=Path, nargs="+", default=[])
     parser.add_argument("--cores", type=float, default=0.35, help="of each host, with --quota")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--pace", type=float, default=PACE, help="milliseconds of a stage")
     parser.add_argument("--kernels", type=Path, help="measure one model here, print JSON")
     given = parser.parse_args()
     if given.kernels:
@@ -227,7 +230,7 @@ def main() -> None:
     print("| pair | hosts | policy | predicted | measured | error |\n" + "| --- " * 6 + "|")
     with Cluster(5, cpu=given.cores if given.quota else 0.0) as cluster:
         cases = [by_quota(cluster, path, given.tokens) for path in given.quota] \
-            or at_a_pace(cluster, given.tokens)
+            or at_a_pace(cluster, given.tokens, given.pace)
         for case in cases:
             for name, widths in GRIDS.items():
                 exchange = case.measured(cluster, widths, Policy.ITERATIVE)[1]
