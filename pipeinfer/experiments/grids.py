@@ -88,7 +88,7 @@ def compare(profiles: Profiles, base: WideExperiment, most: int = MOST, seeds: i
     rows += [_grid(profiles, experiment, grid, plain.iterative, seeds)
              for experiment, grid in plans]
     rows[2:] = sorted(rows[2:], key=lambda row: -row.best)
-    why = next((f"{grid.options}: {grid.why()}" for experiment, grid in plans
+    why = next((f"{_options(experiment, grid)}: {grid.why()}" for experiment, grid in plans
                 if (grid.name, _head(experiment)) == (rows[2].grid, rows[2].head)), "")
     return Table(base.cluster, base.pair, count, base.sum_type, base.exchange, tuple(rows), why)
 
@@ -220,6 +220,10 @@ def _trees(experiment: Any, policy: Policy) -> list[tuple[Any, int]]:
     return [(dataclasses.replace(experiment, policy=policy.value,
                                  limits=(("tree_max", tree), ("p_min", cutoff))), tree)
             for tree, cutoff in itertools.product(TREES, CUTOFFS)]
+
+
+def _options(experiment: WideExperiment, grid: GridPlan) -> str:
+    return f"{grid.options} --head-stage" if experiment.head == TURNS else grid.options
 
 
 def _head(experiment: WideExperiment) -> str:
