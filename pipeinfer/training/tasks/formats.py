@@ -8,7 +8,7 @@ Does not know: models, batches, how a server renders the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -218,7 +218,8 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
     return same.index(False) if False in same else min(map(len, rows)) - 1
 
 
-MAKERS = {"plain": plain, "pasta": pasta_format, "pdos": pdos, "apar": apar, "sot": sot}
+MAKERS: dict[str, Callable[[Codec, Task, np.random.Generator], Example]] = {
+    "plain": plain, "pasta": pasta_format, "pdos": pdos, "apar": apar, "sot": sot}
 
 
 def make(codec: Codec, task: Task, rng: np.random.Generator, name: str | None = None, *,
