@@ -88,7 +88,10 @@ def main() -> None:
 @click.option("--tokens", default=48, show_default=True, help="Of an answer, at most.")
 @click.option("--first", default=0, show_default=True, help="Question to begin with.")
 @click.option("--count", default=COUNT, show_default=True, help="Question to end before.")
-def run(work: Path, model: str, tokens: int, first: int, count: int) -> None:
+@click.option("--method", "methods", multiple=True, type=click.Choice(METHODS),
+              help="Only these; repeatable.")
+def run(work: Path, model: str, tokens: int, first: int, count: int, methods: tuple[str, ...]
+        ) -> None:
     """Answer what is not answered yet."""
     work.mkdir(parents=True, exist_ok=True)
     task = {"model": model, "tokens": tokens}
@@ -99,8 +102,10 @@ def run(work: Path, model: str, tokens: int, first: int, count: int) -> None:
     done = {(one["method"], one["number"]) for one in written(work)}
     models = Models(job_config(model=model, ctx=CONTEXT))
     with (work / "answers.jsonl").open("a", encoding="utf-8") as out:
+        chosen = {name: config for name, config in models.configs.items()
+                  if name in (methods or METHODS)}
         for begun, (name, config) in itertools.product(range(first, count, ROUND),
-                                                       models.configs.items()):
+                                                       chosen.items()):
             todo = [k for k in range(begun, min(begun + ROUND, count)) if (name, k) not in done]
             simulation = models.simulation(config) if todo else None
             for number in todo:

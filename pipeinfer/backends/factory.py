@@ -6,12 +6,13 @@ Knows backends and options, no transport, no requests and no policies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
+from pipeinfer.backends.learned_rows import LearnedRows
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
 from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import JobConfig, ModelConfig
@@ -23,17 +24,23 @@ from pipeinfer.nodes import RankInfo
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
 
-def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int) -> None:
-    """Give a stage its part of a BiTA adapter. Raises UsageError where the backend cannot."""
-    from pipeinfer.backends.pytorch.backend import TorchBackend
-
-    if not isinstance(backend, TorchBackend) or not backend.capabilities.separate_views:
-        raise UsageError("--bita needs the torch backend: add --backend torch")
+def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int,
+          embedding: Callable[[], Embedding]) -> Backend:
+    """A stage with its part of a BiTA adapter. embedding: opens the vocabulary's, where rows have
+    to be looked up outside the backend. Raises UsageError where the backend cannot."""
     adapter.check(backend.info.n_layers_total, backend.info.n_embd)
     if adapter.n_prompts:
-        backend.preload(adapter.prefix(*backend.info.layers), (prompt_id,))
-    if backend.info.first:
-        backend.add_embeddings(adapter.masks)
+        preload = getattr(backend, "preload", None)
+        if preload is None or not backend.capabilities.separate_views:
+            raise UsageError("learned prompts need the torch backend: add --backend torch, or tune "
+                             "an adapter without prompts (train bita --prompting none)")
+        preload(adapter.prefix(*backend.info.layers), (prompt_id,))
+    if not backend.info.first:
+        return backend
+    if add := getattr(backend, "add_embeddings", None):
+        add(adapter.masks)
+        return backend
+    return LearnedRows(backend, embedding(), adapter.masks)
 
 
 def load_torch(

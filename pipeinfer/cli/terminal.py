@@ -100,7 +100,10 @@ def own_terminal() -> int | None:
 
 
 def show_over(text: str) -> None:
-    """A line on standard error in the place of the one before; empty at the end."""
+    """A line on standard error in the place of the one before; empty at the end. A file gets none;
+    under mpirun a rank cannot tell a file, so there they are written."""
+    if not sys.stderr.isatty() and host.launched_size() == 1:
+        return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 

@@ -413,11 +413,13 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
         path = registry.adapter_of(spec, config)
         if not path and spec not in registry.named(config):
             continue
-        if spec.backends and not set(backends) <= spec.backends:
+        learned = load_bita(path) if path else None
+        bound = learned is None or learned.n_prompts > 0
+        if bound and spec.backends and not set(backends) <= spec.backends:
             raise UsageError(f"--proposer {spec.name} does not work with stages on "
                              f"{', '.join(sorted(set(backends) - spec.backends))}: {spec.why}")
-        if path:
-            load_bita(path).check(model.n_layers, model.n_embd)
+        if learned is not None:
+            learned.check(model.n_layers, model.n_embd)
 
 
 def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:

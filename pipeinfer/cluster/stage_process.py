@@ -269,12 +269,16 @@ class StageProcess:
         backend, widths = joined(self._parts) if team is None else self._wide(
             config, setup, team, kind, report)
         backend.seq_rm(ALL_SEQS, 0, END)
+        learned = 0
+        if path := registry.adapter(config.speculation):
+            adapter = load_bita(path)
+            learned = adapter.n_masks
+            backend = learn(backend, adapter, setup.prompt_id,
+                            functools.partial(self._embedding, config, setup, kind, report))
         if config.cluster.pace_ms and team is None:
             backend, widths = paced(
                 backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
             )
-        if adapter := registry.adapter(config.speculation):
-            learn(backend, load_bita(adapter), setup.prompt_id)
         report("loading", 1, 1)
         info = backend.info
         port.send(0, Tag.RESULT, Ready(
@@ -297,6 +301,7 @@ class StageProcess:
             timeout=config.cluster.timeout,
             pulse=self._pulse,
             vocabulary=Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None,
+            learned=learned,
             extra_report=lambda: {
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
@@ -332,16 +337,19 @@ class StageProcess:
         """The member's slices as one backend, and what rows are like at worst."""
         chains = [[cast("SliceBackend", part.backend) for part in self._parts
                    if part.piece == piece] for piece in pieces_of(setup)]
-        embedding: Embedding | None = None
-        if setup.start == 0 and kind == "torch":
-            embedding = torch_embedding(config.model, own_model(setup))
-        elif setup.start == 0:
-            path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
-                setup, piece=EMBEDDING), report)
-            embedding = EmbeddingTable.open(open_model(path))
+        embedding = self._embedding(config, setup, kind, report) if setup.start == 0 else None
         self._whole = WideBackend(chains, team, (setup.start, setup.stop), setup.n_layers,
                                   embedding)
         return self._whole, worst(self._parts)
+
+    def _embedding(self, config: JobConfig, setup: Setup, kind: str, report: Report
+                   ) -> Embedding:
+        """What tokens become rows with, apart from the stage's layers."""
+        if kind == "torch":
+            return torch_embedding(config.model, own_model(setup))
+        path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
+            setup, piece=EMBEDDING), report)
+        return EmbeddingTable.open(open_model(path))
 
     def _threads(self, config: JobConfig, setup: Setup) -> int:
         """Threads for the stage; binds this rank anew where idle ranks lend it their cores."""

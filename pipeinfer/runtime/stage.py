@@ -119,14 +119,14 @@ class Stage:
     """The message loop of one member of a stage; `serve` returns after a Shutdown.
 
     team: with the stage's other members, where the stage is cut into slices. vocabulary: what the
-    last stage needs for lanes with a grammar.
+    last stage needs for lanes with a grammar. learned: ids beyond the vocabulary that may come.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self, port: Port, grid: Grid, backend: Backend, *, team: Team | None = None,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
-        vocabulary: Vocabulary | None = None, pulse: Pulse | None = None,
+        vocabulary: Vocabulary | None = None, learned: int = 0, pulse: Pulse | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._backend, self._team = port, backend, team
@@ -144,9 +144,9 @@ class Stage:
         self._lanes: dict[int, SamplingParams] = {}
         self._constraints = Constraints(vocabulary)
         info = backend.info
-        able = backend.capabilities  # one with views of its own may know learned tokens, too
+        able = backend.capabilities  # one with views of its own counts learned tokens itself
         self._bounds = (info.n_seq_max, _ANY_POSITION if able.free_positions else info.n_ctx,
-                        None if able.separate_views else info.n_vocab,
+                        None if able.separate_views else info.n_vocab + learned,
                         None if info.first else info.n_embd)
         self._history = History(info.n_seq_max, info.n_ctx) if self._answers else None
         self._next_probe = 0.0

@@ -72,7 +72,8 @@ class ProposerSpec:
     options: its own options, by name
     needs: see `Need`
     adapter: the option that names its adapter's file, where it needs one
-    backends: kinds of stages that it works on; empty for all
+    backends: kinds of stages that it works on, with an adapter that has prompts if it takes
+        adapters; empty for all
     why: what a user is told where it does not work
     synchronous: it has nothing to name before the last token is accepted
     replicable: its rows can be shared out to ranks that each hold the whole model

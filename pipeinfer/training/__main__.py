@@ -37,6 +37,10 @@ def main() -> None:
 )
 @click.option("--minutes", type=float, help="Budget for training.")
 @click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable).")
+@click.option("--start", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Task model to go on from (GGUF), at a quarter of the learning rates.")
+@click.option("--one-each", is_flag=True,
+              help="In PASTA's examples every independent item has a promise of its own.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--threads", type=int, default=1, show_default=True)
 @click.option(
@@ -51,6 +55,8 @@ def tasks(
     work: Path,
     minutes: float | None,
     steps: int | None,
+    start: Path | None,
+    one_each: bool,
     seed: int,
     threads: int,
     compile_blocks: bool,
@@ -62,10 +68,12 @@ def tasks(
 
     from pipeinfer.training.tasks.task_model import Settings, run
 
-    settings = Settings(
-        out=out, work=work, minutes=minutes, steps=steps, seed=seed, threads=threads
-    )
-    run(replace(settings, plan=replace(settings.plan, compile=compile_blocks)), report=say)
+    settings = Settings(out=out, work=work, minutes=minutes, steps=steps, seed=seed,
+                        threads=threads, start=start, one_each=one_each)
+    plan, slower = settings.plan, 4 if start else 1
+    run(replace(settings, plan=replace(
+        plan, compile=compile_blocks, matrix_lr=plan.matrix_lr / slower,
+        other_lr=plan.other_lr / slower)), report=say)
 
 
 @main.command()

@@ -13,6 +13,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
+from tests.support import scripted_model
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -61,6 +62,20 @@ def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ra
     wanted = alone(backend, way)
     for method in methods:
         assert texts(found, method) == texts(wanted, method.partition("+")[0]), method
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [
+    full("llamacpp", 1), full("llamacpp", 2), ("llamacpp", 3), full("llamacpp", 4),
+    full("torch", 1), ("torch", 2), full("torch", 3), full("torch", 4)])
+def test_nothing_is_lost_of_forty_items(tmp_path, backend, ranks):
+    model = scripted_model.write(tmp_path / "scripted.gguf")
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"question": "Forty?"}\n')
+    found = compare(tmp_path, ranks, backend, ("pasta", "pdos", "apar", "skeleton"), "--temp", "0",
+                    "-m", str(model), "-md", "none", "--prompts", str(asked), "-n", "1500",
+                    "-c", "8192")
+    for method, text in scripted_model.TEXTS.items():
+        assert texts(found, method) == [text], method
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(2, 1), full(3, 2), full(4, 40)])

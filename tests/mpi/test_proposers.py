@@ -91,13 +91,15 @@ def adapter_at(path, prompts):
     return str(path)
 
 
-@pytest.mark.parametrize(("ranks", "prompts", "drafts"), [
-    full(1, 16, ()), full(2, 0, ("draft",)), full(4, 16, ())])
-def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, drafts):
+@pytest.mark.parametrize(("backend", "ranks", "prompts", "drafts"), [
+    full("torch", 1, 16, ()), full("torch", 2, 0, ("draft",)), full("torch", 4, 16, ()),
+    full("llamacpp", 1, 0, ()), ("llamacpp", 2, 0, ("draft",)), full("llamacpp", 4, 0, ())])
+def test_random_masks_and_prompts_change_no_token(tmp_path, wanted, backend, ranks, prompts,
+                                                  drafts):
     """In one run with the rows that verify, behind them, and under policies that do not wait."""
     for package in ("torch", "transformers", "safetensors"):
         pytest.importorskip(package)
-    config = {"bita": adapter_at(tmp_path / "bita.safetensors", prompts), "backend": "torch",
+    config = {"bita": adapter_at(tmp_path / "bita.safetensors", prompts), "backend": backend,
               "device": "cpu", "proposer": ["bita", *drafts], "policy": "speculative"}
     policies = [{"policy": "iterative"}, {"policy": "speculative"},
                 {"policy": "speculative", "exact_width": 5},
@@ -108,6 +110,8 @@ def test_random_masks_and_prompts_change_no_token(tmp_path, ranks, prompts, draf
     answer = run_matrix(tmp_path, ranks, config, todo)
     found = [result["tokens"] for result in answer["results"]]
     assert found == [found[k] for k in (0, 4) for _ in policies]
+    if backend == "llamacpp":  # the greedy ones, of a plain loop
+        assert found[0] == wanted[0.0][:24]
     assert sum(result["issued_speculative"] for result in answer["results"]) > 100
     assert answer["exact_width"] >= 8
 
@@ -130,7 +134,7 @@ def test_what_bita_cannot_do_is_said(tmp_path):
     adapter = adapter_at(tmp_path / "a.safetensors", 4)
     ask = [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2", "--bita"]
     for args, code, says in (
-            ([adapter], 2, "add --backend torch"),
+            ([adapter], 2, "--prompting none"),
             (["", "--proposer", "bita"], 2, "--proposer bita needs an adapter"),
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,

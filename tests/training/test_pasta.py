@@ -303,6 +303,20 @@ def test_training_on_tasks_learns_and_resumes(work: Path, codec: Codec) -> None:
     assert not torch.equal(first.token_embd.weight, second.token_embd.weight)
 
 
+def test_training_on_tasks_goes_on_from_a_file(work: Path, codec: Codec, tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "first")
+    model, _ = fit(settings, codec, lambda _: None, stop_after=1)
+    export(tmp_path / "task.gguf", model, codec)
+    known = restore(tmp_path / "task.gguf")[0].state_dict()
+    more = replace(settings_for(tmp_path / "more"), start=tmp_path / "task.gguf", one_each=True)
+    begun, _ = fit(more, codec, lambda _: None, stop_after=0)
+    for name, weight in begun.state_dict().items():
+        assert torch.equal(weight, known[name]), name
+    model, progress = fit(more, codec, lambda _: None, stop_after=1)
+    assert progress.step == 1
+    assert not torch.equal(model.token_embd.weight, known["token_embd.weight"])
+
+
 def test_laid_out_heads_find_the_fact_of_the_latest_title(codec: Codec) -> None:
     """Before any training: after a grade's point its next digit, among a dozen grades."""
     shape = replace(SHAPE, n_vocab=codec.tokenizer.get_vocab_size())

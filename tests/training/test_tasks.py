@@ -96,6 +96,14 @@ def test_without_tags_an_annotated_answer_is_the_answer(codec: Codec, kind: str)
         assert text == task.answer
 
 
+def test_every_independent_item_may_have_a_promise_of_its_own(codec: Codec) -> None:
+    rng = np.random.default_rng(0)
+    for task in islice(tasks.stream(1), 40):
+        text = pasta_plans.annotate(codec, task, rng, one_each=True)
+        if not task.dependent:
+            assert text.count(markup.PROMISE) == len(task.items)
+
+
 def test_promises_say_the_block_length_in_tens(codec: Codec) -> None:
     rng = np.random.default_rng(1)
     for task in islice(tasks.stream(6), 40):

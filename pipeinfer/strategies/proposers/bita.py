@@ -208,8 +208,9 @@ SPEC = ProposerSpec(
     options={
         "bita": OwnOption("", Option(
             ("--bita",), "str",
-            "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; torch "
-            "backend only, see docs/bita.md. With --proposer, add --proposer bita, too.")),
+            "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; with "
+            "learned prompts on the torch backend only, see docs/bita.md. With --proposer, add "
+            "--proposer bita, too.")),
         "bita_top": OwnOption(5, Option(
             ("--bita-top",), "int",
             "With --bita: how many of the likeliest tokens of the first mask are verified; one "
@@ -222,6 +223,7 @@ SPEC = ProposerSpec(
             choices=tuple(shape.value for shape in Shape))),
     },
     needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
-    why="it needs tokens beyond the vocabulary and rows that look through other sequences, which "
-        "llama.cpp has not: add --backend torch (on every stage)",
+    why="learned prompts need rows that look through other sequences, which llama.cpp has not: "
+        "add --backend torch (on every stage), or tune an adapter without prompts (train bita "
+        "--prompting none)",
     synchronous=True)

@@ -55,10 +55,11 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def draw(
-    codec: Codec, seed: int, step: int, budget: int, level: float, drills: float = 0.0
+    codec: Codec, seed: int, step: int, budget: int, level: float, drills: float = 0.0, *,
+    one_each: bool = False
 ) -> list[list[Example]]:
     """The examples of one step, about ``budget`` tokens, in groups of similar length; a share of
-    ``drills`` only look facts up."""
+    ``drills`` only look facts up. one_each: see `formats.make`."""
     rng = np.random.default_rng([seed, step])
     source = tasks.stream([seed, step, 1], level=level)
     examples: list[Example] = []
@@ -68,7 +69,7 @@ def draw(
         if task.kind != "plans" and rng.random() < drills:
             examples.append(drill(codec, task, rng))
         else:
-            examples.append(formats.make(codec, task, rng))
+            examples.append(formats.make(codec, task, rng, one_each=one_each))
         tokens += len(examples[-1].tokens)
     examples.sort(key=lambda example: len(example.tokens))
     groups = 3 if len(examples) >= 9 else 1
@@ -118,18 +119,20 @@ def log_probabilities(model: Llama, batch: Batch, *, bfloat16: bool = False) -> 
 
 
 def objective(
-    model: Llama, codec: Codec, seed: int, budget: int, *, ramp: float, bfloat16: bool
+    model: Llama, codec: Codec, seed: int, budget: int, *, ramp: float, bfloat16: bool,
+    one_each: bool = False
 ) -> Callable[[int, float], tuple[Tensor, int]]:
     """What :func:`pipeinfer.training.pair.loop.optimise` minimises: mean nats per target.
 
     Tasks stay small for a third of ``ramp``, reach full size at it, and drills fade out:
-    looking facts up is learnt much sooner in short lists.
+    looking facts up is learnt much sooner in short lists. Without a ramp, for a model that knows
+    how, they are of full size and no drills. one_each: see `formats.make`.
     """
 
     def run(step: int, spent: float) -> tuple[Tensor, int]:
         level = min(1.0, max(0.0, spent - ramp / 3) / (ramp * 2 / 3)) if ramp else 1.0
-        drills = next((share for until, share in DRILLS if spent < until), 0.0)
-        groups = draw(codec, seed, step, budget, level, drills)
+        drills = next((share for until, share in DRILLS if ramp and spent < until), 0.0)
+        groups = draw(codec, seed, step, budget, level, drills, one_each=one_each)
         count = sum(int((e.targets != IGNORE).sum()) for group in groups for e in group)
         total = torch.zeros(())
         for number, group in enumerate(groups, 1):

@@ -8,7 +8,7 @@ Does not know: models, batches, how a server renders the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,10 +107,11 @@ def pasta_example(flat: pasta.Flat) -> Example:
     )
 
 
-def pasta_format(codec: Codec, task: Task, rng: np.random.Generator) -> Example:
-    """A response annotated at a random granularity."""
+def pasta_format(codec: Codec, task: Task, rng: np.random.Generator, *, one_each: bool = False
+                 ) -> Example:
+    """A response annotated at a random granularity, or with one item to a promise."""
     prompt = prompt_ids(codec, SYSTEM["pasta"], task.question)
-    response = codec.encode(pasta_plans.annotate(codec, task, rng))
+    response = codec.encode(pasta_plans.annotate(codec, task, rng, one_each=one_each))
     ids = [*prompt, *response, IM_END_ID]
     return pasta_example(pasta.parse(ids, len(prompt), codec.tags, codec.digits))
 
@@ -217,11 +218,16 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
     return same.index(False) if False in same else min(map(len, rows)) - 1
 
 
-MAKERS = {"plain": plain, "pasta": pasta_format, "pdos": pdos, "apar": apar, "sot": sot}
+MAKERS: dict[str, Callable[[Codec, Task, np.random.Generator], Example]] = {
+    "plain": plain, "pasta": pasta_format, "pdos": pdos, "apar": apar, "sot": sot}
 
 
-def make(codec: Codec, task: Task, rng: np.random.Generator, name: str | None = None) -> Example:
-    """One example of a task in the named format, or in one drawn by its share."""
+def make(codec: Codec, task: Task, rng: np.random.Generator, name: str | None = None, *,
+         one_each: bool = False) -> Example:
+    """One example of a task in the named format, or in one drawn by its share. one_each: PASTA
+    with one item to a promise."""
     if name is None:
         name = str(rng.choice(list(FORMATS), p=list(FORMATS.values())))
+    if name == "pasta":
+        return pasta_format(codec, task, rng, one_each=one_each)
     return MAKERS[name](codec, task, rng)

@@ -31,12 +31,16 @@ class Part:
 _SYNC = Part("sync")
 #: Cut of independent items and of dependent ones, with their shares.
 _FREE = {"each": 0.5, "pairs": 0.13, "triples": 0.08, "mixed": 0.11, "half": 0.1, "text": 0.08}
+_ONE_EACH = {"each": 1.0}
 _BOUND = {"each": 0.2, "pairs": 0.12, "synced": 0.14, "synced_pairs": 0.14, "text": 0.4}
 
 
-def plan(task: Task, rng: np.random.Generator) -> list[Part]:
-    """A random cut of the items; a sync before a conclusion in three of four plans with blocks."""
-    shares = _BOUND if task.dependent else _FREE
+def plan(task: Task, rng: np.random.Generator, *, one_each: bool = False) -> list[Part]:
+    """A random cut of the items; a sync before a conclusion in three of four plans with blocks.
+
+    one_each: independent items get a block each.
+    """
+    shares = _BOUND if task.dependent else _ONE_EACH if one_each else _FREE
     weights = np.array(list(shares.values()))
     parts = cut(str(rng.choice(list(shares), p=weights / weights.sum())), len(task.items), rng)
     blocks = any(part.kind == "block" for part in parts)
@@ -63,9 +67,11 @@ def cut(name: str, count: int, rng: np.random.Generator) -> list[Part]:
     return [part for block in blocks for part in (block, _SYNC)][:-1]
 
 
-def annotate(codec: Codec, task: Task, rng: np.random.Generator) -> str:
-    """The answer in PASTA-LANG, cut by a random plan; without its tags it is the answer."""
-    return render(codec, task, plan(task, rng))
+def annotate(codec: Codec, task: Task, rng: np.random.Generator, *, one_each: bool = False
+             ) -> str:
+    """The answer in PASTA-LANG, cut by a random plan (see `plan`); without its tags it is the
+    answer."""
+    return render(codec, task, plan(task, rng, one_each=one_each))
 
 
 def render(codec: Codec, task: Task, parts: list[Part]) -> str:

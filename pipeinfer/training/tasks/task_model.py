@@ -20,6 +20,7 @@ from pipeinfer.training.pair.checkpoint import load_state
 from pipeinfer.training.pair.export import ModelCard, write_gguf
 from pipeinfer.training.pair.loop import Plan, Progress, optimise
 from pipeinfer.training.pair.model import Llama, LlamaConfig
+from pipeinfer.training.pair.restore import restore
 from pipeinfer.training.pair.tokenizer import load
 from pipeinfer.training.tasks import (
     batches,
@@ -61,6 +62,10 @@ class Settings:
     ramp: float = 0.4
     #: Begin with attention heads that look facts up.
     circuits: bool = True
+    #: A task model to go on from, with tasks of full size; None: begin anew.
+    start: Path | None = None
+    #: PASTA's examples with one item to a promise.
+    one_each: bool = False
     #: Held-out tasks to decode per kind.
     held_out: Mapping[str, int] = field(
         default_factory=lambda: {"retrieval": 200} | dict.fromkeys(tuple(tasks.KINDS)[1:], 60)
@@ -106,12 +111,8 @@ def fit(
 ) -> tuple[Llama, Progress]:
     """Train, or go on training, the model of the work directory."""
     torch.set_num_threads(settings.threads)
-    shape = replace(settings.shape, n_vocab=codec.tokenizer.get_vocab_size())
-    model = Llama(shape)
-    model.reset(settings.seed, embedding_scale=0.04)
-    if settings.circuits:
-        circuits.lay_out(model, *titles(codec), settings.seed)
-    report(f"{model.parameter_count() / 1e6:.2f} M parameters, {shape.n_vocab} tokens")
+    model = _begun(settings, codec)
+    report(f"{model.parameter_count() / 1e6:.2f} M parameters, {model.config.n_vocab} tokens")
     plan = replace(
         settings.plan, minutes=settings.minutes, steps=settings.steps, seed=settings.seed
     )
@@ -123,12 +124,24 @@ def fit(
         codec,
         settings.seed,
         settings.batch_tokens,
-        ramp=settings.ramp,
+        ramp=0.0 if settings.start else settings.ramp,
         bfloat16=plan.bfloat16,
+        one_each=settings.one_each,
     )
     checkpoint = settings.work / "task.safetensors"
     progress = optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
     return model, progress
+
+
+def _begun(settings: Settings, codec: Codec) -> Llama:
+    """What training begins with."""
+    if settings.start is not None:
+        return restore(settings.start)[0]
+    model = Llama(replace(settings.shape, n_vocab=codec.tokenizer.get_vocab_size()))
+    model.reset(settings.seed, embedding_scale=0.04)
+    if settings.circuits:
+        circuits.lay_out(model, *titles(codec), settings.seed)
+    return model
 
 
 def evaluate(
@@ -189,7 +202,8 @@ def load_model(path: Path) -> Llama:
 
 def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, object]:
     """Train, write ``task.gguf``, evaluate, write ``tasks.json``; returns the report."""
-    codec = codec_at(settings.work, settings.seed)
+    codec = restore(settings.start)[1] if settings.start else \
+        codec_at(settings.work, settings.seed)
     _, progress = fit(settings, codec, report)
     model = load_model(settings.work / "task.safetensors")
     export(settings.out / "task.gguf", model, codec)
