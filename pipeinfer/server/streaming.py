@@ -134,6 +134,9 @@ async def events(job: Work, writer: Writer, after: int | None = None
     begins; events bear their numbers then.
     """
     numbers = itertools.count() if after is not None else None
+    # An empty line ends an event. The official openai client takes one that has nothing but the
+    # number of the event before for an event, and fails on it.
+    sign = b": waiting\n\n" if numbers is None else b": waiting\n"
 
     def told(chunk: Mapping[str, Any]) -> bytes:
         if numbers is None or after is None:
@@ -148,7 +151,7 @@ async def events(job: Work, writer: Writer, after: int | None = None
         waiting = list(writer.choices)
         while waiting:
             if not await job.wait(_PING_SECONDS):
-                yield b": waiting\n\n"
+                yield sign
             for choice in list(waiting):
                 for chunk in writer.chunks(choice):
                     if data := told(chunk):

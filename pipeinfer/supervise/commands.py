@@ -224,7 +224,8 @@ def lines_of(state: dict[str, Any]) -> list[str]:
             f"moved after {start['lived']:g} s" if start.get("moved")
             else f"given up after {start['lived']:g} s, the other one went on"
             if start.get("gave_up")
-            else f"exit code {start['exit']} after {start['lived']:g} s")
+            else f"exit code {start['exit']} after {start['lived']:g} s"
+            + (f": {start['why']}" if start.get("why") else ""))
         found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
     return [*found, f"  logs      {state['logs']}"]
 

@@ -16,6 +16,7 @@ from typing import Any
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:?)? ?")
 _MOST_LINE = 1 << 16  #: characters of a line; the rest of it is the next one
 MOST_BYTES, COPIES = 8 << 20, 3
+_ERROR, _STARTS = "pipeinfer: error: ", 4
 
 
 class _Private(RotatingFileHandler):
@@ -37,11 +38,21 @@ class Logs:
     def __init__(self, folder: Path, show: Callable[[int | None, str], None]) -> None:
         self._folder, self._show = folder, show
         self._files: dict[str, logging.Handler] = {}
+        self._errors: dict[int, str] = {}
 
     def line(self, start: int, rank: int | None, text: str) -> None:
         """A line of a rank of the job that was started as the so-manyth: two may be there."""
+        if text.startswith(_ERROR):
+            self._errors.setdefault(start, text.removeprefix(_ERROR))
+            if len(self._errors) > _STARTS:
+                del self._errors[min(self._errors)]
         self.write("launcher" if rank is None else f"rank-{rank}", f"#{start} {text}")
         self._show(rank, text)
+
+    def error(self, start: int) -> str:
+        """The first error that a rank of that start has named; empty without one, and for starts of
+        long ago."""
+        return self._errors.get(start, "")
 
     def write(self, name: str, text: str) -> None:
         """A line of whoever logs under `name`."""

@@ -95,7 +95,8 @@ class Mover(Supervisor):
 
     async def ended(self, running: Running, status: int, lived: float) -> bool:
         """A job has ended; whether the next one follows at once."""
-        running.row |= {"exit": status, "lived": round(lived, 1), "moved": self._meant}
+        running.row |= {"exit": status, "lived": round(lived, 1), "moved": self._meant,
+                        "why": self._serving.logs.error(running.row["number"])}
         if self._next is not None:
             return await self._inherit(self._next)
         meant, self._meant = self._meant, False
@@ -106,16 +107,17 @@ class Mover(Supervisor):
             return meant
         self._undo()
         self._undo = None
-        self._refused = (f"the changed job does not start (exit code {status}; see "
-                         f"{self._folder.path / 'logs'}): back to what there was before")
+        why = running.row["why"] or f"see {self._folder.path / 'logs'}"
+        self._refused = (f"the changed job does not start (exit code {status}; {why}): "
+                         "back to what there was before")
         self._failed_move = self._refused
         self.say(self._refused)
         await self._http.ask(op="move", why="back to what there was before", anew=True)
         return True
 
     def _row(self) -> dict[str, Any]:
-        row = {"at": time.time(), "ranks": self._serving.ranks, "words": self._serving.words,
-               "exit": None}
+        row = {"number": self._serving.starts + 1, "at": time.time(),
+               "ranks": self._serving.ranks, "words": self._serving.words, "exit": None}
         self._history = [*self._history, row][-_HISTORY:]
         return row
 
@@ -270,10 +272,11 @@ class Mover(Supervisor):
             if self.asked:
                 raise UsageError("the server is ending")
             if running.ends.done():
-                running.row |= {"exit": _status(running), "lived": round(
+                why = self._serving.logs.error(running.row["number"])
+                running.row |= {"exit": _status(running), "why": why, "lived": round(
                     time.monotonic() - running.began, 1)}
                 raise UsageError(f"the next job does not start (exit code {running.row['exit']}; "
-                                 f"see {logs}): nothing was changed")
+                                 f"{why or f'see {logs}'}): nothing was changed")
             if state == "gone":  # it ends by itself, and its exit code says more
                 deadline = min(deadline, time.monotonic() + 10 * _END)
             if time.monotonic() > deadline:

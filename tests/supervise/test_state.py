@@ -121,6 +121,15 @@ def test_logs_are_private_and_do_not_grow(folder, monkeypatch):
     assert shown[-1] == (None, "from the launcher")
 
 
+def test_the_first_error_of_a_start_is_known(folder):
+    logs = Logs(folder.path / "logs", lambda rank, text: None)
+    for start in range(1, 8):
+        for text in ("pipeinfer: note: x", f"pipeinfer: error: {start}", "pipeinfer: error: late"):
+            logs.line(start, 0, text)
+    logs.close()
+    assert (logs.error(7), logs.error(5), logs.error(1), logs.error(8)) == ("7", "5", "", "")
+
+
 def test_what_is_written_is_read(folder):
     assert folder.read() == {}
     folder.write({"pid": os.getpid()})
@@ -136,9 +145,13 @@ def test_a_status_for_people():
         "ranks": 2, "wanted": 3, "lost": [1], "logs": "/l",
         "hosts": [{"host": "n1", "slots": 1, "state": "used", "why": ""},
                   {"host": "node2", "slots": 0, "state": "missing", "why": "does not answer"}],
-        "starts": [{"at": 0.0, "ranks": 3, "exit": 137, "lived": 3.5, "moved": False},
+        "starts": [{"at": 0.0, "ranks": 3, "exit": 137, "lived": 3.5, "moved": False,
+                    "why": ""},
+                   {"at": 5.0, "ranks": 3, "exit": 3, "lived": 3.0, "moved": False,
+                    "why": "no such file"},
                    {"at": 9.0, "ranks": 2, "exit": None}]})
     assert found[0] == "a: ready at http://h:1, model m, 2 requests open"
     assert "  ranks     2 ranks of 3, lost: 1" in found
     assert "  host      node2  missing: does not answer" in found
     assert any(line.endswith("3 ranks, exit code 137 after 3.5 s") for line in found)
+    assert any(line.endswith("exit code 3 after 3 s: no such file") for line in found)
