@@ -2,6 +2,7 @@
 
     python -m benchmarks.paper.reality                       # at a pace; needs root, ten minutes
     python -m benchmarks.paper.reality --pace 240            # slower: sums count less
+    python -m benchmarks.paper.reality --local               # ranks of this host, sums in memory
     python -m benchmarks.paper.reality --quota big.gguf      # by quotas of processor time
 
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
@@ -11,6 +12,7 @@ prediction knows that, the link's rate, what a row of the draft takes on the hea
 took when the members of the first job of a grid loaded, and what the runtime costs elsewhere
 (`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).
 
+With --local there are no hosts and no links to predict: what remains is the clock of wide stages.
 With --quota stages compute for as long as their host's share of a processor makes them, which is
 predicted from runs of the whole model on one such host. The model must be inflated from the
 embedded target, so that its draft fits.
@@ -23,6 +25,7 @@ import dataclasses
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -47,6 +50,7 @@ from pipeinfer.experiments.emulation.virtual import (
     prompt_of,
     simulate,
 )
+from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.namespaces import Cluster
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models import bundled
@@ -85,7 +89,27 @@ def kernels(path: Path) -> dict[int, float]:
     return found
 
 
-def measured_on(cluster: Cluster, node: int, path: Path) -> dict[int, float]:
+class Local:
+    """Ranks of this host in the place of a cluster's."""
+
+    n_nodes = 5
+
+    def run(self, command: list[str], *, timeout: float, node: int
+            ) -> subprocess.CompletedProcess[str]:
+        """See `Cluster.run`."""
+        del node
+        return launch.run(1, command, timeout=timeout)
+
+    def pipeinfer(self, arguments: list[str], *, timeout: float, ranks: int
+                  ) -> subprocess.CompletedProcess[str]:
+        """See `Cluster.pipeinfer`. Guesses are made throughout: ranks of one host would try whether
+        they pay there, which hosts of their own do not."""
+        if "--proposer" in arguments:
+            arguments = [*arguments, "--speculation", "on"]
+        return launch.run(ranks, [sys.executable, "-m", "pipeinfer", *arguments], timeout=timeout)
+
+
+def measured_on(cluster: Cluster | Local, node: int, path: Path) -> dict[int, float]:
     """`kernels` on a host."""
     done = cluster.run([sys.executable, "-m", "benchmarks.paper.reality", "--kernels", str(path)],
                        timeout=240, node=node)
@@ -150,7 +174,7 @@ class Case:
         assert result.tokens == pair.plain(prompt_of(scenario), len(self.text.answer))
         return result.tokens_per_second
 
-    def measured(self, cluster: Cluster, widths: tuple[int, ...], policy: Policy
+    def measured(self, cluster: Cluster | Local, widths: tuple[int, ...], policy: Policy
                  ) -> tuple[float, float]:
         """Tokens per second of a job over the hosts, and what a sum took when it loaded; says so
         where tokens are not the pair's."""
@@ -183,7 +207,7 @@ def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool
                                claims=np.asarray(found.claims[:tokens]))
 
 
-def at_a_pace(cluster: Cluster, tokens: int, pace: float) -> list[Case]:
+def at_a_pace(cluster: Cluster | Local, tokens: int, pace: float) -> list[Case]:
     """Both pairs that come along, at a set pace in milliseconds."""
     options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace))
     cases = []
@@ -221,6 +245,7 @@ def main() -> None:
     parser.add_argument("--cores", type=float, default=0.35, help="of each host, with --quota")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pace", type=float, default=PACE, help="milliseconds of a stage")
+    parser.add_argument("--local", action="store_true", help="ranks of this host, at a pace")
     parser.add_argument("--kernels", type=Path, help="measure one model here, print JSON")
     given = parser.parse_args()
     if given.kernels:
@@ -228,19 +253,26 @@ def main() -> None:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     print("| pair | hosts | policy | predicted | measured | error |\n" + "| --- " * 6 + "|")
+    if given.local:
+        compare(Local(), at_a_pace(Local(), given.tokens, given.pace))
+        return
     with Cluster(5, cpu=given.cores if given.quota else 0.0) as cluster:
-        cases = [by_quota(cluster, path, given.tokens) for path in given.quota] \
-            or at_a_pace(cluster, given.tokens, given.pace)
-        for case in cases:
-            for name, widths in GRIDS.items():
-                exchange = case.measured(cluster, widths, Policy.ITERATIVE)[1]
-                if exchange:
-                    print(f"a sum takes {1e6 * exchange:.0f} us", flush=True)
-                for policy in POLICIES:
-                    expected = case.predicted(widths, policy, exchange)
-                    speed, _ = case.measured(cluster, widths, policy)
-                    print(f"| {case.name} | {name} | {policy.value} | {expected:.2f} | {speed:.2f} "
-                          f"| {100 * (expected / speed - 1):+.0f} % |", flush=True)
+        compare(cluster, [by_quota(cluster, path, given.tokens) for path in given.quota]
+                or at_a_pace(cluster, given.tokens, given.pace))
+
+
+def compare(cluster: Cluster | Local, cases: list[Case]) -> None:
+    """A row for each pair, grid and policy."""
+    for case in cases:
+        for name, widths in GRIDS.items():
+            exchange = case.measured(cluster, widths, Policy.ITERATIVE)[1]
+            if exchange:
+                print(f"a sum takes {1e6 * exchange:.0f} us", flush=True)
+            for policy in POLICIES:
+                expected = case.predicted(widths, policy, exchange)
+                speed, _ = case.measured(cluster, widths, policy)
+                print(f"| {case.name} | {name} | {policy.value} | {expected:.2f} | {speed:.2f} "
+                      f"| {100 * (expected / speed - 1):+.0f} % |", flush=True)
 
 
 if __name__ == "__main__":
