@@ -16,6 +16,7 @@ from pipeinfer.backends.learned_rows import LearnedRows
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
 from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import BitaAdapter
 from pipeinfer.models.slices import Slice
@@ -74,17 +75,17 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
     return open_embedding(path, options.resolved(torch.cuda.is_available()).dtype)
 
 
-def paced(backend: Backend, widths: Widths, first: float, further: float
-          ) -> tuple[Backend, Widths]:
-    """The backend at another machine's pace, and what rows cost there; seconds."""
+def paced(backend: Backend, first: float, further: float) -> Backend:
+    """The backend at another machine's pace: seconds of one row, and of each further one."""
     from pipeinfer.backends.paced import PacedBackend
-    from pipeinfer.core.types import CURVE_ROWS
 
-    def seconds(rows: int) -> float:
-        return first + further * (rows - 1)
+    return PacedBackend(backend, lambda rows: first + further * (rows - 1))
 
-    curve = tuple(seconds(rows) / first for rows in CURVE_ROWS)
-    return PacedBackend(backend, seconds), dataclasses.replace(widths, curve=curve)
+
+def at_pace(widths: Widths, first: float, further: float) -> Widths:
+    """What rows cost at that pace. first, further: see `paced`."""
+    return dataclasses.replace(widths, curve=tuple(
+        (first + further * (rows - 1)) / first for rows in CURVE_ROWS))
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,

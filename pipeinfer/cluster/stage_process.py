@@ -32,6 +32,7 @@ from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import Widths, known_widths
 from pipeinfer.backends.factory import (
     EXACT_LIMIT,
+    at_pace,
     backend_for,
     learn,
     llama_options,
@@ -275,10 +276,11 @@ class StageProcess:
             learned = adapter.n_masks
             backend = learn(backend, adapter, setup.prompt_id,
                             functools.partial(self._embedding, config, setup, kind, report))
-        if config.cluster.pace_ms and team is None:
-            backend, widths = paced(
-                backend, widths, config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
-            )
+        if config.cluster.pace_ms:
+            pace = config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
+            widths = at_pace(widths, *pace)
+            if team is None:  # else members wait before each sum
+                backend = paced(backend, *pace)
         report("loading", 1, 1)
         info = backend.info
         port.send(0, Tag.RESULT, Ready(

@@ -113,6 +113,15 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
         [name] for name in one["stats"]["stages"]["1"]["slices"]]
 
 
+def test_a_pace_says_what_rows_cost_on_a_wide_stage_too():
+    def rows_a_run(milliseconds):
+        stats = generate(3, "--grid", "1x2", "--pace-ms", "4", "--pace-row-ms", milliseconds,
+                         "--policy", "speculative", "--ignore-eos")["stats"]
+        return stats["rows"] / stats["runs"]
+
+    assert rows_a_run("0") > 1.3 * rows_a_run("4")
+
+
 def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
     found = generate(3, "--grid", "auto")
     assert any("grid" in note for note in found["stats"]["notes"])
