@@ -57,7 +57,8 @@ def test_serve(ranks, installed):
     with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",
                "1024", **installed) as server:
         server.wait_until_ready()
-        ask = {"model": "task", "messages": [{"role": "user", "content": "Say abc."}],
+        question = "Students and their grades\nPaula studies logic, 3.75\nGive the grade of Paula."
+        ask = {"model": "task", "messages": [{"role": "user", "content": question}],
                "temperature": 0, "max_tokens": 24}
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             create = client.chat.completions.create
