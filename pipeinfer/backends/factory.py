@@ -79,13 +79,17 @@ def paced(backend: Backend, first: float, further: float) -> Backend:
     """The backend at another machine's pace: seconds of one row, and of each further one."""
     from pipeinfer.backends.paced import PacedBackend
 
-    return PacedBackend(backend, lambda rows: first + further * (rows - 1))
+    return PacedBackend(backend, lambda rows: _seconds(first, further, rows))
 
 
 def at_pace(widths: Widths, first: float, further: float) -> Widths:
     """What rows cost at that pace. first, further: see `paced`."""
     return dataclasses.replace(widths, curve=tuple(
-        (first + further * (rows - 1)) / first for rows in CURVE_ROWS))
+        _seconds(first, further, rows) / first for rows in CURVE_ROWS))
+
+
+def _seconds(first: float, further: float, rows: int) -> float:
+    return first + further * (rows - 1)
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,

@@ -11,23 +11,24 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.base import Backend
 from pipeinfer.backends.wide import Embedding
-from pipeinfer.core.types import FloatArray, Rows, SeqJoin
+from pipeinfer.backends.wrapped import WrappedBackend
+from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
 
 
-class LearnedRows:
+class LearnedRows(WrappedBackend):
     """See `backends.base.Backend`. vectors: float32[k, n_embd], as they enter the first layer, for
     the ids from `n_vocab` on. embedding: of the vocabulary. Raises BackendError for vectors of
     another size, or a stage that is not the first."""
 
     def __init__(self, inner: Backend, embedding: Embedding, vectors: FloatArray) -> None:
-        self.info, self.capabilities = inner.info, inner.capabilities
+        super().__init__(inner)
         if not self.info.first or vectors.ndim != 2 or vectors.shape[1] != self.info.n_embd:
             raise BackendError(f"vectors of shape {vectors.shape} for a stage of "
                                f"{self.info.n_embd} elements, which has to be the first")
-        self._inner, self._embedding = inner, embedding
+        self._embedding = embedding
         self._vectors = np.ascontiguousarray(vectors, np.float32)
 
     def decode(
@@ -46,23 +47,3 @@ class LearnedRows:
         given[beyond] = self._vectors[learned[beyond]]
         given[~beyond] = self._embedding.rows(rows.tokens[~beyond])
         return self._inner.decode(rows, given, should_stop)
-
-    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
-        self._inner.seq_rm(seq_id, p0, p1)
-
-    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
-        self._inner.seq_cp(src, dst, p0, p1)
-
-    def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
-        self._inner.seq_keep(seq_id)
-
-    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
-        apply(self._inner, SeqJoin(src, dst, order))
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._inner.close()

@@ -11,15 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.base import Backend
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
-from pipeinfer.core.types import FloatArray, Rows, SeqJoin
+from pipeinfer.backends.wrapped import WrappedBackend
+from pipeinfer.core.types import FloatArray, Rows
 
 _STEP = 1e-3
 
 
-class PacedBackend:
+class PacedBackend(WrappedBackend):
     """See the module docstring; `seconds` maps a number of rows to a duration.
 
     layers: how often a decode asks `should_stop` (0: every millisecond).
@@ -27,8 +28,8 @@ class PacedBackend:
 
     def __init__(self, inner: Backend, seconds: Callable[[int], float], *,
                  computing: bool = False, layers: int = 0) -> None:
-        self.info, self.capabilities = inner.info, inner.capabilities
-        self._inner, self._seconds, self._computing = inner, seconds, computing
+        super().__init__(inner)
+        self._seconds, self._computing = seconds, computing
         self._layers = layers
 
     def decode(
@@ -52,26 +53,6 @@ class PacedBackend:
                 time.sleep(min(left, max(layer - time.perf_counter(), 0.0)))
                 layer += step
         return result
-
-    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
-        self._inner.seq_rm(seq_id, p0, p1)
-
-    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
-        self._inner.seq_cp(src, dst, p0, p1)
-
-    def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
-        self._inner.seq_keep(seq_id)
-
-    def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
-        apply(self._inner, SeqJoin(src, dst, order))
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        self._inner.close()
 
 
 def _burn(seconds: float) -> None:

@@ -7,6 +7,7 @@ synchronous speculation with the best of a few trees. Knows no command line.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -114,13 +115,10 @@ def candidates(profiles: Profiles, base: WideExperiment, most: int
     judged.sort(key=lambda entry: -entry[1].tokens)
     judged[3 * most:] = []
     turns = dataclasses.replace(base, policy=Policy.PIPEINFER.value, head=TURNS, widths=())
-    for widths in _regular(base.nodes):
-        if len(widths) == 1:
-            try:
-                judged.append((one := dataclasses.replace(turns, widths=widths),
-                               wide.plan(profiles, one)))
-            except PlanError:
-                continue
+    for width in range(base.nodes // 2 + 1, base.nodes + 1):  # leaving out fewer than they take
+        one = dataclasses.replace(turns, widths=(width,))
+        with contextlib.suppress(PlanError):
+            judged.append((one, wide.plan(profiles, one)))
     found: dict[tuple[str, tuple[int, ...]], tuple[float, WideExperiment, GridPlan]] = {}
     for one, grid in judged:
         speed = wide.run(profiles, one)[1].tokens_per_second

@@ -170,8 +170,6 @@ def plan(profiles: Profiles, experiment: WideExperiment) -> GridPlan:
     cluster = cluster_of(ground_of(profiles, experiment), experiment)
     if experiment.widths:
         return even_grid(cluster, experiment.widths)
-    if experiment.head == TURNS:
-        return even_grid(cluster, (cluster.cut.widths(len(cluster.hosts))[-1],))
     return best_grid(cluster)
 
 
