@@ -243,7 +243,8 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> 
     timing = _at_load(curve, draft_share)
     if weighed:
         prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
-        values: dict[str, Any] = {"costs": prices, "p_min": least_hope(prices, draft_share)}
+        values: dict[str, Any] = {
+            "costs": prices, "p_min": least_hope(prices, draft_share), "draft_price": draft_share}
     else:
         size = turns(timing, _USUAL, exact - 1) or 1
         values = {"p_min": least_confidence(timing, _USUAL, size)}

@@ -59,7 +59,8 @@ class StartDraft:
     tokens in all; max_tokens 0 only brings the draft's cache up to the path. alternatives: how many
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
     output when the target chooses them. shift: by how much the target's positions exceed those of
-    the path. pool: whose other answers may be guessed from, 0 for nobody's.
+    the path. pool: whose other answers may be guessed from, 0 for nobody's. free_only: no model is
+    to be evaluated for it.
     """
 
     job_id: int
@@ -77,6 +78,8 @@ class StartDraft:
     alternatives: int = 0
     shift: int = 0
     pool: int = 0
+    free_only: bool = False
+
 
 ENOUGH = 0.6  #: a first guess of the target's own rows as likely as that needs no second opinion
 SURE = 0.95  #: a first guess as likely as that is seldom bettered by a draft
@@ -88,9 +91,11 @@ class Proposal:
 
     confidence: estimated probability that the target chooses it, given that its parent is.
     alternative: a second or later choice, below which nothing was drafted; these follow the others.
+    paid: only proposers that evaluated a model named it.
     """
 
     parent: int
     token: int
     confidence: float = 1.0
     alternative: bool = False
+    paid: bool = False

@@ -263,9 +263,10 @@ class Head:
             self._last_result = time.monotonic()
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
-            if self._tuner is not None and guesses and not drafted.further and (
+            passes = guesses if timed else min(drafted.rows, guesses + 1)
+            if self._tuner is not None and guesses and passes and not drafted.further and (
                     timed or self._tuner.by_turns):
-                self._tuner.drafted(guesses, drafted.seconds)
+                self._tuner.drafted(passes, drafted.seconds)
             self._feed(drafted)
         return some
 

@@ -75,7 +75,7 @@ class RemoteDraft:
 
     def start(self, job: StartDraft) -> None:
         """Ask for guesses."""
-        if self.lost:
+        if self.lost or job.free_only:
             self._results.append(Drafted(job.job_id, ()))
             return
         known = self._known(job)
@@ -129,7 +129,8 @@ class RemoteDraft:
                     self._waiting.discard(job_id)
                     if wanted and proposals is not None:
                         self._results.append(Drafted(
-                            job_id, tuple(Proposal(*one) for one in proposals), rows, seconds))
+                            job_id, tuple(Proposal(*one, paid=True) for one in proposals),
+                            rows, seconds))
                 case DraftReady() as ready:
                     self.ready[ready.rank] = ready
                     if ready.error:

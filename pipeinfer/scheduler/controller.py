@@ -359,7 +359,10 @@ class Controller:
         wanted: dict[str, Any] = {"tree_max": size, "draft_max": size}
         if weighed:
             wanted["costs"] = prices = costs(timing.curve, most)
-            wanted["p_min"] = least_hope(prices, timing.draft / timing.latency(1))
+            share = timing.draft / timing.latency(1)
+            wanted["p_min"] = least_hope(prices, share)
+            if self.limits.draft_price:
+                wanted["draft_price"] = round(share, 3)
         else:
             wanted["p_min"] = round(least_confidence(timing, acceptance, size), 2)
         return self._change(wanted, timing)

@@ -139,11 +139,11 @@ class Scheduler:
                 self._submit(request, output, decompose)
             case RunDone(run_id, choices):
                 self._run_done(run_id, choices)
-            case Drafted(job_id, proposals, more=more, further=further):
+            case Drafted(job_id, proposals, rows, more=more, further=further):
                 if further:
                     self.speculation.corrected(job_id, proposals)
                 else:
-                    self.speculation.drafted(job_id, proposals, more=more)
+                    self.speculation.drafted(job_id, proposals, rows=rows, more=more)
             case Abort(request_id, reason):
                 self._abort(request_id, reason)
             case Restart(limits, reason):

@@ -50,6 +50,8 @@ class Limits:
         draft's cores, where there is no pipeline to fill
     costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
         token: what guesses have to be worth to be issued; empty: all are
+    draft_price: of a token of the draft's models, in runs of one row: what their guesses have to
+        bring beyond their rows for the models to be asked; 0: always are
     """
 
     n_ctx: int
@@ -79,6 +81,7 @@ class Limits:
     threads: int = 0
     take_turns: bool = False
     costs: tuple[float, ...] = ()
+    draft_price: float = 0.0
 
     @property
     def synchronous(self) -> bool:

@@ -15,6 +15,7 @@ from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.scheduler.calibration import Calibration
+from pipeinfer.scheduler.draft_worth import DraftWorth
 from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
@@ -44,6 +45,7 @@ class Speculation:
         self.hints = None if rows is None else HintRows(rows)
         self._drafts = drafts
         self.calibration = Calibration()
+        self.worth = DraftWorth()
         self._next_job = 0
         self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 
@@ -91,14 +93,17 @@ class Speculation:
         lane.reserve.add_leaf(tip)
         return False
 
-    def drafted(self, job_id: int, proposals: tuple[Proposal, ...], *, more: bool = False) -> None:
-        """A draft job ended. more: a better draft is still at it."""
+    def drafted(self, job_id: int, proposals: tuple[Proposal, ...], *, rows: int = 0,
+                more: bool = False) -> None:
+        """A draft job ended. rows: see `Drafted`. more: a better draft is still at it."""
         lane = next((lane for lane in self.state.lanes.values()
                      if lane.job and lane.job.job_id == job_id), None)
         if lane is None or lane.job is None or lane.job_node is None:
             return
         node, lane.job, lane.job_node = lane.job_node, None, None
         lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
+        if rows and self.limits.draft_price:  # what it had to catch up with went in one pass
+            self.worth.answered(min(rows, len(proposals) + 1), self.limits.draft_price)
         planned = self._plan(lane, node, proposals)
         if more and not self.limits.synchronous and not self.limits.buffered:
             self._open_answers[job_id] = lane, node
@@ -139,6 +144,7 @@ class Speculation:
                     p.token,
                     estimate(p.confidence, first=not p.alternative),
                     p.alternative,
+                    p.paid,
                 )
                 for p in proposals
             ],
@@ -163,6 +169,9 @@ class Speculation:
     def learn(self, node: Node, token: int) -> None:
         """What the target chose where the draft had named something, issued or not."""
         guesses = node.guesses
+        right = node.child(token)
+        if right is not None and right.paid:
+            self.worth.accepted()
         for guess in guesses:
             self.calibration.learn(
                 guess.confidence, guess.token == token, first=not guess.alternative
@@ -374,19 +383,20 @@ class Speculation:
         room = self.limits.exact_width - (node is lane.waiting_tip)
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
         suffix = tuple(node.path_from(lane.tree.frontier))
-        lane.job = self._job(lane, suffix, size, self._depth_left(lane, node))
+        lane.job = self._job(lane, suffix, size, self._depth_left(lane, node),
+                             self.limits.draft_price > 0.0 and not self.worth.ask())
         lane.job_node = node
         self.state.emit(lane.job)
 
-    def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int
-             ) -> StartDraft:
+    def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int,
+             free_only: bool = False) -> StartDraft:
         self._next_job += 1
         return StartDraft(
             self._next_job, lane.path_id, Prefix(lane.accepted), len(lane.accepted), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
-            lane.request.pool,
+            lane.request.pool, free_only,
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
@@ -408,6 +418,8 @@ class Speculation:
         joined = 1 + len(first) + len(asked) <= limits.exact_width
         nodes = lane.tree.issue([*first, *asked] if joined else first, self.state.next_run)
         lane.tree.widen(tip, nodes)
+        if paid := sum(node.paid for node in nodes):
+            self.worth.issued(paid * self._row_price)
         run = self.state.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
                                speculative=False)
         if due and self.hints is not None:
@@ -428,6 +440,11 @@ class Speculation:
                  zip(itertools.accumulate(chances), costs, strict=False)]
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0.0 else 0
+
+    @property
+    def _row_price(self) -> float:
+        """What a guess costs where most share a run, as in `controller.least_hope`."""
+        return min((cost / size for size, cost in enumerate(self.limits.costs, 1)), default=0.0)
 
     def _cutoff(self, lane: Lane) -> float:
         """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""

@@ -50,6 +50,7 @@ class Node:
     hint: whether its result is a hint for its proposer; it is never accepted
     wanted: whether its choice is asked for
     sees: further ids that it looks through
+    paid: whether only a draft's model has named it
     step: how many passes through the pipeline, one after the other, led to its being issued
     """
 
@@ -71,6 +72,7 @@ class Node:
     hint: bool = False
     wanted: bool = True
     sees: tuple[int, ...] = ()
+    paid: bool = False
     step: int = 0
 
     @property
@@ -142,7 +144,8 @@ class Tree:
             score = parent.score + math.log(max(proposal.confidence, 1e-9))
             weight = math.log(alternative_weight) if proposal.alternative else 0.0
             nodes.append(Node(proposal.token, parent.next_pos, parent, (), PLANNED,
-                              speculative=True, score=score, priority=score + weight))
+                              speculative=True, score=score, priority=score + weight,
+                              paid=proposal.paid))
         return nodes
 
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:

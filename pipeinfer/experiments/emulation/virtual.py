@@ -507,7 +507,7 @@ class Simulation:
             guesses = sum(not proposal.alternative for proposal in end.value)
             if self.controller is not None and 0 < guesses == evaluated:
                 self.controller.drafted(guesses, spent)
-            self.feed(Drafted(job.job_id, end.value))
+            self.feed(Drafted(job.job_id, end.value, evaluated, spent))
             self._draft_next()
             return
         seconds = self.spec.draft(rows)

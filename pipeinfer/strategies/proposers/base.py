@@ -30,7 +30,8 @@ class Proposer(Protocol):
         """Proposals below the job's path, parents before children, the best chain first.
 
         At most `job.max_tokens`, at most `job.max_depth` levels and `job.branches` paths, none
-        of `job.stop_ids`, none under the cutoffs. None when `stopped()` answered True midway:
+        of `job.stop_ids`, none under the cutoffs, none with `job.free_only` where it evaluates a
+        model for them. None when `stopped()` answered True midway:
         the job is no longer wanted.
         """
 

@@ -42,7 +42,7 @@ class Cascade:
                 ) -> tuple[Proposal, ...] | None:
         """See `Proposer.propose`."""
         found: tuple[Proposal, ...] = ()
-        for proposer in self._proposers:
+        for proposer in self._asked(job):
             newer = proposer.propose(job, stopped)
             if newer is None:
                 return None
@@ -54,7 +54,7 @@ class Cascade:
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
         """The job cut before each evaluation of a model: see `DraftModel.steps`."""
         found: tuple[Proposal, ...] = ()
-        for proposer in self._proposers:
+        for proposer in self._asked(job):
             if isinstance(proposer, Stepped):
                 newer = yield from proposer.steps(job)
             else:
@@ -63,6 +63,9 @@ class Cascade:
             if found and found[0].confidence >= self._sure:
                 break
         return found
+
+    def _asked(self, job: StartDraft) -> Sequence[Proposer]:
+        return [one for one in self._proposers if one.free or not job.free_only]
 
     def close(self) -> None:
         """See `Proposer.close`."""
@@ -78,6 +81,7 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
     if not older or not newer:
         return newer or older
     best, others = (newer, older) if newer[0].confidence >= older[0].confidence else (older, newer)
+    best = _shared(best, others)
     if best[0].token == others[0].token:
         doubt = (1.0 - best[0].confidence) * (1.0 - others[0].confidence)
         best = (dataclasses.replace(best[0], confidence=1.0 - doubt), *best[1:])
@@ -89,7 +93,20 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
         if room > 0 and proposal.parent < 0 and proposal.token not in named:
             named.add(proposal.token)
             alternatives.append(
-                Proposal(-1, proposal.token, min(proposal.confidence, left), alternative=True)
+                Proposal(-1, proposal.token, min(proposal.confidence, left), alternative=True,
+                         paid=proposal.paid)
             )
             room -= 1
     return (*(p for p in best if not p.alternative), *alternatives)
+
+
+def _shared(best: tuple[Proposal, ...], others: tuple[Proposal, ...]) -> tuple[Proposal, ...]:
+    """The first of these, where what both name from the tip on is paid only if it is in both."""
+    count, at = 0, -1
+    for one, other in zip(best, others, strict=False):
+        if (one.parent, one.token) != (at, other.token) or other.parent != at or \
+                one.alternative or other.alternative:
+            break
+        count, at = count + 1, count
+    return tuple(dataclasses.replace(one, paid=one.paid and others[k].paid) if k < count else one
+                 for k, one in enumerate(best))

@@ -108,6 +108,8 @@ class DraftModel:
 
         Whoever drives it may stop there (`close`): what was evaluated stays in the cache.
         """
+        if job.free_only:
+            return ()
         ranking = yield from self._catch_up(job)
         proposals: list[Proposal] = []
         alternatives: list[Proposal] = []
@@ -262,7 +264,7 @@ class DraftModel:
                 if full or (fork and used_ids >= job.branches):
                     if fork and rank <= job.alternatives:
                         alternatives.append(
-                            Proposal(branch.leaf, token, confidence, alternative=True)
+                            Proposal(branch.leaf, token, confidence, alternative=True, paid=True)
                         )
                         continue
                     break
@@ -271,7 +273,7 @@ class DraftModel:
                     seq_id, used_ids = self._side(used_ids), used_ids + 1
                     length = job.base + len(job.suffix) + len(branch.tokens)
                     self.backend.seq_cp(branch.seq_id, seq_id, 0, length)
-                proposals.append(Proposal(branch.leaf, token, confidence))
+                proposals.append(Proposal(branch.leaf, token, confidence, paid=True))
                 grown.append(_Branch(seq_id, len(proposals) - 1, [*branch.tokens, token],
                                      branch.ranking, pending=token))
         return grown, used_ids

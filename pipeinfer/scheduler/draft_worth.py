@@ -1,0 +1,58 @@
+"""Whether a draft's models are worth asking where they take turns with the target.
+
+There a model's answer costs time in which the target would have computed. What repeats the text
+costs nothing, so the two are judged apart: what the models' guesses have brought, less the time of
+their rows and of naming them, in tokens that plain decoding would make in that time. Models that
+cost more than they bring rest, and are tried again now and then: another text may be another
+matter. This module knows no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MEMORY = 0.97  #: weight of the past at each question
+_LOSS = 1.0  #: tokens that a trial of the models may cost
+_KNOWN = 24  #: questions without a rest after which the next rest is a short one again
+_FIRST, _MOST = 24, 384  #: questions of a rest; each in a row is twice as long
+
+
+@dataclass(slots=True)
+class DraftWorth:
+    """The models' account; questions that no model was asked for do not count.
+
+    balance: tokens, of which the past fades. rest: questions to go without the models. patience:
+    how long the next rest is. since: questions since the last one.
+    """
+
+    balance: float = 0.0
+    rest: int = 0
+    patience: int = _FIRST
+    since: int = 0
+
+    def ask(self) -> bool:
+        """A question comes up: whether the models are to be asked, too."""
+        if self.rest:
+            self.rest -= 1
+            return False
+        if self.balance > -_LOSS:
+            return True
+        self.rest, self.patience = self.patience, min(2 * self.patience, _MOST)
+        self.balance, self.since = 0.0, 0
+        return False
+
+    def answered(self, evaluations: int, price: float) -> None:
+        """A question made a model evaluate so many tokens, each of which takes as long as `price`
+        tokens of plain decoding."""
+        self.balance = _MEMORY * self.balance - evaluations * price
+        self.since += 1
+        if self.since == _KNOWN:
+            self.patience = _FIRST
+
+    def issued(self, price: float) -> None:
+        """Guesses that only models named go out, in rows that take as long as `price` tokens."""
+        self.balance -= price
+
+    def accepted(self) -> None:
+        """One of these was right."""
+        self.balance += 1.0

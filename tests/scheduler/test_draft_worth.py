@@ -1,0 +1,106 @@
+"""A draft's models that cost more than they bring are left alone, and tried again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.types import Choice, Request, SamplingParams
+from pipeinfer.scheduler.draft_worth import DraftWorth
+from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.cascade import Cascade
+
+
+def questions(worth, count, right, price=0.1, row=0.1):
+    """Of how many questions the models were asked, if each names a token that is right in so many
+    of four cases."""
+    asked = 0
+    for k in range(count):
+        if worth.ask():
+            asked += 1
+            worth.answered(1, price)
+            worth.issued(row)
+            if k % 4 < right:
+                worth.accepted()
+    return asked
+
+
+def test_models_that_pay_are_always_asked():
+    assert questions(DraftWorth(), 1000, right=1) == 1000
+
+
+def test_useless_models_are_asked_less_and_less():
+    worth = DraftWorth()
+    assert 4 <= questions(worth, 100, right=0) <= 30
+    assert 1 <= questions(worth, 1000, right=0) <= 60
+
+
+def test_models_are_asked_again_where_the_text_becomes_theirs():
+    worth = DraftWorth()
+    questions(worth, 2000, right=0)
+    questions(worth, 1000, right=4)  # the longest rest is shorter
+    assert questions(worth, 100, right=4) == 100
+    assert questions(worth, 60, right=0) < 60  # and are found out again
+
+
+@pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False)])
+def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, asked):
+    scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
+                                 costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
+    said = list(scheduler.handle(Submit(Request(1, (3, 1, 4), 300))))
+    free = []
+    for step in range(60):
+        (run,) = (one for one in said if isinstance(one, IssueRun))
+        choice = Choice(5 + step % 2)  # never what is guessed
+        rows = len(scheduler.runs[run.run_id].nodes)
+        said = list(scheduler.handle(RunDone(run.run_id, (choice,) * rows)))
+        job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)
+        free.append(job.free_only)
+        guesses = () if job.free_only else (Proposal(-1, 9, 0.9, paid=True),)
+        said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
+    assert not free[0]
+    assert all(not one for one in free) == asked
+
+
+class Fixed:
+    """A proposer that always says the same."""
+
+    rows_evaluated = 0
+
+    def __init__(self, free, *proposals):
+        self.free, self.proposals, self.asked = free, proposals, 0
+
+    def propose(self, job, stopped):
+        self.asked += 1
+        return self.proposals
+
+    def close(self):
+        pass
+
+
+def job(free_only):
+    """A question below one token."""
+    return StartDraft(1, 1, Prefix((1,)), 1, (), SamplingParams(), 4, 4, 1, 0.0, 0.02, frozenset(),
+                      2, free_only=free_only)
+
+
+def test_a_cascade_asks_no_model_for_a_job_that_must_be_free():
+    free = Fixed(True, Proposal(-1, 3, 0.5))
+    model = Fixed(False, Proposal(-1, 7, 0.8, paid=True))
+    both = Cascade([free, model])
+    assert both.propose(job(free_only=True), lambda: False) == free.proposals
+    assert model.asked == 0
+    found = both.propose(job(free_only=False), lambda: False)
+    assert found is not None
+    assert [(p.token, p.paid) for p in found] == [(7, True), (3, False)]
+
+
+def test_what_both_name_costs_nothing_but_what_only_the_model_names_does():
+    free = Fixed(True, Proposal(-1, 3, 0.5), Proposal(0, 4, 0.5), Proposal(1, 5, 0.5))
+    model = Fixed(False, *(Proposal(k - 1, token, 0.8, paid=True)
+                           for k, token in enumerate((3, 4, 6))))
+    found = Cascade([free, model]).propose(job(free_only=False), lambda: False)
+    assert found is not None
+    assert [(p.token, p.paid) for p in found] == [(3, False), (4, False), (6, True)]
