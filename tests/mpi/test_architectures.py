@@ -25,7 +25,7 @@ def tokens(n_ranks, path, *more):
     return json.loads(done.stdout)["tokens"]
 
 
-@pytest.mark.parametrize("name", mostly_full(RECIPES, "qwen3moe", "gemma3"))
+@pytest.mark.parametrize("name", mostly_full(RECIPES, "qwen3moe"))
 def test_stages_write_what_one_process_writes(name, tmp_path):
     path = write_random_model(tmp_path / "model.gguf", tiny(name, qtype="Q8_0"))
     count = stages_of(name)

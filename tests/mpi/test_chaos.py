@@ -156,6 +156,7 @@ def chaos(*args, ranks=3, runs=1):
 
 @pytest.mark.mpi
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_cannot_be_survived_is_called_lost(tmp_path):
     """The only stage dies, and nobody else is there."""
     code, found = chaos("--fault", "kill", "--moment", "decode", "--keep-logs", str(tmp_path),

@@ -66,7 +66,7 @@ def test_text_does_not_depend_on_ranks_or_proposers(alone, tmp_path, backend, ra
 
 @pytest.mark.parametrize(("backend", "ranks"), [
     full("llamacpp", 1), full("llamacpp", 2), ("llamacpp", 3), full("llamacpp", 4),
-    full("torch", 1), ("torch", 2), full("torch", 3), full("torch", 4)])
+    full("torch", 1), full("torch", 2), full("torch", 3), full("torch", 4)])
 def test_nothing_is_lost_of_forty_items(tmp_path, backend, ranks):
     model = scripted_model.write(tmp_path / "scripted.gguf")
     asked = tmp_path / "asked.jsonl"
@@ -78,9 +78,11 @@ def test_nothing_is_lost_of_forty_items(tmp_path, backend, ranks):
         assert texts(found, method) == [text], method
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(2, 1), full(3, 2), full(4, 40)])
-def test_text_does_not_depend_on_how_many_threads_are_at_work(alone, tmp_path, ranks, threads):
-    methods = TORCH[:5]
+@pytest.mark.parametrize(("ranks", "threads", "methods"), [
+    (2, 1, ("pasta", "skeleton")), full(2, 1, TORCH[:5]), full(3, 2, TORCH[:5]),
+    full(4, 40, TORCH[:5])])
+def test_text_does_not_depend_on_how_many_threads_are_at_work(
+        alone, tmp_path, ranks, threads, methods):
     found = compare(tmp_path, ranks, "torch", methods, "--temp", "0",
                     "--decompose-threads", str(threads))
     for method in methods:

@@ -252,7 +252,7 @@ def faulty_processes(kind, seconds=10.0):
 
 
 @pytest.mark.parametrize(("kind", "says"), [
-    ("raise", "injected fault"), ("load", "out of memory (injected)"),
+    ("raise", "injected fault"), full("load", "out of memory (injected)"),
     ("hang", "has worked on run"), full("kill", "is dead"),
 ])
 def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):

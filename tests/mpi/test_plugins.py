@@ -38,7 +38,7 @@ def generate(ranks, installed, *args):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("ranks", [full(1), 3])
+@pytest.mark.parametrize("ranks", [1, full(3)])
 def test_generate(ranks, installed):
     plain = generate(ranks, installed, *PROMPT, "--ignore-eos", "--policy", "iterative")
     stuttered = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter",
@@ -52,7 +52,7 @@ def test_generate(ranks, installed):
     assert shouted["tokens"] == plain["tokens"]
 
 
-@pytest.mark.parametrize("ranks", [1, full(3)])
+@pytest.mark.parametrize("ranks", [full(1), 3])
 def test_serve(ranks, installed):
     with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",
                "1024", **installed) as server:

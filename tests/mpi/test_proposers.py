@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
 
 
 @pytest.mark.parametrize(("ranks", "backend", "drafts"), [
-    full(1, "llamacpp", ()), (2, "torch", ("draft",)), full(3, "llamacpp", ("draft",)),
+    full(1, "llamacpp", ()), full(2, "torch", ("draft",)), (3, "llamacpp", ("draft",)),
     full(4, "llamacpp", ())])
 def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, drafts):
     """A window beside the rows that verify or, where it does not fit, behind them (R of 4)."""

@@ -135,7 +135,8 @@ def post(url, body):
         return json.loads(answer.read())["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("rank", [2, full(1)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [2, 1])
 def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""
     arguments = ["--port", "0", "-c", "1024", "-t", "1", "--parallel", "3", "--grid", "1x2",

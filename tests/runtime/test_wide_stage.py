@@ -29,7 +29,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.delaying import DelayingPort
 from pipeinfer.transport.inproc import local_ports
-from tests.support.sample import matrix
+from tests.support.sample import matrix, mostly_full
 from tests.support.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
 
 SPEC = ToySpec(n_vocab=48, n_layers=4, n_embd=16)
@@ -184,7 +184,7 @@ def test_a_grid_gives_the_tokens_of_a_plain_loop_over_its_slices(
     cluster.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_full(range(4), 0, 3))
 @pytest.mark.parametrize("path", CancelPath)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("grid", ["2x2", "1,3", "1x3"])
