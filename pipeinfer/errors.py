@@ -15,13 +15,16 @@
         |-- InvariantError              the scheduler's state contradicts itself (a bug)
         |-- RankRefused                 a rank cannot take part; exits with that rank's code
         |-- RankLost                    a rank is dead or unreachable (the job may recover)
-        `-- WorkerFailed                another rank failed; carries its traceback (likewise)
+        |-- WorkerFailed                another rank failed; carries its traceback (likewise)
+        `-- LinkCut                     two stages do not hear each other (likewise)
 
 Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
 `server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
 This module knows nothing about how errors are shown: the command line prints the message as one
 line and exits with `exit_code`, a server turns it into an event or an answer.
 """
+
+from typing import TypeAlias
 
 
 class PipeinferError(Exception):
@@ -63,7 +66,7 @@ class ContextOverflow(RequestError):
 
 
 class ClusterError(PipeinferError):
-    """The job cannot go on, unless the head recovers from it (`RankLost`, `WorkerFailed`)."""
+    """The job cannot go on, unless the head recovers from it (`Loss`)."""
 
     exit_code = 6
 
@@ -145,3 +148,19 @@ class WorkerFailed(ClusterError):
         super().__init__(f"rank {rank} on {host} failed{run}: {summary}")
         self.rank, self.host, self.run_id = rank, host, run_id
         self.summary, self.remote_traceback = summary, remote_traceback
+
+
+class LinkCut(ClusterError):
+    """What a node sends does not get to the next one, though the head hears both.
+
+    source, node: the two nodes; seconds: for which nothing has come, at least
+    """
+
+    def __init__(self, source: int, node: int, seconds: float) -> None:
+        super().__init__(f"what rank {source} sends has not got to rank {node} for {seconds:.1f} "
+                         "s, though rank 0 hears both: the link between them is cut")
+        self.source, self.node, self.seconds = source, node, seconds
+
+
+Loss: TypeAlias = RankLost | WorkerFailed | LinkCut  #: what a job may recover from
+LOSSES = (RankLost, WorkerFailed, LinkCut)

@@ -23,12 +23,15 @@ from benchmarks.fuzz import (
     frame_case,
     gguf_case,
     http_case,
+    lora_case,
     runner,
     safetensors_case,
 )
 
 KINDS = {module.KIND.name: module.KIND for module in (
     gguf_case, safetensors_case, frame_case, http_case, config_case)}
+if gguf_case.has_torch():
+    KINDS[lora_case.KIND.name] = lora_case.KIND
 OTHERS = {"bare": bare_case.KIND}  #: only where they are named
 CORPUS = Path(__file__).with_name("corpus")
 

@@ -69,18 +69,20 @@ def seeds() -> tuple[Files, ...]:
     return one, _in_parts(one)
 
 
-def _header(raw: bytes) -> tuple[dict[str, Any], bytes]:
+def header_of(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """What a safetensors file says of its tensors, and their bytes."""
     (length,) = struct.unpack_from("<Q", raw)
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-def _weights(header: Any, data: bytes, length: int | None = None) -> bytes:
+def weights(header: Any, data: bytes, length: int | None = None) -> bytes:
+    """A safetensors file; length: that it gives for its header."""
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", (len(text) if length is None else length) % 2**64) + text + data
 
 
 def _in_parts(files: Files) -> Files:
-    header, data = _header(files["model.safetensors"])
+    header, data = header_of(files["model.safetensors"])
     header.pop("__metadata__", None)
     parts: list[dict[str, Any]] = [{}, {}]
     blocks = [b"", b""]
@@ -93,7 +95,7 @@ def _in_parts(files: Files) -> Files:
         parts[part][name] = {**entry, "data_offsets": [at, at + stop - start]}
         where[name] = f"model-{part}.safetensors"
     rest = {name: raw for name, raw in files.items() if name != "model.safetensors"}
-    rest |= {f"model-{i}.safetensors": _weights(parts[i], blocks[i]) for i in range(2)}
+    rest |= {f"model-{i}.safetensors": weights(parts[i], blocks[i]) for i in range(2)}
     index = {"metadata": {"total_size": len(data)}, "weight_map": where}
     return {**rest, "model.safetensors.index.json": json.dumps(index).encode()}
 
@@ -123,9 +125,9 @@ def _change(draw: random.Random, name: str, raw: bytes) -> bytes:
         return raw[: draw.randrange(len(raw) + 1)]
     try:
         if name.endswith(".safetensors"):
-            header, data = _header(raw)
+            header, data = header_of(raw)
             length = draw.choice((None, None, None, None, draw.choice(INTEGERS)))
-            return _weights(_change_header(draw, header), data, length)
+            return weights(change_header(draw, header), data, length)
         value = json.loads(raw)
     except (ValueError, struct.error, RecursionError):
         return change_bytes(draw, raw)
@@ -139,7 +141,8 @@ def _change(draw: random.Random, name: str, raw: bytes) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _change_header(draw: random.Random, header: dict[str, Any]) -> Any:
+def change_header(draw: random.Random, header: dict[str, Any]) -> Any:
+    """One change to names, shapes, types or places of tensors."""
     names = [n for n in header if n != "__metadata__"]
     if not names or draw.random() < 0.3:
         return change_value(draw, header)

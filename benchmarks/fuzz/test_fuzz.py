@@ -18,7 +18,8 @@ from benchmarks.fuzz.__main__ import CORPUS, KINDS
 from pipeinfer.errors import ModelError
 
 pytestmark = pytest.mark.slow
-FRESH = {"gguf": 250, "safetensors": 100, "frames": 800, "http": 80, "config": 400}
+FRESH = {"gguf": 250, "safetensors": 100, "frames": 800, "http": 80, "config": 400,
+         "lora": 80}
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 
 

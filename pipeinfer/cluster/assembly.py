@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pipeinfer.cluster.greeting import greet
 from pipeinfer.cluster.shard_transfer import Sender, SourceOf
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
@@ -33,9 +34,19 @@ from pipeinfer.core.control import (
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
-from pipeinfer.errors import ClusterError, PlanError, RankLost, TransportTimeout, WorkerFailed
+from pipeinfer.errors import (
+    LOSSES,
+    ClusterError,
+    LinkCut,
+    Loss,
+    PlanError,
+    RankLost,
+    TransportTimeout,
+    WorkerFailed,
+)
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
+from pipeinfer.planning.links import left_out
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.regrid import GridRoom, Rate, regrid
@@ -43,8 +54,6 @@ from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
-
-Loss = RankLost | WorkerFailed
 
 
 @dataclass(slots=True)
@@ -108,6 +117,7 @@ class Assembly:
         self.lost = {one.rank for one in hosts if one.dead}
         self.threads: dict[int, int] = {}
         self.judge: Judge | None = None  #: of arrangements after a loss, when there is one
+        self._sources: set[int] = set()  # ranks from which nothing got to another one
         self._once = {holding.rank for holding in self.held}
         self._terms: Terms | None = None
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
@@ -150,7 +160,7 @@ class Assembly:
         a wrong version) ends the job: that wants to be seen. Raises whatever it reports."""
         try:
             self._assemble()
-        except (RankLost, WorkerFailed) as loss:
+        except LOSSES as loss:
             if isinstance(loss, WorkerFailed) and loss.exit_code != ClusterError.exit_code:
                 raise
             self.recover(loss)
@@ -176,7 +186,7 @@ class Assembly:
             try:
                 self._enter(held)
                 break
-            except (RankLost, WorkerFailed) as further:
+            except LOSSES as further:
                 loss = further
                 causes.append(self._words(further))
         self._note(began, gone, "; ".join(dict.fromkeys(causes)), before)
@@ -189,7 +199,7 @@ class Assembly:
         began, before = time.monotonic(), {holding.rank: holding for holding in self.held}
         try:
             self._enter(held)
-        except (RankLost, WorkerFailed) as loss:
+        except LOSSES as loss:
             self.recover(loss)
             return
         self._note(began, set(), why, before)
@@ -227,7 +237,15 @@ class Assembly:
     def _cut_out(self, loss: Loss) -> set[int]:
         """Note every rank that is lost by now; those that are new. Raises the loss where nothing
         can be done about it."""
-        rank = loss.rank if isinstance(loss, RankLost) else self._rank_of(loss.rank)
+        match loss:
+            case RankLost(rank=rank):
+                pass
+            case WorkerFailed(rank=node):
+                rank = self._rank_of(node)
+            case LinkCut():
+                source, waits = self._rank_of(loss.source), self._rank_of(loss.node)
+                rank = left_out(source, waits, self._sources)
+                self._sources.add(source)
         if not self._survives or rank == 0:
             raise loss
         fresh = ({rank} | self._port.new_losses() | self._port.gone) - self.lost
@@ -247,6 +265,8 @@ class Assembly:
         """What happened, with the rank where a stage has told its node."""
         if isinstance(loss, RankLost):
             return str(loss)
+        if isinstance(loss, LinkCut):
+            return str(LinkCut(self._rank_of(loss.source), self._rank_of(loss.node), loss.seconds))
         return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
 
     def _role(self, rank: int) -> str:
@@ -367,7 +387,7 @@ class Assembly:
             if loss is not None:
                 raise loss
             self._enter(held)
-        except (RankLost, WorkerFailed) as error:
+        except LOSSES as error:
             self.recover(error)
             return False
         return True
@@ -387,10 +407,12 @@ class Assembly:
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:
-        """Tell every stage what it holds and wait until all are ready. Raises RankLost,
-        WorkerFailed, TransportTimeout."""
+        """Tell every stage what it holds, wait until all are ready, and see whether each hears the
+        one before it. Raises LOSSES, TransportTimeout."""
         self._prepare({node: self._setup(holding, holding.rank)
                        for node, holding in enumerate(self.held, 1)})
+        if not self._replicas and self.grid.n_stages > 1:
+            greet(self._port, self.grid, self._config.cluster.timeout)
 
     def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:
         """Give each node its setup and wait until all are ready."""

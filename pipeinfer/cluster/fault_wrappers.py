@@ -26,7 +26,7 @@ from pipeinfer.cluster.faults import (
     shift_clock,
     signal_self,
 )
-from pipeinfer.core.messages import Message, Tag
+from pipeinfer.core.messages import Cancel, Message, Tag
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.transport.base import Envelope, Layout, Port
@@ -173,14 +173,14 @@ class _FaultyPort(DelayingPort):
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
-        if self.node == 0 and tag is Tag.CANCEL and self._loses():
+        if self.node == 0 and isinstance(message, Cancel) and self._loses():
             return
         super().send(dest, tag, message)
 
     def _late(self, tag: Tag, envelope: Envelope, now: float) -> float | None:
-        del envelope
         self.received[tag] += 1
-        return None if tag is Tag.CANCEL and self._loses() else now + self._seconds
+        lost = isinstance(envelope.message, Cancel) and self._loses()
+        return None if lost else now + self._seconds
 
     def _loses(self) -> bool:
         if not self._every:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.assembly import Assembly, Loss, ProgressHook, Terms
+from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
@@ -48,7 +48,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import UsageError, WorkerFailed
+from pipeinfer.errors import Loss, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.llama import llama_identity

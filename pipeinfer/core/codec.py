@@ -36,9 +36,11 @@ from pipeinfer.core.control import (
     Receive,
     Received,
     Report,
+    RollCall,
     Setup,
     ShardOffer,
     ShardWanted,
+    Standing,
     SumRegion,
     pack,
     unpack,
@@ -78,7 +80,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 11
+VERSION = 12
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -139,9 +141,9 @@ def encode(message: Message) -> bytes:
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
         case ShardEnd(digest):
             return _frame(Op.SHARD_END, digest)
-        case (Setup() | Receive() | Progress() | Ready() | Received() | Pace() | Report()
-              | SumRegion() | ShardWanted() | ShardOffer() | DraftSetup() | DraftReady()
-              | DraftJob() | DraftStop() | DraftDone()):
+        case (Setup() | Receive() | Progress() | Ready() | Received() | Pace() | RollCall()
+              | Standing() | Report() | SumRegion() | ShardWanted() | ShardOffer() | DraftSetup()
+              | DraftReady() | DraftJob() | DraftStop() | DraftDone()):
             return _frame(Op.CONTROL, pack(message))
         case _:
             raise ProtocolError(f"cannot encode {type(message).__name__}")

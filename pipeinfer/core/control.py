@@ -7,6 +7,7 @@
     rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
     stage     ShardWanted -> ShardOffer                 where the host has no model file
     leader    SumRegion                                 to the other members of a wide stage
+    rank 0    RollCall -> Standing                      how far each node is: is a link cut?
     stage     Report                                    its figures, at the end
     rank 0    DraftSetup -> DraftReady                  to ranks that only draft, of no epoch
     rank 0    DraftJob, DraftStop -> DraftDone          what they are asked
@@ -246,6 +247,20 @@ class Pace(_Message, frozen=True, tag=True):
     waited: float
 
 
+class RollCall(_Message, frozen=True, tag=True):
+    """The head asks how far a node is. As a transaction it is passed on from stage to stage, and
+    shows that all links are there; otherwise it overtakes what waits."""
+
+
+class Standing(_Message, frozen=True, tag=True):
+    """How far a node is. received: transactions of this epoch that have come; idle: seconds since
+    it was done with the last one, 0 while it works on it."""
+
+    port: PortName
+    received: int
+    idle: float
+
+
 class Report(_Message, frozen=True, tag=True):
     """A stage's figures at its end. Seconds: busy in all, of it compute, sample and waited (for
     other members of the stage), wasted on runs that were stopped; wall: since it began. events:
@@ -404,8 +419,8 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Pace | Report | SumRegion | ShardWanted
-    | ShardOffer
+    Setup | Receive | Progress | Ready | Received | Pace | RollCall | Standing | Report | SumRegion
+    | ShardWanted | ShardOffer
     | DraftSetup | DraftReady | DraftJob | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
 Control: TypeAlias = Order | PortMessage | StartMessage

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.control import Pace, Progress, Ready, Received, Report
+from pipeinfer.core.control import Pace, Progress, Ready, Received, Report, Standing
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
@@ -35,8 +35,18 @@ from pipeinfer.core.messages import (
 from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
-from pipeinfer.errors import BackendError, ProtocolError, RankLost, TransportTimeout, WorkerFailed
+from pipeinfer.errors import (
+    LOSSES,
+    BackendError,
+    LinkCut,
+    Loss,
+    ProtocolError,
+    RankLost,
+    TransportTimeout,
+    WorkerFailed,
+)
 from pipeinfer.runtime.draft_worker import Drafts
+from pipeinfer.runtime.link_watch import LinkWatch
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
@@ -63,6 +73,7 @@ from pipeinfer.strategies.decomposers.base import Decomposer
 from pipeinfer.transport.base import Envelope, Port
 
 _LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has left
+_UNDER_WAY = 0.25  #: of --timeout: what comes later between stages counts as lost
 
 
 @dataclass(slots=True)
@@ -98,7 +109,8 @@ class Head:
         self._tuner: Tuner | None = None
         self._observers: list[RunObserver] = []
         self._set_controller(controller)
-        self.on_loss: Callable[[RankLost | WorkerFailed], None] | None = None
+        self.on_loss: Callable[[Loss], None] | None = None
+        self._links = self._watch_links()
 
     @property
     def tuned(self) -> bool:
@@ -146,6 +158,7 @@ class Head:
         """The stages are others: replay every request over them, from what it has brought; or, with
         a reason, end those that ran."""
         self._grid = grid
+        self._links = self._watch_links()
         self._set_controller(controller)
         for observer in self._observers:
             observer.restarted()
@@ -167,9 +180,9 @@ class Head:
     def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
         """The next token or terminal event, waiting up to `timeout` seconds or a `wake` for it.
 
-        Raises WorkerFailed when a node reports failure and RankLost when its rank is gone, unless
-        `on_loss` sees to it; TransportTimeout when runs are in flight and nothing has come back for
-        the deadline.
+        Raises WorkerFailed when a node reports failure, RankLost when its rank is gone and LinkCut
+        when two do not hear each other, unless `on_loss` sees to it; TransportTimeout when runs are
+        in flight and nothing has come back for the deadline.
         """
         deadline = time.monotonic() + timeout
         while not self._news:
@@ -218,7 +231,7 @@ class Head:
         while len(reports) < self._grid.n_nodes and time.monotonic() < deadline:
             try:
                 message = self._take()
-            except (RankLost, WorkerFailed):  # it has left, or would have: nothing is lost now
+            except LOSSES:  # it has left, or would have: nothing is lost now
                 deadline = min(deadline, time.monotonic() + _LAST_REPORTS_SECONDS)
                 continue
             if message is None:
@@ -236,12 +249,15 @@ class Head:
         """Handle everything that has arrived; whether there was anything."""
         try:
             return self._handle_mail()
-        except (RankLost, WorkerFailed) as loss:
-            if self.on_loss is None:
-                raise
-            self.on_loss(loss)
-            self._last_result = time.monotonic()
+        except LOSSES as loss:
+            self._lose(loss)
             return True
+
+    def _lose(self, loss: Loss) -> None:
+        if self.on_loss is None:
+            raise loss
+        self.on_loss(loss)
+        self._last_result = time.monotonic()
 
     def _handle_mail(self) -> bool:
         some = False
@@ -254,6 +270,9 @@ class Head:
                     self._returned(message, RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
                     self.times.members.saw(self._grid.node(port), runs, compute, waited)
+                case Standing():
+                    if self._links is not None:
+                        self._links.hear(message)
                 case Progress() | Ready() | Received() | Report():
                     pass  # of an arrangement that is over
                 case _:
@@ -282,10 +301,22 @@ class Head:
             observer.returned(message, run, when)
 
     def _check_deadline(self) -> None:
+        now = time.monotonic()
         if self.scheduler.idle:
-            self._last_result = time.monotonic()
-        elif time.monotonic() - self._last_result > self._timeout:
+            self._last_result = now
+        silence = now - self._last_result
+        if silence > self._timeout:
             self._raise_timeout(self._timeout)
+        if self._links is None:
+            return
+        if silence <= self._links.patience:
+            self._links.rest()
+        elif (link := self._links.turn()) is not None:
+            self._lose(LinkCut(*link, silence))
+
+    def _watch_links(self) -> LinkWatch | None:
+        """What finds a link between stages that is cut; None where nothing is sent over any."""
+        return LinkWatch(self._port, self._grid, _UNDER_WAY * self._timeout)
 
     def _raise_timeout(self, seconds: float) -> None:
         if not self.scheduler.runs:

@@ -38,6 +38,9 @@ class ReplicaHead(Head):
             self._node, instruction = instruction.node, instruction.instruction
         super()._execute(instruction)
 
+    def _watch_links(self) -> None:
+        """Replicas send each other nothing."""
+
     def _first(self, message: Message) -> None:
         self._port.send(self._node, Tag.TRANSACTION, message)
 

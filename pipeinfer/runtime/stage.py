@@ -19,7 +19,7 @@ import numpy as np
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import Pace, Report
+from pipeinfer.core.control import Pace, Report, RollCall, Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
@@ -141,6 +141,8 @@ class Stage:
         self._cancelled: set[int] = set()
         self._skipped: set[int] = set()
         self._last_run = -1
+        self._received, self._done_at = 0, time.monotonic()
+        self._at_work = False
         self._lanes: dict[int, SamplingParams] = {}
         self._constraints = Constraints(vocabulary)
         info = backend.info
@@ -216,13 +218,28 @@ class Stage:
     def _take_cancels(self) -> None:
         while (envelope := self._port.take(Tag.CANCEL)) is not None:
             message = envelope.message
+            if isinstance(message, RollCall):
+                self._answer_call()
+                continue
             if not isinstance(message, Cancel):
                 raise ProtocolError(f"{type(message).__name__} came on the tag for Cancel")
             if self._cancel_path is CancelPath.BACKWARD and self._leader_before:
                 self._port.send(self._leader_before, Tag.CANCEL, message)
             self._cancelled.update(i for i in message.run_ids if i > self._last_run)
 
+    def _answer_call(self) -> None:
+        idle = 0.0 if self._at_work else time.monotonic() - self._done_at
+        self._port.send(0, Tag.RESULT, Standing(self._name, self._received, idle))
+
     def _handle(self, message: Message) -> bool:
+        """Whether to go on with the next one."""
+        self._received += 1
+        self._at_work = True
+        goes_on = self._do(message)
+        self._at_work, self._done_at = False, time.monotonic()
+        return goes_on
+
+    def _do(self, message: Message) -> bool:
         match message:
             case Decode():
                 self._decode(message)
@@ -239,6 +256,9 @@ class Stage:
                 self._forward(message)
                 self._lanes.pop(lane, None)
                 self._constraints.forget(lane)
+            case RollCall():
+                self._forward(message)
+                self._answer_call()
             case Shutdown():
                 self._forward(message)
                 self._port.send(0, Tag.RESULT, self._report())

@@ -1,4 +1,4 @@
-"""Whether a server with other options may answer otherwise: what waits for open requests to end.
+"""What a server with other options changes: what waits for open requests to end, and what stays.
 
 Pure: compares values of options, as `Config.values` gives them.
 """
@@ -26,6 +26,23 @@ def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     later = options("serve", "sampling", "request")
     names = {name for name in {*old, *new} if old.get(name) != new.get(name)}
     return sorted(names - _SAME - set(later))
+
+
+#: options that the HTTP process has for its life
+_KEPT = ("host", "port", "ssl_cert_file", "ssl_key_file", "otlp_endpoint", "journal",
+         "journal_sync", "journal_keep", "journal_size")
+
+
+def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What to say where options differ that belong to the HTTP process, which no other job
+    replaces; empty where none does."""
+    names = [name for name in _KEPT if old.get(name) != new.get(name)]
+    if not names:
+        return ""
+    flags = {name: options("serve")[name].flags[-1] for name in names}
+    as_now = " ".join(f"{flags[name]} {old[name] or repr(old[name])}" for name in names)
+    return (f"{', '.join(flags.values())} cannot change while the HTTP process keeps its clients: "
+            f"give {as_now} as before, or `pipeinfer down` and `pipeinfer up` with other ones")
 
 
 def is_wide(values: Mapping[str, Any]) -> bool:

@@ -283,7 +283,8 @@ def reload_command(name: str, wait: float, force: bool, overlap: str | None,
 
     Clients keep their streams, with the same tokens. Where answers could differ (another model
     file, slices, types of caches) open requests end first and new ones wait. Options that do not
-    work are taken back. The address stays; relative paths are those of `pipeinfer up`.
+    work are taken back. Address, HTTPS and --journal cannot change; relative paths are those of
+    `pipeinfer up`.
     """
     found = call(Folder(name), _tell, wait + 900.0, op="reload", words=list(words), wait=wait,
                  force=force, overlap=overlap)

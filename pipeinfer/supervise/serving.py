@@ -13,7 +13,7 @@ from pipeinfer.cluster.cleanup import VARIABLE, numbered
 from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
-from pipeinfer.supervise.changes import risky
+from pipeinfer.supervise.changes import kept, risky
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.job import Job
 from pipeinfer.supervise.launcher import Launcher, program
@@ -61,8 +61,11 @@ class Serving:
 
     def risky(self, words: list[str]) -> list[str]:
         """Options of `words` because of which an open request might go on otherwise. Raises
-        UsageError for what no server takes."""
-        return risky(self.values, config_of(words).values())
+        UsageError for what no server takes, and for what only another HTTP process could."""
+        values = config_of(words).values()
+        if why := kept(self.values, values):
+            raise UsageError(why)
+        return risky(self.values, values)
 
     def want(self, ranks: int) -> None:
         """Another number of ranks. Raises UsageError where that needs a launcher."""

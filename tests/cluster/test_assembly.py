@@ -6,11 +6,20 @@ import pytest
 
 from pipeinfer.cluster.assembly import Assembly
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import PortName, Ready, Receive, Received, Rehearse, Setup
+from pipeinfer.core.control import (
+    PortName,
+    Ready,
+    Receive,
+    Received,
+    Rehearse,
+    RollCall,
+    Setup,
+    Standing,
+)
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.core.messages import Tag
 from pipeinfer.core.types import CURVE_ROWS
-from pipeinfer.errors import ClusterError, RankLost, WorkerFailed
+from pipeinfer.errors import ClusterError, LinkCut, RankLost, WorkerFailed
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
@@ -29,17 +38,22 @@ def answer(rank, message):
 
 
 class Port:
-    """Every stage is ready at once; `dies` are ranks that are lost when they get their setup."""
+    """Every stage is ready at once; `dies` are ranks that are lost when they get their setup. cut:
+    two ranks one after the other that do not hear each other."""
 
     node = 0
 
-    def __init__(self, dies=(), fails=None):
+    def __init__(self, dies=(), fails=None, cut=()):
         self.gone, self.epochs, self.orders = set(), [], []
         self.layout = (0, 1, 2, 3)
         self.setups, self.rehearsed = {}, set()
         self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
+        self._cut = cut
 
     def send(self, node, tag, message):
+        if isinstance(message, RollCall):
+            self._stand(None if tag is Tag.TRANSACTION else node)
+            return
         assert tag is Tag.TRANSACTION
         rank = self.layout[node]
         if rank in self._dies:
@@ -52,6 +66,14 @@ class Port:
         self.setups[rank] = message
         self.rehearsed |= {rank} if isinstance(message, Receive) else set()
         self._mail.append(answer(rank, message))
+
+    def _stand(self, only):
+        received = 1
+        grid = Grid(next(iter(self.setups.values())).widths)
+        for node, rank in enumerate(self.layout[1:], 1):
+            received *= self._cut != (self.layout[node - 1], rank)
+            if only in (None, node):
+                self._mail.append(Standing(grid.name(node), received, 99.0))
 
     def take(self, tag):
         if tag is Tag.ERROR and self._fails is not None:
@@ -130,6 +152,29 @@ def test_a_spare_stands_in_and_is_prepared():
     found.recover(RankLost(3, "is dead"))
     assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
     assert found.spares == ()
+
+
+def test_of_two_that_do_not_hear_each_other_the_one_that_waits_is_left_out():
+    port = Port()
+    found = assembly(port, spares=2)
+    found.start()
+    found.recover(LinkCut(1, 2, 4.0))
+    assert ranges(found) == [(1, 0, 2), (4, 2, 4), (3, 4, 6)]
+    assert "what rank 1 sends has not got to rank 2 for 4.0 s" in str(found.changes[-1])
+    found.recover(LinkCut(2, 3, 4.0))  # nodes: rank 4 and rank 3
+    assert ranges(found) == [(1, 0, 2), (4, 2, 4), (5, 4, 6)]
+    assert "what rank 4 sends has not got to rank 3" in str(found.changes[-1])
+    found.recover(LinkCut(1, 2, 4.0))  # rank 1 for the second time
+    assert found.lost == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("cut", "left"), [((1, 2), [1, 3]), ((2, 3), [1, 2])])
+def test_a_link_that_is_cut_from_the_start_is_found_before_there_are_requests(cut, left):
+    port = Port(cut=cut)
+    found = assembly(port, timeout=0.4)
+    found.start()
+    assert [rank for rank, *_ in ranges(found)] == left
+    assert [change.lost for change in found.changes] == [cut[1:]]
 
 
 def test_spares_without_the_model_get_every_range_before_the_start_is_over():

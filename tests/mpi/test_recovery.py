@@ -41,12 +41,24 @@ def undisturbed():
     (4, ("--fault", "kill@2:decode=12", "--fault", "kill@3:recovery=1")),
     (3, ("--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward")),
     (5, ("--fault", "stop@2:prefill=1", "--spares", "1", "--heartbeat", "1")),
-], ids=["iterative", "speculative", "trees", "lookahead", "twice", "head-stage", "spare"])
+    (4, ("--fault", "cut-link@2:peer=3:after=40", "--timeout", "8")),
+    full(5, ("--fault", "cut-link@1:peer=2:after=40", "--timeout", "8", "--spares", "1")),
+    full(3, ("--fault", "cut-link@1:peer=2:after=40", "--timeout", "8", "--head-stage")),
+], ids=["iterative", "speculative", "trees", "lookahead", "twice", "head-stage", "spare",
+        "cut-link", "cut-spare", "cut-head-stage"])
 def test_the_tokens_are_those_of_before(undisturbed, np, more):
     found = out_of(generate(np, *more))
     assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
     assert found["stats"]["recovered"] >= 1
+
+
+@pytest.mark.full
+def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed):
+    found = out_of(generate(4, "--fault", "cut-link@1:peer=2", "--timeout", "8"))
+    assert found["tokens"] == undisturbed
+    assert any("has not got to rank 2" in note for note in found["stats"]["notes"])
+    assert found["stats"]["recovered"] == 0
 
 
 def test_a_spare_moves_nobody_else():

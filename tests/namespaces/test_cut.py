@@ -82,6 +82,22 @@ def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
 
 
+@pytest.mark.parametrize("at_once", [False, full(True)])
+def test_two_stages_that_do_not_hear_each_other_go_on_without_one_of_them(undisturbed, at_once):
+    """The head hears both and every stage waits: it asks them how far they are."""
+    with Cluster(4) as cluster:
+        if at_once:
+            cluster.separate(2, 3)
+            done = cluster.pipeinfer([*GENERATE, "--timeout", "16"], timeout=SECONDS)
+            assert done.returncode == 0, done.stderr
+            text, err = done.stdout, done.stderr
+        else:
+            text, err = cut_while_it_speaks(cluster, [*GENERATE, *PACE, "--timeout", "16"],
+                                            lambda: cluster.separate(2, 3))
+    assert text == undisturbed
+    assert re.search(r"what rank 1 sends has not got to rank 2 for \d\.\d s", err), err
+
+
 URL = "http://127.0.0.1:8127"
 STREAM = f"""
 import sys, urllib.request

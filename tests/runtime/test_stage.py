@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.control import PortName, RollCall, Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, RunCancelled, RunFinished, Tag
 from pipeinfer.core.types import SamplingParams, make_rows
@@ -91,3 +92,33 @@ def test_what_can_be_stopped_inside_a_run(outputs, speculative, stopped):
     answer = ports[0].take(Tag.RESULT).message
     assert isinstance(answer, RunCancelled if stopped else RunFinished)
     assert stage.stats.runs["stopped" if stopped else "computed"] == 1
+
+
+def test_a_stage_tells_how_many_transactions_have_come_and_whether_it_is_idle():
+    ports = local_ports(3)
+    stage = Stage(ports[1], Grid.plain(2), Asked(ToyBackend.load(SPEC, 0, 2), ports[0]))
+    ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
+    step(stage)
+    ports[0].send(1, Tag.CANCEL, RollCall())
+    assert stage._take() is None
+    ports[0].send(1, Tag.TRANSACTION, Decode(0, -1, make_rows([(3, 0, (0,), True)]),
+                                             np.zeros(1, np.int32), speculative=True))
+    step(stage)  # it is asked meanwhile
+    ports[0].send(1, Tag.TRANSACTION, RollCall())
+    step(stage)
+    told = [ports[0].take(Tag.RESULT).message for _ in range(3)]
+    assert all(isinstance(one, Standing) and one.port == PortName(1) for one in told)
+    assert [one.received for one in told] == [1, 2, 3]
+    assert [one.idle > 0 for one in told] == [True, False, False]
+    passed = [type(ports[2].take(Tag.TRANSACTION).message) for _ in range(3)]
+    assert passed == [LaneOpen, Decode, RollCall]
+
+
+class Asked(Cancelling):
+    """A backend between whose layers the head asks how far the stage is."""
+
+    def decode(self, rows, hidden=None, should_stop=None):
+        self.port.send(1, Tag.CANCEL, RollCall())
+        time.sleep(0.002)
+        should_stop()
+        return self.inner.decode(rows, hidden, None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeinfer.cli.options import parse
-from pipeinfer.supervise.changes import is_wide, risky
+from pipeinfer.supervise.changes import is_wide, kept, risky
 from pipeinfer.supervise.logs import Splitter
 from pipeinfer.supervise.rules import Again, Comeback, End, Patience, outcome
 
@@ -65,6 +67,16 @@ def test_options_on_which_tokens_may_depend(new, names):
     old, other = (parse(words.split(), *sections).config.values() for words in ("-m a", new))
     assert risky(old, other) == names
     assert is_wide(other) == ("grid" in names)
+
+
+@pytest.mark.parametrize(("new", "says"), [
+    ("-m b --port 8081 --queue 3", ""), ("-m a", "--port cannot change .*: give --port 8081 as"),
+    ("--port 8082 --host 0.0.0.0 --journal j", r"--host, --port, --journal cannot change .*: give "
+     r"--host 127.0.0.1 --port 8081 --journal '' as before, or `pipeinfer down`")])
+def test_options_that_stay_with_the_http_process(new, says):
+    old, other = (parse(words.split(), "model", "serve").config.values()
+                  for words in ("-m a --port 8081", new))
+    assert re.match(says or "$", kept(old, other))
 
 
 def test_tagged_output_is_split_by_rank():

@@ -190,6 +190,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
 
         for more, says in ((["-m", str(tmp_path / "none")],
                             r"does not start \(exit code 3; .*/none: no such file"),
+                           (["--port", "1"], "--port cannot change while .* give --port"),
                            (["--nothing"], "serve: No such option")):
             with pytest.raises(RequestError, match=says):
                 call(folder, heard.append, 90, op="reload", words=[*words, *more])

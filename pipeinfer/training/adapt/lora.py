@@ -102,6 +102,12 @@ class LoraAdapter:
     tokens: NewTokens | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of the difference to the matrix of this name, which has one."""
+        stem = _PREFIX + name.removesuffix(".weight")
+        return (self.weights[f"{stem}.lora_B.weight"].shape[0],
+                self.weights[f"{stem}.lora_A.weight"].shape[1])
+
     def difference(self, name: str) -> Tensor | None:
         """What is added to the matrix of this name (`model.layers.0.self_attn.q_proj.weight`)."""
         stem = _PREFIX + name.removesuffix(".weight")
@@ -136,6 +142,8 @@ def load_adapter(folder: Path) -> LoraAdapter:
     """A LoRA adapter in peft's format. Raises ModelError."""
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"{_CONFIG} holds no settings")
         wrong = [f"{key} {config.get(key)!r}" for key, plain in _PLAIN.items()
                  if config.get(key) not in (None, False, plain)]
         if config.get("peft_type") != "LORA" or wrong:
@@ -148,16 +156,54 @@ def load_adapter(folder: Path) -> LoraAdapter:
         if stray:
             raise ModelError(f"{folder}: has {stray[0][:80]!r}, which is no LoRA matrix; merge it "
                              "with peft")
-        tokens = None
-        if (folder / _TAGS).is_file():
-            parts, told = _read(folder / _TAGS)
-            tokens = NewTokens(tuple(json.loads(told["texts"])), int(told["first"]),
-                               parts["embedding"], parts.get("head"))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ModelError(f"{folder}: cannot be read as a LoRA adapter: {error}") from error
-    about = config.get("pipeinfer") or {}
+        _check(settings, weights)
+        tokens = _read_tokens(folder / _TAGS) if (folder / _TAGS).is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
+            SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder}: cannot be read as a LoRA adapter: {reason}") from error
+    about = config.get("pipeinfer")
     return LoraAdapter(settings, weights, str(config.get("base_model_name_or_path") or ""), tokens,
-                       about)
+                       about if isinstance(about, dict) else {})
+
+
+def _check(settings: LoraSettings, weights: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for matrices that no sum could be made of."""
+    if not math.isfinite(settings.alpha):
+        raise ValueError(f"lora_alpha is {settings.alpha}")
+    for name, tensor in weights.items():
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(
+            ".lora_B.", ".lora_A.")
+        inner = 0 if name.endswith("lora_A.weight") else 1
+        if other not in weights:
+            raise ValueError(f"{name[:80]} has no other half")
+        if tensor.dim() != 2 or tensor.shape[inner] != settings.rank:
+            raise ValueError(f"{name[:80]} has shape {list(tensor.shape)}, which is none of rank "
+                             f"{settings.rank}")
+        _check_numbers(name, tensor)
+
+
+def _check_numbers(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+        raise ValueError(f"{name[:80]} has values that are not finite numbers")
+
+
+def _read_tokens(path: Path) -> NewTokens:
+    """Raises ValueError, TypeError, KeyError, OSError, SafetensorError."""
+    parts, told = _read(path)
+    texts, first, embedding = json.loads(told["texts"]), int(told["first"]), parts["embedding"]
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) \
+            or len(set(texts)) != len(texts):
+        raise ValueError(f"{path.name} names no tokens, or one twice")
+    "".join(texts).encode()  # a half of a surrogate pair is no text
+    for name in ("embedding", "head"):
+        rows = parts.get(name)
+        if rows is not None:
+            if rows.dim() != 2 or rows.shape != embedding.shape or len(rows) != len(texts):
+                raise ValueError(f"{path.name} has {list(rows.shape)} numbers as {name} of "
+                                 f"{len(texts)} tokens")
+            _check_numbers(name, rows)
+    return NewTokens(tuple(texts), first, embedding, parts.get("head"))
 
 
 #: settings of peft that would change the sum, by the value under which they do not

@@ -42,8 +42,14 @@ class Merged:
         for name in adapter.weights if adapter is not None else ():
             stem = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
             if f"{stem}.weight" not in shapes:
-                raise ModelError(f"the adapter changes {stem}, which {path} does not have: give "
-                                 "the model that it was trained for")
+                raise ModelError(f"the adapter changes {stem[:80]}, which {path} does not have: "
+                                 "give the model that it was trained for")
+            assert adapter is not None
+            found, wanted = adapter.shape(f"{stem}.weight"), shapes[f"{stem}.weight"]
+            if found != wanted:  # before they are multiplied, which might take any memory
+                raise ModelError(f"the adapter's {stem} has shape {list(found)}, the model's "
+                                 f"{list(wanted)}: give the model that it was trained for")
+        self._check_tokens(shapes)
 
     @property
     def tokens(self) -> NewTokens | None:
@@ -79,10 +85,6 @@ class Merged:
             return tensor
         difference = self.adapter.difference(name)
         if difference is not None:
-            if difference.shape != tensor.shape:
-                raise ModelError(f"the adapter's {name} has shape {list(difference.shape)}, the "
-                                 f"model's {list(tensor.shape)}: give the model that it was "
-                                 "trained for")
             return tensor + difference
         new = self.tokens
         if new is None or name not in (_EMBEDDING, _HEAD):
@@ -92,6 +94,18 @@ class Merged:
         grown[: len(tensor)] = tensor
         grown[new.first : new.first + len(rows)] = rows
         return grown
+
+    def _check_tokens(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """New tokens come right behind those that the model has."""
+        if (new := self.tokens) is None:
+            return
+        columns = shapes[_EMBEDDING][1]
+        least = first_free(self.path) if self.path.is_dir() else 0
+        if not least <= new.first <= self.config.vocab_size or new.embedding.shape[1] != columns:
+            raise ModelError(f"the adapter's new tokens begin at {new.first} with "
+                             f"{new.embedding.shape[1]} numbers each, but {self.path} has room "
+                             f"from {least} to {self.config.vocab_size} and {columns}: give the "
+                             "model that it was trained for")
 
     def _names(self) -> list[tuple[str, tuple[int, ...]]]:
         with torch.device("meta"):

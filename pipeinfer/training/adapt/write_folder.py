@@ -104,7 +104,8 @@ def _write_weights(out: Path, merged: Merged, dtype: Any) -> None:
             kind = types.get(merged.model.tensors[name].dtype)
         stored = tensor.to(kind or torch.float32).contiguous()
         if not bool(torch.isfinite(stored).all()):
-            raise UsageError(f"{name} has values that {kind} cannot hold: give --dtype float32")
+            wider = "" if stored.dtype == torch.float32 else ": give --dtype float32"
+            raise UsageError(f"{name} has values that {stored.dtype} cannot hold{wider}")
         if held and size + stored.nbytes > _LARGEST:
             flush()
         held[name] = stored

@@ -1,0 +1,162 @@
+"""A head whose stages do not hear each other finds out which link is cut, and blames nobody who
+computes. By a clock of the test's own."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.grid import Grid
+from pipeinfer.core.messages import Tag
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import Request
+from pipeinfer.errors import LinkCut, TransportTimeout
+from pipeinfer.runtime import head as heads
+from pipeinfer.runtime import link_watch
+from pipeinfer.runtime import stage as stages
+from pipeinfer.scheduler.events import Emit
+from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.transport.inproc import local_ports
+
+SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
+TIMEOUT = 16.0
+
+
+class Cut:
+    """A port that sends a node only so many transactions."""
+
+    def __init__(self, inner, node, after):
+        self._inner, self._node, self._left = inner, node, after
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def send(self, dest, tag, message):
+        if dest == self._node:
+            self._left -= 1
+            if self._left < 0:
+                return
+        self._inner.send(dest, tag, message)
+
+
+class Job:
+    """A head and three stages of one layer each, worked on by turns. busy: a stage that takes its
+    messages no more once it has taken so many."""
+
+    def __init__(self, monkeypatch, source=0, node=0, after=0, busy=(0, 0)):
+        self.now, self.tokens = 1e3, []
+        clock = SimpleNamespace(monotonic=self._look, time=time.time,
+                                perf_counter=time.perf_counter)
+        for module in (heads, link_watch, stages):
+            monkeypatch.setattr(module, "time", clock)
+        ports = local_ports(4)
+        if source:
+            ports[source] = Cut(ports[source], node, after)
+        self.stages = {k: stages.Stage(ports[k], Grid.plain(3), ToyBackend.load(SPEC, k - 1, k))
+                       for k in (1, 2, 3)}
+        self.head = heads.Head(ports[0], Grid.plain(3), Scheduler(
+            Limits(n_ctx=64, policy=Policy.ITERATIVE)), None, timeout=TIMEOUT)
+        self._busy, self._left = busy
+
+    def _look(self):
+        self.now += 1e-6
+        return self.now
+
+    def hear(self):
+        """Let the head handle what has come, and look at its deadline once."""
+        while (news := self.head.next_news(1.5e-6)) is not None:
+            self.tokens += [news.choice.token] if isinstance(news, Emit) else []
+
+    def turn(self, seconds=0.0):
+        self.now += seconds
+        for number, stage in self.stages.items():
+            while True:
+                if number == self._busy:
+                    if not self._left:
+                        break
+                    self._left -= 1
+                if (message := stage._take()) is None:
+                    break
+                stage._handle(message)
+        self.hear()
+
+    def run(self, seconds, until=30):
+        for _ in range(200):
+            self.turn(seconds)
+            if len(self.tokens) >= until:
+                return
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    job = Job(monkeypatch)
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    job.run(1.0)
+    assert len(job.tokens) == 30
+    return job.tokens
+
+
+@pytest.mark.parametrize("link", [(1, 2), (2, 3)])
+def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monkeypatch, link):
+    job = Job(monkeypatch, *link, after=12)
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    with pytest.raises(LinkCut, match=f"rank {link[0]} sends .* to rank {link[1]} ") as found:
+        job.run(1.0)
+    assert (found.value.source, found.value.node) == link
+    assert found.value.seconds < TIMEOUT / 2
+    assert 0 < len(job.tokens) < 30
+    assert job.tokens == whole[:len(job.tokens)]
+
+
+def test_whoever_sees_to_it_is_told_once_and_the_deadline_begins_anew(monkeypatch):
+    job, losses = Job(monkeypatch, 1, 2, after=12), []
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    job.head.on_loss = lambda loss: losses.append((loss.source, loss.node))
+    for _ in range(100):
+        job.turn(1.0)
+        if losses:
+            break
+    before = job.now
+    for _ in range(100):  # nothing is done about it
+        job.turn(1.0)
+        if len(losses) == 2:
+            break
+    assert losses == [(1, 2)] * 2
+    assert job.now - before > TIMEOUT / 4
+
+
+def test_a_stage_that_computes_for_long_is_not_taken_for_one_that_hears_nothing(monkeypatch):
+    job = Job(monkeypatch, busy=(2, 6))
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    with pytest.raises(TransportTimeout, match=r"waited 16\.0 s for RESULT"):
+        job.run(1.0)
+
+
+def test_what_comes_late_comes(whole, monkeypatch):
+    """All of it a little earlier than what would count as lost."""
+    job = Job(monkeypatch)
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    for _ in range(400):
+        for stage in job.stages.values():  # a stage at a time: the others have been idle for long
+            job.now += TIMEOUT / 5
+            while (message := stage._take()) is not None:
+                stage._handle(message)
+            job.hear()
+        if len(job.tokens) == 30:
+            break
+    assert job.tokens == whole
+
+
+def test_a_message_through_all_stages_shows_that_all_links_are_there(monkeypatch):
+    job = Job(monkeypatch)
+    port, watch = job.head._port, link_watch.LinkWatch(job.head._port, Grid.plain(3), 4.0)
+    watch.greet()
+    for stage in job.stages.values():
+        assert not watch.all_reached
+        stage._handle(stage._take())
+        watch.hear(port.take(Tag.RESULT).message)
+    assert watch.all_reached
