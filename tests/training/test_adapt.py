@@ -25,7 +25,14 @@ from pipeinfer.strategies.decomposers.pasta import Pasta
 from pipeinfer.training.__main__ import main
 from pipeinfer.training.adapt import sft
 from pipeinfer.training.adapt.chats import Chat, read_chats
-from pipeinfer.training.adapt.lora import LoraSettings, load_adapter
+from pipeinfer.training.adapt.lora import (
+    LoraAdapter,
+    LoraSettings,
+    NewTokens,
+    load_adapter,
+    save_adapter,
+)
+from pipeinfer.training.adapt.merged import Merged
 from pipeinfer.training.adapt.rows import row_of
 from pipeinfer.training.adapt.trainee import Arithmetic, Trainee
 from pipeinfer.training.adapt.tune import Tuning, tune
@@ -284,12 +291,39 @@ def test_adapters_are_in_pefts_format(tmp_path, data):
 
 @pytest.mark.parametrize(("change", "says"), [
     ({"peft_type": "LOHA"}, "only plain LoRA"), ({"use_dora": True}, "use_dora True"),
-    ({"rank_pattern": {"a": 1}}, "rank_pattern"), ({"r": "x"}, "cannot be read")])
+    ({"rank_pattern": {"a": 1}}, "rank_pattern"), ({"r": "x"}, "cannot be read"),
+    ({"r": float("inf")}, "cannot be read"), ({"peft_type": "a\nb"}, r"this is 'a\\nb'")])
 def test_adapters_that_would_be_merged_wrongly_are_refused(tmp_path, change, says):
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2} | change
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=says):
         load_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"A": (1, 64)}, "A.weight has shape .1, 64., which is none of rank 2"),
+    ({"B": (64,)}, "B.weight has shape .64., which is none of rank 2"),
+    ({"B": None}, "A.weight has no other half"),
+    ({"A": (2, 1 << 20), "B": (1 << 20, 2)}, "has shape .1048576, 1048576., the model's"),
+    ({"tokens": (3, 8, 2)}, "begin at 3 with 8 numbers each"),
+    ({"tokens": (1 << 40, None, 2)}, "begin at 1099511627776"),
+    ({"tokens": (None, None, 1)}, "numbers as embedding of 2 tokens")])
+def test_adapters_that_fit_no_model_are_refused_before_they_are_multiplied(tmp_path, changed, says):
+    model, stem = Merged(DRAFT), "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    shapes = dict(model.names)
+    rows, columns = shapes["model.layers.0.self_attn.q_proj.weight"]
+    parts = {"A": (2, columns), "B": (rows, 2)} | {
+        part: shape for part, shape in changed.items() if part != "tokens"}
+    tokens = None
+    if "tokens" in changed:
+        first, width, count = changed["tokens"]
+        tokens = NewTokens(("<a>", "<b>"), model.n_vocab if first is None else first,
+                           torch.zeros(count, width or shapes["model.embed_tokens.weight"][1]))
+    save_adapter(tmp_path, LoraAdapter(LoraSettings(2, 4.0), {
+        f"{stem}{part}.weight": torch.zeros(shape) for part, shape in parts.items() if shape},
+        tokens=tokens))
+    with pytest.raises(ModelError, match=says):
+        Merged(DRAFT, load_adapter(tmp_path))
 
 
 @pytest.mark.parametrize(("line", "says"), [

@@ -147,8 +147,9 @@ def load_adapter(folder: Path) -> LoraAdapter:
         wrong = [f"{key} {config.get(key)!r}" for key, plain in _PLAIN.items()
                  if config.get(key) not in (None, False, plain)]
         if config.get("peft_type") != "LORA" or wrong:
-            raise ModelError(f"{folder}: only plain LoRA can be merged, and this is "
-                             f"{', '.join(wrong) or config.get('peft_type')}; merge it with peft")
+            this = ", ".join(wrong) or repr(config.get("peft_type"))
+            raise ModelError(f"{folder}: only plain LoRA can be merged, and this is {this[:200]}; "
+                             "merge it with peft")
         settings = LoraSettings(int(config["r"]), float(config["lora_alpha"]))
         weights = _read(folder / _WEIGHTS)[0]
         stray = [name for name in weights if not name.startswith(_PREFIX) or not name.endswith(
