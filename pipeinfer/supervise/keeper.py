@@ -168,6 +168,8 @@ class Keeper(Mover):
                 said = await self._move(tell, Change(
                     f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
                     wait=wait))
+                for host in self._back:  # lost again at once, it counts as lost once more
+                    self._comeback.present(host)
                 self._back.clear()
                 return said
             except UsageError:

@@ -153,6 +153,7 @@ class MpiPort:
         for rank in set(given_up) - self.gone:
             self.order(rank, Leave())
         self.give_up(given_up)
+        self._noticed |= set(given_up)  # by who calls this: no news
         for rank in range(1, self.comm.Get_size()):
             self.order(rank, Place(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
         self._move_to(layout)
