@@ -372,8 +372,6 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
     if inline is not None and policy is Policy.PUBLISHED:
         raise UsageError(f"--policy published issues one chain of a draft's guesses, so it cannot "
                          f"be combined with --proposer {inline.name}: leave one out")
-    if synchronous and policy is Policy.PIPEINFER:
-        return Policy.SPECULATIVE
     return policy
 
 
