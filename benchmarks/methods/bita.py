@@ -5,6 +5,7 @@ or two, and numbers of prompts and masks (the paper's Figures 8 and 9).
     python -m benchmarks.methods.bita run --work .work/bita      # results/bita.json
     python -m benchmarks.methods.bita tables
     python -m benchmarks.methods.bita passes                     # one pass per step against two
+    python -m benchmarks.methods.bita stages     # runs in a chain over paced stages, and one by one
     python -m benchmarks.methods.bita figures --work .work/bita  # Figures 8 and 9; resumable
 
 Greedy, on the torch backend, `--exact off` (but for `passes`). A step is a run that verifies, with
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,15 @@ from typing import Any
 import click
 
 from benchmarks.methods.heldout import prompts
+from benchmarks.methods.matrix import answers_of
+from pipeinfer.cli.comparison import use_of_stages
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
 from pipeinfer.strategies.registry import job_config
@@ -176,6 +181,58 @@ def passes(texts: int, prompt: int, tokens: int) -> None:
         click.echo(f"| {shape} | {k} | {rows} | {groups} | {sums['tokens'] / sums['steps']:.2f} | "
                    f"{sums['passes'] / sums['steps']:.2f} | {sums['tokens'] / sums['passes']:.2f} "
                    f"| {1e3 * sums['cpu'] / sums['tokens']:.1f} |")
+
+
+#: what `stages` compares: limits of the scheduler
+CHAINED: dict[str, dict[str, Any]] = {
+    "plain": {"policy": "iterative"},
+    "one pass after the other": {"policy": "speculative"},
+    **{f"chained, up to {most} guesses a run, likelier than {least:g}": {
+        "policy": "pipeinfer", "draft_max": most, "path_min": least}
+       for most, least in ((4, 0.08), (4, 0.02), (4, 0.005), (1, 0.005))}}
+
+
+@main.command()
+@click.option("--adapter", type=click.Path(path_type=Path, exists=True),
+              default=TARGET.with_name("bita.safetensors"), show_default=True)
+@click.option("--model", type=click.Path(path_type=Path, exists=True), default=TARGET,
+              show_default=True)
+@click.option("--backend", default="torch", show_default=True)
+@click.option("--nodes", type=int, multiple=True, default=(2, 4), show_default=True)
+@click.option("--texts", default=3, show_default=True)
+@click.option("--tokens", default=49, show_default=True, help="Tokens generated for each.")
+@click.option("--pace-ms", default=60.0, show_default=True, help="A run takes a stage so long.")
+@click.option("--pace-row-ms", default=0.0, show_default=True, help="More for each further row.")
+def stages(adapter: Path, model: Path, backend: str, nodes: tuple[int, ...], texts: int,
+           tokens: int, pace_ms: float, pace_row_ms: float) -> None:
+    """BiTA over stages of a pipeline: how busy they are, what of it is for guesses that were wrong,
+    tokens per second. Every text by every setting before the next; texts are compared."""
+    tokenizer = open_tokenizer(model)
+    asked = prompts(tokenizer, texts, 200)
+    tokenizer.close()
+    cases = [{"prompt": text, "params": {}, "count": tokens, "limits": limits, "observed": True}
+             for text in asked for limits in CHAINED.values()]
+    click.echo("| stages | | busy | of that wasted | runs per token | tokens/s | over plain |\n"
+               + "|---" * 7 + "|")
+    for count in nodes:
+        found = answers_of(count + 1, {
+            "model": str(model), "draft_model": "none", "bita": str(adapter), "backend": backend,
+            "device": "cpu", "policy": "pipeinfer", "ctx": 512, "threads": 1, "chunk": 256,
+            "pace_ms": pace_ms, "pace_row_ms": pace_row_ms, "adapt": False,
+            }, cases, timeout=1200)["results"]
+        speeds: dict[str, float] = {}
+        for number, name in enumerate(CHAINED):
+            mine = found[number :: len(CHAINED)]
+            differ = sum(one["tokens"] != first["tokens"] for one, first in
+                         zip(mine, found[:: len(CHAINED)], strict=True))
+            speeds[name] = statistics.fmean(one["tokens_per_second"] for one in mine)
+            spent = [use_of_stages(one["seen"]) for one in mine]
+            busy = sum(one[0] for one in spent) / sum(one["stage_seconds"] for one in mine)
+            wasted = sum(one[1] for one in spent) / sum(one[0] for one in spent)
+            runs = sum(one["runs"] for one in mine) / sum(len(one["tokens"]) for one in mine)
+            click.echo(f"| {count} | {name} | {busy:.0%} | {wasted:.0%} | {runs:.2f} | "
+                       f"{speeds[name]:.2f} | {speeds[name] / speeds['plain']:.2f}"
+                       + (f" ({differ} texts differ)" if differ else "") + " |")
 
 
 def plain(session: Session, text: list[int], tokens: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.methods.replicas run --work FOLDER   # decodes; a quarter of an hour
     python -m benchmarks.methods.replicas tables --work FOLDER
+    python -m benchmarks.methods.replicas sizes --work FOLDER   # Table 4; `run --nodes 1` will do
     python -m benchmarks.methods.replicas real --pace-ms 60 --pace-row-ms 0.3    # over mpirun
 
 The embedded target really chooses every token, on held-out text, greedily; steps and rows are its
@@ -14,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,7 +25,7 @@ from benchmarks.methods.heldout import prompts
 from benchmarks.methods.matrix import answers_of
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.policy import Policy
-from pipeinfer.experiments.emulation.profiles import load_profiles
+from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, load_profiles
 from pipeinfer.experiments.emulation.replicas import Trace, trace
 from pipeinfer.experiments.emulation.virtual import Overheads, Wire
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
@@ -39,6 +41,15 @@ MACHINES = (("i7-4790", "gigabit"), ("xeon-gold-6140x2", "infiniband-edr"),
             ("a100-sxm", "infiniband-edr"))
 REAL = ((0, 5, 0), (0, 5, 2), (5, 5, 5), (15, 5, 15))  #: of them, those that `real` takes
 MODEL = "mistral-7b"
+#: for `sizes`: machines whose rows cost much, something and little
+THREE = ("xeon-gold-6140x2", "rtx-3090", "a100-sxm")
+MODELS = ("mistral-7b", "xwin-13b", "yi-34b")
+#: the paper's Table 4, for 16-bit models of 7, 13 and 34 B on an A100
+PAPER = ((15, 5, 15), (10, 5, 10), (7, 5, 7))
+BILLIONS = (7, 13, 34)
+#: an A100 with 16-bit weights: bytes/s of memory, and of weights that half of its tensor cores'
+#: 312 Tflop/s get through for one row; s of overhead
+MEMORY, ARITHMETIC, OVERHEAD = 0.8 * 2.039e12, 0.5 * 312e12, 4e-4
 CONTEXT, PROMPT = 1024, 200
 
 
@@ -51,7 +62,8 @@ def main() -> None:
 @click.option("--work", type=click.Path(path_type=Path), required=True)
 @click.option("--texts", default=3, show_default=True)
 @click.option("--tokens", default=97, show_default=True)
-def run(work: Path, texts: int, tokens: int) -> None:
+@click.option("--nodes", "counts", type=int, multiple=True, default=NODES, show_default=True)
+def run(work: Path, texts: int, tokens: int, counts: tuple[int, ...]) -> None:
     """Decode by every size over every number of replicas; what is there already stays."""
     path, work = EMBEDDED / "target.gguf", work / "replicas.json"
     layers = open_model(path).n_layers
@@ -59,12 +71,12 @@ def run(work: Path, texts: int, tokens: int) -> None:
     backends = [LlamaCppBackend.load(
         path, layers=(0, layers), n_layers_total=layers, first=True, last=True,
         n_ctx=CONTEXT + 512, n_seq_max=limits.n_ids, n_batch=256, n_threads=os.cpu_count() or 1)
-        for _ in range(max(NODES))]
+        for _ in range(max(counts))]
     held_out = prompts(open_tokenizer(path), texts, PROMPT)
     found = json.loads(work.read_text()) if work.exists() else []
     done = {(tuple(one["size"]), one["nodes"]) for one in found}
     for size in SIZES:
-        for nodes in NODES:
+        for nodes in counts:
             if (size, nodes) in done:
                 continue
             traces = []
@@ -136,6 +148,46 @@ def lines(found: list[dict]) -> Iterator[str]:  # type: ignore[type-arg]
             best = SIZES[max(range(len(SIZES)), key=speeds.__getitem__)]
             yield (f"| {machine}, {link} | {nodes} | "
                    + " | ".join(f"{speed:.1f}" for speed in speeds) + f" | {best} |")
+
+
+def half_width(billions: float) -> Callable[[int], float]:
+    """Seconds of a run of so many rows of a 16-bit model on an A100."""
+    weights = 2e9 * billions
+    return lambda rows: OVERHEAD + weights * max(1 / MEMORY, rows / ARITHMETIC)
+
+
+@main.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+def sizes(work: Path) -> None:
+    """The fastest W, N, G on one node for three machines and three sizes of models, by what rows
+    cost there and what they brought here; beside the paper's Table 4."""
+    found = json.loads((work / "replicas.json").read_text())
+    traces = {tuple(p["size"]): [Trace(1, t["tokens"], t["steps"]) for t in p["traces"]]
+              for p in found if p["nodes"] == 1}
+    profiles, overheads = load_profiles(), Overheads()
+    machines: dict[str, list[Callable[[int], float]]] = {}
+    for name in THREE:
+        node = profiles.nodes[name]
+        machines[name] = [partial(_seconds, profiles.models[model], node) for model in MODELS]
+    machines["a100, 16-bit weights"] = [half_width(billions) for billions in BILLIONS]
+    click.echo("| machine | model | 2, 16, 121 rows, in times of one | best with a window | "
+               "tokens/s over plain | best of all | over plain | paper |\n" + "|---" * 8 + "|")
+    for machine, costs in machines.items():
+        for billions, cost, paper in zip(BILLIONS, costs, PAPER, strict=True):
+            speeds = {size: sum(len(t.tokens) - 1 for t in ours) / sum(
+                t.seconds(cost, Wire(0.0, 1e12), overheads.head) for t in ours)
+                for size, ours in traces.items()}
+            plain = speeds[0, 5, 0]
+            windows = [size for size in speeds if size[0]]
+            window, best = max(windows, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+            shape = ", ".join(f"{cost(rows) / cost(1):.1f}" for rows in (2, 16, 121))
+            click.echo(f"| {machine} | {billions} B | {shape} | {window} | "
+                       f"{speeds[window] / plain:.2f} | {best} | {speeds[best] / plain:.2f} | "
+                       f"{paper if machine.startswith('a100') else ''} |")
+
+
+def _seconds(model: ModelProfile, node: NodeProfile, rows: int) -> float:
+    return model.stage_seconds(node, model.n_layers, rows, last=True)
 
 
 @main.command()

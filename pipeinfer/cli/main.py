@@ -44,6 +44,7 @@ class _Main(click.Group):
         "rebalance": ("pipeinfer.cli.client", "rebalance_command"),
         "reload": ("pipeinfer.supervise.commands", "reload_command"),
         "rescale": ("pipeinfer.supervise.commands", "rescale_command"),
+        "sample": ("pipeinfer.cli.sample", "sample_command"),
         "serve": ("pipeinfer.cli.serve", "serve_command"),
         "shard": ("pipeinfer.cli.files", "shard"),
         "status": ("pipeinfer.supervise.commands", "status_command"),

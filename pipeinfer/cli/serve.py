@@ -47,8 +47,6 @@ def serve_command(resolved: Resolved) -> None:
     mpirun -np 8 --hostfile hostfiles/xeon pipeinfer serve -m big.gguf -md small.gguf
     """
     config = resolved.config
-    if config.job.speculation.layout == "replicate" and resolved.origin["parallel"] == "default":
-        config = config.replace(parallel=1)  # replicas work on one request; the others wait
     if host.launched_rank() > 0:
         join(config.job).serve()
         return

@@ -44,9 +44,6 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     if inline is not None and len(rivals) > 1:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
-    if inline is not None and inline.synchronous and config.policy == Policy.PIPEINFER:
-        notes.append(f"{inline.name} makes no guess before the last token is accepted, so --policy "
-                     "pipeinfer works like speculative")
     notes += _without_effect(config, job.policy)
     if config.ablate and COMPONENTS[job.policy]:
         notes += _beside(config, job)

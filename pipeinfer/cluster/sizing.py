@@ -372,8 +372,6 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
     if inline is not None and policy is Policy.PUBLISHED:
         raise UsageError(f"--policy published issues one chain of a draft's guesses, so it cannot "
                          f"be combined with --proposer {inline.name}: leave one out")
-    if synchronous and policy is Policy.PIPEINFER:
-        return Policy.SPECULATIVE
     return policy
 
 
@@ -397,14 +395,13 @@ def _check_replicas(config: JobConfig) -> None:
         "-mds": config.model.draft_small,
         "an adapter": registry.adapter(config.speculation),
         "--decomposer": config.speculation.decomposer,
-        "--parallel": config.speculation.parallel > 1,
         "--layers": config.cluster.layers,
         "--speculation": config.speculation.speculation == "off",
         "--ablate": config.speculation.ablate,
     }
     if found := [name for name, given in wrong.items() if given]:
-        raise UsageError("--layout replicate distributes the rows of lookahead decoding, one "
-                         f"request at a time; it cannot be combined with {', '.join(found)}")
+        raise UsageError("--layout replicate distributes the rows of lookahead decoding; it cannot "
+                         f"be combined with {', '.join(found)}")
 
 
 def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ neither policies nor what a proposer does with a result.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,60 +19,108 @@ from pipeinfer.strategies.proposers.base import Anchor, InlineProposer
 
 
 @dataclass(slots=True)
+class _Batch:
+    """Hints that were asked for together. nodes: anchors first. run: that they go out with."""
+
+    number: int
+    nodes: list[Node]
+    run: Run | None = None
+
+
+@dataclass(slots=True)
 class _Asked:
-    """key: how the proposer knows the lane. told: tokens that it has been told. nodes, run: of the
-    hints that are out, anchors first. at: position of the last token that had hints."""
+    """key: how the proposer knows the lane. told: tokens that it has been told. planned: the last
+    batch. batches: in flight, the oldest first. at: position of the last token that had hints.
+    fresh: whether results have come in since it was asked last."""
 
     key: int
     told: int
-    nodes: list[Node] = field(default_factory=list)
-    run: Run | None = None
+    planned: _Batch | None = None
+    batches: deque[_Batch] = field(default_factory=deque)
     at: int = -1
+    fresh: bool = False
 
 
 class HintRows:
-    """At most one batch of hints per lane is in flight."""
+    """One batch of hints per lane is in flight, or several where the proposer is `chained`."""
 
     def __init__(self, proposer: InlineProposer) -> None:
         self.proposer = proposer
         self._lanes: dict[int, _Asked] = {}
+        self._next_batch = 0
 
     def propose(self, lane: Lane, job: StartDraft) -> tuple[Proposal, ...]:
         """What the proposer knows below the job's path."""
-        self._tell(lane)
+        self._tell(lane).fresh = False
         return self.proposer.propose(job)
 
     def out(self, lane: Lane) -> bool:
         """Whether results are on their way."""
         asked = self._lanes.get(lane.lane)
-        return asked is not None and asked.run is not None
+        return asked is not None and bool(asked.batches)
+
+    def fresh(self, lane: Lane) -> bool:
+        """Whether results have come in since the proposer was asked last."""
+        asked = self._lanes.get(lane.lane)
+        return asked is not None and asked.fresh
 
     def due(self, lane: Lane) -> bool:
-        """Whether new hints may go out below the frontier: none are out, and it has moved."""
-        asked = self._lanes.get(lane.lane)
-        return asked is None or (asked.run is None and lane.tree.frontier.pos > asked.at)
+        """Whether new hints may go out below the frontier: it has none, and others are not in
+        flight or do not matter."""
+        asked, frontier = self._lanes.get(lane.lane), lane.tree.frontier
+        if self.proposer.chained:
+            return not frontier.hinted
+        return asked is None or (not asked.batches and frontier.pos > asked.at)
 
     def plan(self, lane: Lane, anchors: Sequence[Node], last: int) -> list[Node]:
         """Nodes for new hints below rows that are verified, parents first, none issued yet.
 
         anchors: the tip or frontier, then guesses below it. last: the highest position there is.
         """
+        return self._plan(lane, anchors, self.proposer.rows, last, None)
+
+    def plan_below(self, lane: Lane, guesses: Sequence[Node], room: int, last: int) -> list[Node]:
+        """The same for a run of guesses alone, parents first, of which none is issued; at most
+        `room` hints. All whose parents are not among them have the same parent's run."""
+        parent = guesses[0].parent
+        assert parent is not None
+        same = [node for node in guesses if node.parent is parent]
+        inside = {id(node) for node in same}
+        for node in guesses:  # one path leads to all that hints are asked for
+            if id(node.parent) in inside and id(node) not in inside:
+                inside.add(id(node))
+                same.append(node)
+        return self._plan(lane, same, min(room, self.proposer.rows), last,
+                          tuple(parent.path_from(lane.tree.frontier)))
+
+    def _plan(self, lane: Lane, anchors: Sequence[Node], room: int, last: int,
+              below: tuple[int, ...] | None) -> list[Node]:
         asked = self._tell(lane)
         index = {id(node): k for k, node in enumerate(anchors)}
-        rows = self.proposer.hints(asked.key, [
-            Anchor(-1 if k == 0 else index[id(node.parent)], node.token)
-            for k, node in enumerate(anchors)], self.proposer.rows)
+        number, self._next_batch = self._next_batch, self._next_batch + 1
+        rows = self.proposer.hints(
+            asked.key, [Anchor(index.get(id(node.parent), -1) if k or below is not None else -1,
+                               node.token) for k, node in enumerate(anchors)],
+            room, batch=number, below=below)
         nodes = list(anchors)
+        if below is None:
+            anchors[0].hinted = True
+            asked.at = anchors[0].pos
         for row in rows:
             parent = nodes[row.parent]
+            parent.hinted = True
             nodes.append(Node(row.token, parent.next_pos, parent, (), PLANNED, speculative=False,
                               hint=True, wanted=row.wanted, sees=row.sees))
-        asked.nodes, asked.at = nodes, anchors[0].pos
+        asked.planned = _Batch(number, nodes)
         return [node for node in nodes[len(anchors):] if node.pos <= last]
 
     def sent(self, lane: Lane, run: Run) -> None:
         """The planned hints went out with this run (or none was left, and their anchors did)."""
-        self._lanes[lane.lane].run = run
+        asked = self._lanes[lane.lane]
+        assert asked.planned is not None
+        if asked.planned.run is None:
+            asked.batches.append(asked.planned)
+        asked.planned.run = run
 
     def send(self, lane: Lane, planned: list[Node], state: SchedulerState) -> None:
         """Issue planned hints in a run of their own, behind that of the rows they hang below."""
@@ -87,13 +136,15 @@ class HintRows:
                                         speculative=True, hint=True))
 
     def back(self, lane: Lane) -> None:
-        """A run of the lane is back: if it had the hints, the proposer hears what came of them."""
+        """A run of the lane is back: the proposer hears what came of the hints that it had, and of
+        those that were skipped before."""
         asked = self._lanes.get(lane.lane)
-        if asked is None or asked.run is None or asked.run.in_flight:
-            return
-        asked.run = None
-        self.proposer.learn(asked.key, [node.choice for node in asked.nodes])
-        asked.nodes = []
+        while asked is not None and asked.batches and (
+                run := asked.batches[0].run) is not None and not run.in_flight:
+            batch = asked.batches.popleft()
+            asked.fresh = True
+            self.proposer.learn(asked.key, [node.choice for node in batch.nodes],
+                                batch=batch.number)
 
     def closed(self, lane: Lane) -> None:
         """Forget a lane that has ended, here and in the proposer."""

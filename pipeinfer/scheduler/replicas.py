@@ -8,7 +8,9 @@ all replicas have answered; its tokens, the window and the pool are those of one
 all. When a replica is lost, the others begin again: they compute the prompt and what was accepted.
 
 Takes the place of `Scheduler` before the head: the same events in; instructions out, each for one
-node. One request at a time. Pure, like the scheduler.
+node. Several requests share the replicas: each has one step out at a time, which goes to the end of
+every replica's queue, so none waits for more than one step of each other. Prompts go piece by
+piece for the same reason. Pure, like the scheduler.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import Lookahead, trie
 
+_AHEAD = 2  #: pieces of a prompt that are out at a time
+
 
 @dataclass(slots=True)
 class _Replica:
-    """tree: what it has computed of the request, and this step's guesses. length: accepted tokens
+    """Of one request. tree: what it has computed, and this step's guesses. length: accepted tokens
     that its frontier has reached. tops: rows whose choices continue its columns."""
 
     node: int
@@ -70,14 +74,24 @@ class _Queued:
 
 @dataclass(slots=True)
 class _Task:
-    """The request at work. waiting: runs of every replica that are out. opened: `rows` knows it."""
+    """A request at work. replicas: what each has of it. pieces: of the prompt, not issued yet;
+    reading: runs of those that are out. waiting: runs that the step waits for. opened: `rows` knows
+    it."""
 
     lane: int
     request: Request
     accepted: list[int]
     stats: LaneStats
+    replicas: list[_Replica] = field(default_factory=list)
+    pieces: deque[tuple[int, int]] = field(default_factory=deque)
+    reading: set[int] = field(default_factory=set)
     opened: bool = False
     waiting: set[int] = field(default_factory=set)
+
+    @property
+    def most_cells(self) -> int:
+        """What it may come to in tokens, guesses apart."""
+        return len(self.request.prompt) + self.request.max_tokens
 
     @property
     def n_output(self) -> int:
@@ -94,20 +108,28 @@ class ReplicaScheduler:
         self.totals, self.calibration = LaneStats(), Calibration()
         self.waiting: deque[_Queued] = deque()
         self.next_run = self._next_lane = 0
-        self._pools = [SequencePool(limits.n_ids) for _ in range(nodes)]
-        self._task: _Task | None = None
-        self._replicas: list[_Replica] = []
+        self._pools = self._new_pools()
+        self._tasks: dict[int, _Task] = {}  # by lane, in order of their opening
+        self._task_of: dict[int, int] = {}  # lane of each run that is out
         self._out: list[Instruction | ToNode] = []
+
+    def _new_pools(self) -> list[SequencePool]:
+        return [SequencePool(self.limits.n_ids) for _ in range(self.nodes)]
+
+    def _reserve(self) -> None:
+        """Guesses leave an id to each request that may still start."""
+        for pool in self._pools:
+            pool.reserved = max(self.limits.parallel - len(self._tasks), 0)
 
     @property
     def idle(self) -> bool:
         """Nothing is waiting, running or in flight."""
-        return not (self.waiting or self._task or self.runs)
+        return not (self.waiting or self._tasks or self.runs)
 
     @property
     def concurrency(self) -> tuple[int, object]:
         """See `Scheduler.concurrency`."""
-        return int(self._task is not None), None
+        return len(self._tasks), tuple(self._tasks)
 
     def tune(self, limits: Limits) -> None:
         """Replicas have nothing that is tuned. Raises ProtocolError."""
@@ -119,28 +141,31 @@ class ReplicaScheduler:
         if not self.idle:
             raise ProtocolError("the scheduler can be reconfigured only while it is idle")
         self.limits = limits
-        self._pools = [SequencePool(limits.n_ids) for _ in self._pools]
+        self._pools = self._new_pools()
 
     def snapshot(self) -> dict[str, Any]:
         """What is going on, for people: as `Scheduler.snapshot`, and how many replicas there are.
         Cells are those of one replica."""
-        task, limits, totals = self._task, self.limits, self.totals
+        limits, totals = self.limits, self.totals
         return {
             "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": len(self.runs),
-            "replicas": self.nodes, "cells_used": 0 if task is None else len(task.accepted),
-            "cells": limits.cells or limits.n_ctx, "kept_prefixes": 0,
+            "replicas": self.nodes, "cells_used": sum(len(task.accepted)
+                                                         for task in self._tasks.values()),
+            "cells": limits.cells or limits.n_ctx * limits.parallel, "kept_prefixes": 0,
             "free_ids": min(len(pool.free) for pool in self._pools), "credit": limits.credit,
             "draft_max": limits.draft_max, "acceptance": self.calibration.acceptance,
             "speculating": True,
             "totals": {
                 "accepted": totals.accepted, "guesses_tested": totals.guesses_tested,
                 "accepted_speculative": totals.accepted_speculative},
-            "lanes": [] if task is None else [{
+            "lanes": [{
                 "lane": task.lane, "request": task.request.request_id,
-                "prompt": len(task.request.prompt), "prefilled": len(task.request.prompt),
-                "reused": 0, "output": task.n_output, "in_flight": len(self.runs),
+                "prompt": len(task.request.prompt),
+                "prefilled": task.pieces[0][0] if task.pieces else len(task.request.prompt),
+                "reused": 0, "output": task.n_output, "in_flight": len(task.waiting | task.reading),
                 "guesses_tested": task.stats.guesses_tested,
-                "accepted_speculative": task.stats.accepted_speculative}]}
+                "accepted_speculative": task.stats.accepted_speculative}
+                for task in self._tasks.values()]}
 
     def handle(self, event: Event) -> list[Instruction | ToNode]:
         """Advance by one event; returns what to execute, in order."""
@@ -157,12 +182,21 @@ class ReplicaScheduler:
                 self._restart(limits, reason)
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
-        while self._task is None and self.waiting:
+        while self.waiting and self._has_room(self.waiting[0].request):
             self._open(self.waiting.popleft())
         out, self._out = self._out, []
         return out
 
     # --- requests -----------------------------------------------------------------------------
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether it may start beside those at work: all of them must fit at their longest. The
+        oldest always may."""
+        n_ctx, cells = self.limits.n_ctx, self.limits.cells
+        wanted = min(len(request.prompt) + request.max_tokens, n_ctx) + sum(
+            min(task.most_cells, n_ctx) for task in self._tasks.values())
+        return not self._tasks or (len(self._tasks) < self.limits.parallel
+                                   and (not cells or wanted <= cells))
 
     def _submit(self, request: Request, output: tuple[int, ...]) -> None:
         if len(request.prompt) + 1 > self.limits.n_ctx:
@@ -173,49 +207,62 @@ class ReplicaScheduler:
             self.waiting.append(_Queued(request, output))
 
     def _restart(self, limits: Limits, reason: str) -> None:
-        """`nodes` replicas, with empty caches: the request at work begins again with what it has
-        brought, or ends, where there is a reason."""
-        task, self._task, self._replicas = self._task, None, []
+        """`nodes` replicas, with empty caches: the requests at work begin again with what they have
+        brought, or end, where there is a reason."""
+        tasks, self._tasks = list(self._tasks.values()), {}
         self.runs.clear()
+        self._task_of.clear()
         self.limits = limits
-        self._pools = [SequencePool(limits.n_ids) for _ in range(self.nodes)]
-        if task is None:
-            return
-        self.rows.closed(task.lane)
-        task.stats.recovered += 1
-        if reason:
-            self._out.append(Finish(task.request.request_id, reason, task.stats))
-        else:
-            output = tuple(task.accepted[len(task.request.prompt):])
-            self.waiting.appendleft(_Queued(task.request, output, task.stats))
+        self._pools = self._new_pools()
+        for task in reversed(tasks):
+            self.rows.closed(task.lane)
+            task.stats.recovered += 1
+            if reason:
+                self._out.append(Finish(task.request.request_id, reason, task.stats))
+            else:
+                output = tuple(task.accepted[len(task.request.prompt):])
+                self.waiting.appendleft(_Queued(task.request, output, task.stats))
 
     def _open(self, queued: _Queued) -> None:
         """Every replica computes the whole prompt; the first one's choice is the first token. What
         was brought before follows in runs of exact rows, as those that verified it."""
         request, output = queued.request, queued.output
         lane, self._next_lane = self._next_lane, self._next_lane + 1
-        task = self._task = _Task(lane, request, [*request.prompt, *output], queued.stats)
+        task = self._tasks[lane] = _Task(lane, request, [*request.prompt, *output], queued.stats)
         last, chunk = len(request.prompt) - 1, self.limits.chunk
-        self._replicas = []
+        self._reserve()
         for node, pool in enumerate(self._pools, 1):
             root = Node(request.prompt[-1], last, None, (pool.acquire(lane),), NO_RUN,
                         speculative=False, accepted=True)
-            replica = _Replica(node, pool, Tree(lane, pool, root), len(request.prompt), root)
-            self._replicas.append(replica)
+            task.replicas.append(_Replica(node, pool, Tree(lane, pool, root), len(request.prompt),
+                                          root))
             self._out.append(ToNode(node, OpenLane(lane, request.params)))
-            if not request.max_tokens:
-                continue
-            for start in range(0, last + 1, chunk):
-                stop = min(start + chunk, last + 1)
-                rows = [(request.prompt[i], i, root.seq_ids, i == last and node == 1 and not output)
-                        for i in range(start, stop)]
-                self._send(replica, [root] if rows[-1][3] else [], rows, chunk=True)
-            task.stats.runs += node == 1 and -(-(last + 1) // chunk)
         if task.n_output >= request.max_tokens:
-            self._finish("length")
+            self._finish(task, "length")
         elif len(task.accepted) >= self.limits.n_ctx:
-            self._finish("context")
-        elif output:
+            self._finish(task, "context")
+        else:
+            task.pieces.extend((start, min(start + chunk, last + 1))
+                               for start in range(0, last + 1, chunk))
+            for _ in range(min(_AHEAD, len(task.pieces))):
+                self._issue_piece(task)
+
+    def _issue_piece(self, task: _Task) -> None:
+        """The next piece of the prompt, to every replica; only the end of the prompt that brings
+        the first token has a result."""
+        start, stop = task.pieces.popleft()
+        prompt = task.request.prompt
+        for replica in task.replicas:
+            assert replica.tip is not None
+            wanted = stop == len(prompt) == len(task.accepted) and replica.node == 1
+            rows = [(prompt[i], i, replica.tip.seq_ids, wanted and i == stop - 1)
+                    for i in range(start, stop)]
+            run_id = self._send(task, replica, [replica.tip] if wanted else [], rows, chunk=True)
+            task.reading.add(run_id)
+            if wanted:
+                task.waiting.add(run_id)
+        task.stats.runs += 1
+        if not task.pieces and len(task.accepted) > len(prompt):
             self._opened(task)
 
     def _opened(self, task: _Task) -> None:
@@ -229,23 +276,23 @@ class ReplicaScheduler:
                 self.waiting.remove(queued)
                 self._out.append(Finish(request_id, reason, queued.stats))
                 return
-        if self._task is not None and self._task.request.request_id == request_id:
-            self._finish(reason)
+        for task in list(self._tasks.values()):
+            if task.request.request_id == request_id:
+                self._finish(task, reason)
 
-    def _finish(self, reason: str) -> None:
-        task = self._close()
+    def _finish(self, task: _Task, reason: str) -> None:
+        self._close(task)
         self._out.append(Finish(task.request.request_id, reason, task.stats))
 
-    def _close(self) -> _Task:
-        assert self._task is not None
-        task, self._task = self._task, None
-        for replica in self._replicas:
+    def _close(self, task: _Task) -> None:
+        del self._tasks[task.lane]
+        self._reserve()
+        for replica in task.replicas:
             replica.tree.kill()
             replica.pool.release_lane(task.lane)
             self._out.append(ToNode(replica.node, SendOps(replica.pool.take_ops())))
             self._out.append(ToNode(replica.node, CloseLane(task.lane)))
         self.rows.closed(task.lane)
-        return task
 
     # --- results ------------------------------------------------------------------------------
 
@@ -257,28 +304,34 @@ class ReplicaScheduler:
         run.useful = run.in_flight = False
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
-        if self._task is not None and run_id in self._task.waiting:
-            self._task.waiting.remove(run_id)
-            if not self._task.waiting:
-                self._end_step(self._task)
+        task = self._tasks.get(self._task_of.pop(run_id))
+        if task is None:
+            return
+        task.reading.discard(run_id)
+        if task.pieces and len(task.reading) <= (_AHEAD - 1) * len(task.replicas):
+            self._issue_piece(task)
+        elif run_id in task.waiting:
+            task.waiting.remove(run_id)
+            if not task.waiting:
+                self._end_step(task)
 
     def _end_step(self, task: _Task) -> None:
         """All replicas have answered: the longest match is accepted, the window moves on."""
-        first = self._replicas[0].tip
+        first = task.replicas[0].tip
         assert first is not None
         assert first.choice is not None
-        best = max((self._matched(replica, first.choice) for replica in self._replicas), key=len)
-        if any(replica.tops for replica in self._replicas):
+        best = max((self._matched(replica, first.choice) for replica in task.replicas), key=len)
+        if any(replica.tops for replica in task.replicas):
             self.rows.advance(task.lane, task.accepted[-1], [
-                node.choice for replica in self._replicas for node in replica.tops])
-        start, tested = len(task.accepted), len(best) - 1 + self._was_wrong(best)
+                node.choice for replica in task.replicas for node in replica.tops])
+        start, tested = len(task.accepted), len(best) - 1 + self._was_wrong(task, best)
         for stats in (task.stats, self.totals):
             stats.guesses_tested += tested
         for k, choice in enumerate(best):
             if choice.token in task.request.stop_ids:
-                return self._finish("stop")
+                return self._finish(task, "stop")
             if choice.token == NO_TOKEN:
-                self._close()
+                self._close(task)
                 self._out.append(Refuse(task.request.request_id, RequestError(
                     f"after {task.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
@@ -289,9 +342,9 @@ class ReplicaScheduler:
                 stats.accepted_speculative += k < len(best) - 1
             self._out.append(Emit(task.request.request_id, choice, k < len(best) - 1))
             if task.n_output >= task.request.max_tokens:
-                return self._finish("length")
+                return self._finish(task, "length")
             if len(task.accepted) >= self.limits.n_ctx:
-                return self._finish("context")
+                return self._finish(task, "context")
         if not task.opened:
             return self._opened(task)
         self.rows.accepted(task.lane, task.accepted[start:])
@@ -307,9 +360,10 @@ class ReplicaScheduler:
             node = node.child(node.choice.token)
         return found
 
-    def _was_wrong(self, best: list[Choice]) -> bool:
+    @staticmethod
+    def _was_wrong(task: _Task, best: list[Choice]) -> bool:
         """Whether a candidate went on where the last of these choices went elsewhere."""
-        for replica in self._replicas:
+        for replica in task.replicas:
             node = replica.tip
             for choice in best[:-1]:
                 node = None if node is None else node.child(choice.token)
@@ -333,7 +387,7 @@ class ReplicaScheduler:
             fits = len(tokens) + window.columns + len(window.levels) < self.limits.n_ctx
             columns = window.columns if self.rows.window and fits else 0
         share, width = -(-len(tails) // self.nodes), -(-columns // self.nodes)
-        for k, replica in enumerate(self._replicas):
+        for k, replica in enumerate(task.replicas):
             mine = range(min(k * width, columns), min((k + 1) * width, columns))
             own = tails[k * share : (k + 1) * share]
             replica.tops, replica.tip = [], None
@@ -379,7 +433,7 @@ class ReplicaScheduler:
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)
         issued = tree.issue(ready, self.next_run)
-        task.waiting.add(self._send(replica, issued, [
+        task.waiting.add(self._send(task, replica, issued, [
             (node.token, node.pos, node.seq_ids, node.wanted) for node in issued]))
 
     def _verify(self, task: _Task, replica: _Replica, chain: list[Node], below: list[Node]
@@ -391,23 +445,21 @@ class ReplicaScheduler:
             node.seq_ids = chain[-1].seq_ids
         rows = [*chain, *nodes]
         task.stats.issued_speculative += sum(node.speculative for node in nodes)
-        task.waiting.add(self._send(replica, rows, [
+        task.waiting.add(self._send(task, replica, rows, [
             (n.token, n.pos, n.seq_ids, n.wanted and n not in chain[:-1]) for n in rows]))
 
-    def _send(self, replica: _Replica, nodes: list[Node],
+    def _send(self, task: _Task, replica: _Replica, nodes: list[Node],
               rows: list[tuple[int, int, tuple[int, ...], bool]], *, chunk: bool = False) -> int:
         run_id, self.next_run = self.next_run, self.next_run + 1
+        self._task_of[run_id] = task.lane
         outputs = nodes if chunk else [n for n, row in zip(nodes, rows, strict=True) if row[3]]
         for node in nodes:
             node.run_id = run_id
-        assert self._task is not None
-        if chunk and outputs:
-            self._task.waiting.add(run_id)
         if not chunk:
-            self._task.stats.rows += len(rows)
-            self._task.stats.attended += sum(row[1] + 1 for row in rows)
+            task.stats.rows += len(rows)
+            task.stats.attended += sum(row[1] + 1 for row in rows)
         self.runs[run_id] = Run(run_id, [], outputs, len(rows), speculative=False, chunk=chunk)
         self._out.append(ToNode(replica.node, IssueRun(
-            run_id, NO_RUN, (self._task.lane,) * len(rows), make_rows(rows),
+            run_id, NO_RUN, (task.lane,) * len(rows), make_rows(rows),
             replica.pool.take_ops(), False)))
         return run_id

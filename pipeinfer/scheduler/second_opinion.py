@@ -1,9 +1,9 @@
-"""Where a better draft's answer leaves what a quick one has named (docs/algorithms.md 5)."""
+"""Where a later answer leaves what an earlier one has named (docs/algorithms.md 5, 11.6)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pipeinfer.core.drafting import Proposal
 from pipeinfer.scheduler.guess_queue import GuessQueue
@@ -26,3 +26,22 @@ def beyond(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal]
         at, agreed = known, agreed + 1
     rest = chain[agreed:] if at.open else []
     return at, tuple(dataclasses.replace(one, parent=k - 1) for k, one in enumerate(rest))
+
+
+def merged(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal], planned: Sequence[Node]
+           ) -> Iterator[tuple[Proposal, Node]]:
+    """Those of a tree of `proposals` below `tip` that are new, each as if it were the only one, and
+    the node that it follows, unless that is decided. planned: the nodes made of them; the caller
+    adds one for each that it is given before it asks for the next."""
+    where: list[Node | None] = []
+    for one in proposals:
+        parent = tip if one.parent < 0 else where[one.parent]
+        known = None
+        if parent is not None and parent.open:
+            known = parent.child(one.token) or queue.child(parent, one.token) or next(
+                (node for node in planned if node.parent is parent and node.token == one.token),
+                None)
+            if known is None:
+                yield dataclasses.replace(one, parent=-1), parent
+                known = planned[-1]
+        where.append(known)

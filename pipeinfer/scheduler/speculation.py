@@ -21,7 +21,7 @@ from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.published import buffer_free
-from pipeinfer.scheduler.second_opinion import beyond
+from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
@@ -227,14 +227,19 @@ class Speculation:
             if first is not None and first.parent is not None:
                 count = min(most, lane.tree.rows_left(first.parent, limits.exact_width))
             taken = lane.reserve.take(count, self.state.pool.available, self._floor(lane))
-            nodes = lane.tree.issue(taken, self.state.next_run)
+            asked = self.hints.plan_below(lane, taken, limits.exact_width - len(taken),
+                                          self._last_pos) \
+                if taken and self.hints is not None and self.hints.proposer.chained else []
+            nodes = lane.tree.issue([*taken, *asked], self.state.next_run)
             if not nodes:
                 del open_lanes[best]
                 continue
             assert nodes[0].parent is not None
             rows = [*lane.tree.repeated(nodes), *nodes]
-            self.state.send([(lane, node) for node in rows], nodes[0].parent.run_id,
-                             speculative=True)
+            run = self.state.send([(lane, node) for node in rows], nodes[0].parent.run_id,
+                                  speculative=True)
+            if asked and self.hints is not None:
+                self.hints.sent(lane, run)
             lane.runs_since_accept += 1
 
     def _hint(self) -> None:
@@ -336,8 +341,10 @@ class Speculation:
         """Let the proposer without a thread name what it knows below the best leaves."""
         if self.hints is None:
             return
-        found = False
+        found = self.hints.proposer.chained  # candidates that did not fit into a tip's run
         for lane in self.state.lanes.values():
+            if self.hints.proposer.chained and self.hints.fresh(lane):
+                found |= self._go_on(lane)
             for _ in range(_MOST_ASKED):
                 leaf = self._wanted_leaf(lane) if self.may_guess(lane) else None
                 if leaf is None or lane.job is not None:
@@ -354,13 +361,32 @@ class Speculation:
         if found:
             self.speculate()
 
+    def _go_on(self, lane: Lane) -> bool:
+        """Hints are back while guesses below the frontier travel: what they name there beside what
+        is known joins the guesses that wait. Whether there was any."""
+        assert self.hints is not None
+        tip = lane.tree.frontier
+        if not (self.may_guess(lane) and tip.open) or lane.unsent or lane.waiting_tip is not None:
+            return False
+        depth = self._depth_left(lane, tip)
+        proposals = self.hints.propose(lane, self._job(lane, (), self.limits.exact_width, depth)) \
+            if depth > 0 else ()
+        planned: list[Node] = []
+        for proposal, parent in merged(lane.reserve, tip, proposals, planned):
+            planned += self._plan(lane, parent, (proposal,))
+        lane.stats.drafted += len(planned)
+        lane.reserve.add(planned)
+        return bool(planned)
+
     def _quick(self, lane: Lane, node: Node) -> list[Node]:
         """What the proposer without a thread names below a node, planned; nothing where it is
         unsure and a draft can be asked."""
         assert self.hints is not None
         room = self.limits.exact_width - (node is lane.waiting_tip)
         suffix = tuple(node.path_from(lane.tree.frontier))
-        job = self._job(lane, suffix, min(self.hints.proposer.candidates, room),
+        spread = self.hints.proposer.chained and not self.limits.synchronous
+        job = self._job(lane, suffix, room if spread else
+                        min(self.hints.proposer.candidates, room),
                         self._depth_left(lane, node))
         proposals = self.hints.propose(lane, job)
         if self._drafts and proposals and ENOUGH > self.calibration.estimate(
@@ -377,7 +403,8 @@ class Speculation:
                 return  # what was asked with the last token is still on its way
             planned = self._quick(lane, node)
             if planned or not (self._drafts and self.limits.joins):
-                self._issue_tree(lane, node, planned, len(planned))
+                self._issue_tree(lane, node, planned,
+                                 min(len(planned), self.hints.proposer.candidates))
                 return
         single = self.limits.synchronous or Ablation.CONTINUOUS in self.limits.ablations
         room = self.limits.exact_width - (node is lane.waiting_tip)

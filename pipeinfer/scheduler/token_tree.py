@@ -51,6 +51,7 @@ class Node:
     wanted: whether its choice is asked for
     sees: further ids that it looks through
     paid: whether only a draft's model has named it
+    hinted: whether hints below it were asked for
     step: how many passes through the pipeline, one after the other, led to its being issued
     """
 
@@ -73,6 +74,7 @@ class Node:
     wanted: bool = True
     sees: tuple[int, ...] = ()
     paid: bool = False
+    hinted: bool = False
     step: int = 0
 
     @property

@@ -75,7 +75,8 @@ class ProposerSpec:
     backends: kinds of stages that it works on, with an adapter that has prompts if it takes
         adapters; empty for all
     why: what a user is told where it does not work
-    synchronous: it has nothing to name before the last token is accepted
+    synchronous: a step follows the other unless another policy is asked for, since it has little to
+        name before the last token is accepted
     replicable: its rows can be shared out to ranks that each hold the whole model
     """
 

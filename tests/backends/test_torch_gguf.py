@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.errors import UnsupportedArchitecture
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.experiments.rig import launch
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
@@ -91,7 +91,7 @@ def test_a_folder_and_a_gguf_of_one_model_are_the_same_bits(tmp_path):
     assert np.abs(forward(model, tokens) - from_gguf).max() < 2e-4
 
 
-# --- Gemma, which random_model does not write -------------------------------------------------
+# --- Gemma and Phi-3, which random_model does not write so ------------------------------------
 
 GEMMA = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
          "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -100,8 +100,13 @@ GEMMA = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
          "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 
 
-def write_gemma(path, model, family):
-    """The model as llama.cpp's converter writes it: norms with one added."""
+PHI3 = {"input_layernorm": "attn_norm", "self_attn.qkv_proj": "attn_qkv",
+        "self_attn.o_proj": "attn_output", "mlp.gate_up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm"}
+
+
+def write_model(path, model, family):
+    """The model as llama.cpp's converter writes it: Gemma's norms with one added."""
     c = model.config
     writer = gguf.GGUFWriter(path, family)
     writer.add_vocab_size(c.vocab_size)
@@ -114,8 +119,10 @@ def write_gemma(path, model, family):
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    names = dict(GEMMA)
-    if family == "gemma":
+    names = dict(PHI3 if family == "phi3" else GEMMA)
+    if family == "phi3":
+        pass
+    elif family == "gemma":
         names["post_attention_layernorm"] = "ffn_norm"
     else:
         writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
@@ -131,7 +138,7 @@ def write_gemma(path, model, family):
     writer.add_eos_token_id(len(texts) - 1)
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") and family != "phi3":
             array = array + 1
         parts = name.split(".")
         if parts[1] == "layers":
@@ -139,17 +146,20 @@ def write_gemma(path, model, family):
         elif name != "lm_head.weight":
             writer.add_tensor({"embed_tokens": "token_embd", "norm": "output_norm"}[parts[1]]
                               + ".weight", array)
+        elif not c.tie_word_embeddings:
+            writer.add_tensor("output.weight", array)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
                   writer.write_tensors_to_file, writer.close):
         write()
     return path
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma2"])
-def test_gemma_from_gguf(tmp_path, family):
-    change = {"query_pre_attn_scalar": 32, "head_dim": 32} if family == "gemma2" else {}
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "phi3"])
+def test_gemma_and_phi_from_gguf(tmp_path, family):
+    change = {"gemma2": {"query_pre_attn_scalar": 32, "head_dim": 32},
+              "phi3": {"sliding_window": None}}.get(family, {})
     model = reference(family, **change)
-    path = write_gemma(tmp_path / "m.gguf", model, family)
+    path = write_model(tmp_path / "m.gguf", model, family)
     tokens = tokens_of(60)
     expected = forward(model, tokens)
     found = torch_logits(path, tokens)
@@ -162,6 +172,7 @@ def test_gemma_from_gguf(tmp_path, family):
 
 @pytest.mark.parametrize(("spec", "says"), [
     (RandomSpec(n_expert=4, n_layer=2), "llama.expert_count = 4"),
+    (tiny("phi3"), "phi3.rope.scaling.attn_factor = 1.19"),
 ])
 def test_gguf_files_that_would_be_computed_wrongly_are_refused(tmp_path, spec, says):
     path = write_random_model(tmp_path / "m.gguf", spec)

@@ -83,7 +83,7 @@ def test_the_command_line_with_a_replica_on_rank_0_and_torch():
 
 @pytest.mark.parametrize("args", [
     ("--policy", "pipeinfer"), ("--proposer", "draft"), ("--proposer", "prompt-lookup"),
-    ("--parallel", "2"), ("-md", str(EMBEDDED / "draft.gguf")), ("--layers", "6,6")])
+    ("-md", str(EMBEDDED / "draft.gguf")), ("--layers", "6,6")])
 def test_what_replicas_do_not_go_with(args):
     done = launch.run(1, [*GENERATE, "-n", "2", "--layout", "replicate", *args])
     assert done.returncode == 2
@@ -106,8 +106,7 @@ def test_replicas_that_are_lost_take_no_token_along(wanted, fault, left, says):
     assert any(says in note and "went on after" in note for note in found["stats"]["notes"])
 
 
-def test_a_server_of_replicas_answers_requests_in_turn(wanted):
-    """Nobody has asked for --parallel, so the server's own default is none to complain about."""
+def test_a_server_of_replicas_answers_requests_side_by_side(wanted):
     with serve(3, "--layout", "replicate", "-c", "1024") as served:
         served.wait_until_ready()
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="-", timeout=60) as client, \
@@ -117,7 +116,7 @@ def test_a_server_of_replicas_answers_requests_in_turn(wanted):
                      for _ in range(3)]
             texts = {one.result().choices[0].text for one in asked}
         _, slots = served.get("/slots")
-        assert len(slots) == 1
+        assert len(slots) == 16
         assert "guesses come from lookahead" in "".join(served.log)
         served.process.send_signal(signal.SIGUSR1)
         assert served.end() == 0, "".join(served.log)

@@ -115,7 +115,7 @@ def test_steps_tokens_and_pool_are_those_of_one_node(monkeypatch, setting, width
             if type(self) is Noted:
                 self.pools.append(simulated_contents(self, lane))
 
-        def learn(self, lane, choices):
+        def learn(self, lane, choices, **which):
             raise AssertionError("replicas advance the window themselves")
 
     for nodes in (1, 2, 3, 4):
@@ -203,16 +203,18 @@ def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ng
                                                    partitions):
     n_vocab = data.draw(st.sampled_from([2, 3, 11]))
     limits = dataclasses.replace(LIMITS, exact_width=width, partitions=partitions,
+                                 parallel=data.draw(st.sampled_from([1, 1, 3])),
                                  n_ctx=data.draw(st.sampled_from([40, 300])),
                                  chunk=data.draw(st.sampled_from([1, 4, 64])))
     rows = Lookahead(window, ngram, most)
     job = Replicas(limits, rows, nodes, n_vocab=n_vocab, seed=seed)
-    token = st.integers(0, n_vocab - 1)
+    token, todo = st.integers(0, n_vocab - 1), []
     for k in range(data.draw(st.integers(1, 3))):
         request = Request(k, tuple(data.draw(st.lists(token, min_size=1, max_size=20))),
                           data.draw(st.sampled_from([0, 1, 5, 40])),
                           eos_ids=frozenset({0}) if data.draw(st.booleans()) else frozenset())
         job.submit(request)
+        todo.append(request)
         for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
             job.step(pick)
         if data.draw(st.booleans()) and nodes > 1:
@@ -222,8 +224,11 @@ def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ng
                 job.step(pick)
         if data.draw(st.integers(0, 9)) == 0:
             job.abort(request.request_id)
+        if data.draw(st.booleans()):
+            job.drain()
+    job.drain()
+    for k, request in enumerate(todo):
         wanted = plain(request.prompt, request.max_tokens, n_vocab, request.eos_ids)
-        job.drain()
         got = job.output[k]
         if job.finished[k] in ("abort", "context"):
             assert got == wanted[: len(got)]
@@ -248,6 +253,42 @@ def test_what_an_earlier_job_has_brought_does_not_come_again():
     job.feed(Submit(dataclasses.replace(request, request_id=1), tuple(wanted)))
     job.drain()
     assert (job.output[1], job.finished[1]) == ([], "length")
+
+
+def test_several_requests_take_turns():
+    """Each has a step out at a time, so a short one ends long before a long one that was first."""
+    limits = dataclasses.replace(LIMITS, parallel=3, chunk=4, cells=600)
+    job = Replicas(limits, Lookahead(2, 3, 2), 2, n_vocab=11)
+    todo = [Request(0, tuple(range(10)) * 4, 100, ignore_eos=True),
+            Request(1, (1, 2, 3), 12, ignore_eos=True), Request(2, (4, 5), 12, ignore_eos=True),
+            Request(3, (6, 7), 5, ignore_eos=True)]
+    for request in todo:
+        job.submit(request)
+    assert len(job.scheduler.snapshot()["lanes"]) == 3
+    assert [len(replica.queue) for replica in job.replicas] == [2 + 3 + 2] * 2
+    while len(job.finished) < 3:
+        for replica in (0, 1):  # every replica does one thing, then all results come in
+            if ("node", replica) in job.choices():
+                job.step(job.choices().index(("node", replica)))
+        while job.results:
+            job.step(job.choices().index(("result", 0)))
+    assert 0 not in job.finished
+    assert len(job.output[0]) < 60
+    job.drain()
+    for request in todo:
+        assert job.output[request.request_id] == plain(request.prompt, request.max_tokens, 11)
+    assert not any(replica.kv.cells for replica in job.replicas)
+
+
+def test_requests_that_do_not_fit_together_wait():
+    limits = dataclasses.replace(LIMITS, parallel=4, cells=150)
+    job = Replicas(limits, Lookahead(2, 3, 2), 2, n_vocab=11)
+    for k in range(3):
+        job.submit(Request(k, (1, 2, k), 70, ignore_eos=True))
+    assert len(job.scheduler.snapshot()["lanes"]) == 2
+    assert job.scheduler.snapshot()["waiting"] == 1
+    job.drain()
+    assert set(job.finished.values()) == {"length"}
 
 
 def test_what_does_not_fit():

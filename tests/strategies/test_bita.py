@@ -95,7 +95,8 @@ def test_the_likeliest_paths_are_left_of_a_tree_that_is_cut():
     """First tokens have 1/2, 1/4, 1/6, 1/8 by `named`: 10, then 10 20, 11 at 1/4 each, 10 20 30."""
     lists = [(10, 11, 12, 13), (20, 21, 22), (30, 31)]
     for shape, fifth in ((Shape.EFFICIENT, (12,)), (Shape.FULL, (12,))):
-        found = asked(shape, lists, 4, 16).propose(job([1, 2, 5]))
+        proposer = asked(shape, lists, 4, 16)
+        found = proposer.propose(job([1, 2, 5], most=proposer.candidates))
         paths = tree_of(found)
         assert len(paths) == 6
         assert set(paths[:3]) == {(10,), (11,), (10, 20)}
@@ -154,8 +155,10 @@ def test_the_group_of_the_last_accepted_token_proposes():
         proposer.learn(0, [*(Choice(0),) * 4, *groups])
         proposer.accepted(0, new)
         assert tree_of(proposer.propose(job([1, 2, *new]))) == [(first,), (first, first + 1)]
-        proposer.accepted(0, [7])  # the path has gone on without masks
-        assert proposer.propose(job([1, 2, *new, 7])) == ()
+        proposer.accepted(0, [7])  # the path has gone on without masks: what the last ones named
+        assert tree_of(proposer.propose(job([1, 2, *new, 7]))) == [(first + 1,)]
+        proposer.accepted(0, [7])
+        assert proposer.propose(job([1, 2, *new, 7, 7])) == ()
 
 
 def test_masks_of_a_chain_shrink_when_their_tokens_are_accepted():
@@ -280,6 +283,52 @@ def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
         steps = sum(isinstance(i, IssueRun) and i.run_id not in pipeline.probe_runs
                     for i in pipeline.log) - 1
         assert steps == 1 + math.ceil((80 - 1) / 4)
+
+
+def test_guesses_that_travel_have_masks_of_their_own():
+    """docs/algorithms.md 11.6: batches come back in order, those that were skipped too, and the
+    last one on the path names what is next."""
+    from pipeinfer.strategies.proposers.base import Anchor
+
+    proposer = Bita(MASK, 2, 2, None)
+    proposer.opened(0, [1, 2])
+    proposer.hints(0, [Anchor(-1, 2)], 100, batch=3)
+    rows = proposer.hints(0, [Anchor(-1, 10), Anchor(0, 11)], 100, batch=4, below=())
+    assert [row.parent for row in rows] == [0, 2, 1, 4]
+    proposer.hints(0, [Anchor(-1, 30)], 100, batch=5, below=(20,))
+    proposer.hints(0, [Anchor(-1, 12)], 100, batch=7, below=(10, 11))
+    proposer.learn(0, [Choice(10), named(11), named(12)], batch=3)
+    proposer.accepted(0, [10])
+    assert tree_of(proposer.propose(job([1, 2, 10]))) == [(11,), (11, 12)]
+    proposer.learn(0, [Choice(11), Choice(12), *(named(t) for t in (40, 41, 13, 14))], batch=4)
+    proposer.accepted(0, [11, 12])
+    assert tree_of(proposer.propose(job([1, 2, 10, 11, 12]))) == [(13,), (13, 14)]
+    proposer.learn(0, [None, None, None], batch=5)  # another path
+    assert tree_of(proposer.propose(job([1, 2, 10, 11, 12]))) == [(13,), (13, 14)]
+    proposer.learn(0, [Choice(13), named(14), named(15)], batch=7)
+    proposer.accepted(0, [13])
+    assert tree_of(proposer.propose(job([1, 2, 10, 11, 12, 13]))) == [(14,), (14, 15)]
+
+
+def test_runs_with_masks_follow_one_another_through_the_stages():
+    """While a tip travels its guesses follow, each in a run with masks; what comes back names the
+    next, so that with masks that are right a pipeline of four stages is never empty."""
+    limits = Limits(n_ctx=400, exact_width=5, credit=5, partitions=60, draft_max=1)
+    pipeline = WithMasks(limits, n_stages=4, n_vocab=500, accuracy=1.0,
+                         rows=Bita(MASK, 3, 1, None, Shape.CHAIN, 5), drafts=False)
+    pipeline.rng.choice = lambda options: 0 if options == [0, 0, 1] else options[0]
+    pipeline.submit(Request(0, (1, 2, 3), 61))
+    useful = []
+    while pipeline.choices():
+        # the last stage first: every stage has one run at a time, as if all took as long
+        kinds = sorted(pipeline.choices(), key=lambda c: (c[0] != "result", -int(c[1])))
+        pipeline.step(pipeline.choices().index(kinds[0]))
+        useful.append(pipeline.scheduler.state.useful)
+    assert pipeline.output[0] == plain((1, 2, 3), 61, 500)
+    guessed = [i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative]
+    assert len(guessed) > 30
+    assert all(len(i.rows) <= 5 and (MASK in i.rows.tokens) for i in guessed[:-4])
+    assert max(useful) == 4
 
 
 def test_a_tree_that_is_cut_takes_one_run_per_step():

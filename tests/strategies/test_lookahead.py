@@ -209,8 +209,8 @@ class Watched(Lookahead):
         super().opened(lane, tokens)
         self.pools = []
 
-    def learn(self, lane, choices):
-        super().learn(lane, choices)
+    def learn(self, lane, choices, **which):
+        super().learn(lane, choices, **which)
         self.pools.append(contents(self._lanes[lane].pool))
 
 

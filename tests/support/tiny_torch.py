@@ -49,6 +49,9 @@ FAMILIES = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 9,
                                "max_window_layers": 2}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-part-rotated": ("phi3", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "gemma": ("gemma", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 24,
                           "tie_word_embeddings": True}),

@@ -146,13 +146,30 @@ def test_tags_that_the_interpreter_inserts_are_not_learnt(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3", "gemma2", "phi3"])
 def test_a_masked_row_has_the_logits_of_transformers_own_forward_pass(family, tmp_path):
     model = reference(family)
     tokens = tokens_of(24)
     with torch.no_grad():
         wanted = model(torch.tensor([tokens])).logits[0]
     assert torch.allclose(logits_of(save(model, tmp_path), tokens), wanted, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_matrices_that_hold_several_are_adapted_and_merged(tmp_path):
+    """phi3: queries, keys and values in one, gate and up in one."""
+    path, tokens = save(reference("phi3"), tmp_path / "m"), tokens_of(20)
+    trainee = Trainee(path, PLAIN, LoraSettings(4, 8.0))
+    kinds = {name.rsplit(".", 3)[1] for name in trainee.learnt}
+    assert kinds == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    torch.manual_seed(2)
+    for weight in trainee.learnt.values():
+        weight.data.normal_(0, 0.1)
+    save_adapter(tmp_path / "adapter", LoraAdapter(LoraSettings(4, 8.0), trainee.learnt, str(path)))
+    do("merge", "--model", path, "--adapter", tmp_path / "adapter", "--out", tmp_path / "merged")
+    wanted = plain_logits(trainee, tokens)
+    assert torch.allclose(logits_of(tmp_path / "merged", tokens), wanted, atol=2e-4)
+    assert not torch.allclose(logits_of(path, tokens), wanted, atol=0.05)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ _PARTS = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",  # phi3: both in one
 }
 _GEMMA2 = {"post_attention_layernorm": "post_attention_norm",
            "pre_feedforward_layernorm": "ffn_norm",
@@ -131,7 +132,11 @@ def config_of(model: ModelFile) -> dict[str, Any]:
                                           "which the torch backend does not support")
     if model.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
         values["attention_bias"] = True
-    if model.architecture in ("llama", "mistral", "qwen2", "qwen3", "gemma"):
+    if "rope_factors_long.weight" in model.tensors:
+        raise UnsupportedArchitecture(f"{model.path}: its rotations depend on the length of the "
+                                      "text so far (longrope), which the torch backend does not "
+                                      "support")
+    if model.architecture in ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"):
         if model.arch_get("attention.sliding_window") not in (None, 0):
             raise UnsupportedArchitecture(f"{model.path}: sliding windows in a GGUF file are not "
                                           "supported by the torch backend; use the Hugging Face "

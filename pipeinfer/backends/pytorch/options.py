@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
 #: model types that tests compare with transformers' own forward pass
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 #: of these, what is taken back from GGUF; Mistral calls itself "llama" there
-GGUF_FAMILIES = ("gemma", "gemma2", "llama", "qwen2", "qwen3")
+GGUF_FAMILIES = ("gemma", "gemma2", "llama", "phi3", "qwen2", "qwen3")
 _PACKAGES = ("torch", "transformers", "safetensors")
 #: rows of one matrix product. Fixed, or a row's bits would depend on how many come with it; these
 #: cost no more than a single row (docs/torch.md). 0: as many as there are, exact where measured.

@@ -64,12 +64,14 @@ class InlineProposer(Protocol):
     """Proposes from what the target chose after its hints. Lanes are named by `StartDraft.lane`.
 
     candidates: most tokens that it proposes below a tip. rows: most hints of a step. paths: most
-    paths of both together.
+    paths of both together. chained: guesses that travel may have hints of their own; several
+    batches are then in flight.
     """
 
     candidates: int
     rows: int
     paths: int
+    chained: bool
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
         """A lane starts with these tokens (a prompt, or a path that had another name before)."""
@@ -81,13 +83,19 @@ class InlineProposer(Protocol):
         """Proposals below the job's path, parents before children; at most `job.max_tokens` and
         `job.max_depth` levels, none of `job.stop_ids`. Empty: it knows nothing here."""
 
-    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
-        """Hints for a step that verifies `anchors`, at most `room`."""
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
+              below: Sequence[int] | None = None) -> list[HintRow]:
+        """Hints for a run that verifies `anchors`, at most `room`.
 
-    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
-        """What was chosen after the anchors and the hints of the last `hints`, in their order;
-        None: not asked for, or there was no room for the row. Follows each `hints` that was
-        answered."""
+        batch: its number. below: the anchors are guesses, those without a parent among them follow
+        the path that goes on with these tokens, and none of them is the tip; None: the first one
+        is. Only asked of one that is `chained`.
+        """
+
+    def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
+        """What was chosen after the anchors and the hints of a batch, in their order; None: not
+        asked for, skipped, or there was no room for the row. Follows each `hints` that went out,
+        in the order in which they did."""
 
     def closed(self, lane: int) -> None:
         """The lane has ended. Harmless for one that was never opened."""

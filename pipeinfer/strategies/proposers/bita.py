@@ -6,7 +6,9 @@ proposes is verified in the next step as a tree, of which each level offers k, k
 only the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks see the learned prompts,
 under a sequence id of their own; no other row sees masks or prompts, so nothing they propose can
 change a choice. Where a step's rows are bounded, the likeliest candidates are verified, and groups
-hang behind the likeliest of those, so that all rows share one run. Pure: the masks' vectors and the
+hang behind the likeliest of those, so that all rows share one run. Where runs travel through
+stages, the other candidates follow in runs of their own, with groups of their own, and whatever
+comes back names how the path goes on (docs/algorithms.md 11.6). Pure: the masks' vectors and the
 prompts are the backend's affair.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +26,8 @@ from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
 from pipeinfer.strategies.proposers.base import Anchor, HintRow
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+
+_HEARD = 32  #: batches that are remembered: more than fit into a pipeline
 
 
 class Shape(enum.StrEnum):
@@ -34,15 +39,29 @@ class Shape(enum.StrEnum):
 
 
 @dataclass(slots=True)
+class _Batch:
+    """Groups of masks that went out together.
+
+    at: index in the path of what the anchors hang below, or of the tip. below: tokens between, see
+    `InlineProposer.hints`; None for a step's. anchors: by (parent, token); the tip is 0, and so is,
+    in a batch without it, what the others hang below. groups: for an anchor, the indices of its
+    masks. tops: what those named.
+    """
+
+    at: int
+    below: tuple[int, ...] | None
+    anchors: dict[tuple[int, int], int]
+    groups: dict[int, list[int]]
+    tops: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Lane:
-    """tokens: the path. anchors: of the last step, by (parent, token), the tip as 0 at index `at`
-    of the path. groups: for an anchor, the indices of its masks. tops: what those named."""
+    """tokens: the path. out: batches by number, not answered. heard: the last ones that were."""
 
     tokens: list[int]
-    at: int = -1
-    anchors: dict[tuple[int, int], int] = field(default_factory=dict)
-    groups: dict[int, list[int]] = field(default_factory=dict)
-    tops: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
+    out: dict[int, _Batch] = field(default_factory=dict)
+    heard: deque[_Batch] = field(default_factory=lambda: deque(maxlen=_HEARD))
 
 
 class Bita:
@@ -59,11 +78,13 @@ class Bita:
         self._first_id, self._masks, self._top, self._shape = first_id, masks, top, shape
         self._sees = () if prompt_id is None else (prompt_id,)
         nodes, most = tree_size(masks, top, shape), groups_of(masks, top, shape)
+        self._nodes = nodes
         self._cut = width > masks + 1 and 1 + nodes + masks * most > width
         if self._cut:
             nodes, most = cut(masks, nodes, most, width, groups)
         self.candidates, self._groups = nodes, most
-        self.rows, self.paths = masks * most, nodes + most
+        self.rows, self.paths = masks * most, self._nodes + most
+        self.chained = True
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
@@ -74,28 +95,36 @@ class Bita:
         """See `InlineProposer.accepted`."""
         self._lanes[lane].tokens += tokens
 
-    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
+              below: Sequence[int] | None = None) -> list[HintRow]:
         """See `InlineProposer.hints`."""
         state = self._lanes[lane]
-        state.at, state.tops = len(state.tokens) - 1, {}
-        state.anchors = {(a.parent, a.token): k for k, a in enumerate(anchors) if k}
-        state.groups = {}
+        first = int(below is not None)  # number of the first anchor
+        groups: dict[int, list[int]] = {}
         rows: list[HintRow] = []
         for k in range(min(self._groups, len(anchors))):
             if len(rows) + self._masks > room:
                 break
-            first = len(anchors) + len(rows)
-            state.groups[k] = list(range(first, first + self._masks))
-            rows += [HintRow(first + r - 1 if r else k, self._first_id + r, sees=self._sees)
+            start = len(anchors) + len(rows)
+            groups[k + first] = list(range(start, start + self._masks))
+            rows += [HintRow(start + r - 1 if r else k, self._first_id + r, sees=self._sees)
                      for r in range(self._masks)]
+        state.out[batch] = _Batch(
+            len(state.tokens) - 1, None if below is None else tuple(below),
+            {(a.parent + first, a.token): k + first for k, a in enumerate(anchors) if k + first},
+            groups)
         return rows
 
-    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
+    def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
         """See `InlineProposer.learn`."""
         state = self._lanes[lane]
-        for anchor, masks in state.groups.items():
-            state.tops[anchor] = [choice.top for k in masks
-                                  if (choice := choices[k]) is not None and choice.top]
+        one = state.out.pop(batch)
+        for older in [number for number in state.out if number < batch]:
+            del state.out[older]  # it found no room
+        for anchor, masks in one.groups.items():
+            one.tops[anchor] = [choice.top for k in masks
+                                if (choice := choices[k]) is not None and choice.top]
+        state.heard.append(one)
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
         """See `InlineProposer.propose`."""
@@ -143,7 +172,7 @@ class Bita:
                 heapq.heappush(waiting, (doubt - min(p, 0.0), depth, rank, parent))
 
         wait(0, -1, 0.0)
-        while waiting and len(found) < min(self.candidates, job.max_tokens):
+        while waiting and len(found) < min(self._nodes, job.max_tokens):
             doubt, depth, rank, parent = heapq.heappop(waiting)
             token, p = levels[depth][rank]
             found.append(Proposal(parent, token, math.exp(min(p, 0.0)), alternative=rank > 0))
@@ -156,19 +185,33 @@ class Bita:
         self._lanes.pop(lane, None)
 
     def _lists(self, state: _Lane) -> list[tuple[tuple[int, float], ...]]:
-        """What may follow the path's last token, level by level: from the last accepted row that
-        had masks, less what was accepted behind it."""
-        if state.at < 0:
-            return []
-        node, group, behind = 0, 0, 0
-        new = state.tokens[state.at + 1 :]
-        for token in new[:-1]:
-            child = state.anchors.get((node, token))
-            if child is None:
-                return []  # the path went on where no mask was
-            node = child
-            group, behind = (node, 0) if node in state.groups else (group, behind + 1)
-        return state.tops.get(group, [])[behind:] if new else []
+        """What may follow the path's last token, level by level: from the last row of the path that
+        had masks, less what has come behind it."""
+        best, found = -1, list[tuple[tuple[int, float], ...]]()
+        for one in state.heard:
+            at, named = _nearest(one, state.tokens)
+            if at >= best and named:
+                best, found = at, named[len(state.tokens) - at - 2 :]
+        return found
+
+
+def _nearest(batch: _Batch, tokens: Sequence[int]
+             ) -> tuple[int, list[tuple[tuple[int, float], ...]]]:
+    """Index in a path of its last row that had masks of this batch, and what those named; nothing
+    where there is none."""
+    between = batch.below or ()
+    at = batch.at + len(between)
+    if tuple(tokens[batch.at + 1 : at + 1]) != between or at + 1 >= len(tokens):
+        return -1, []
+    node, best, named = 0, at, batch.tops.get(0, [])
+    for token in tokens[at + 1 : -1]:
+        child = batch.anchors.get((node, token))
+        if child is None:
+            break
+        node, at = child, at + 1
+        if node in batch.groups:
+            best, named = at, batch.tops.get(node, [])
+    return best, named
 
 
 def tree_size(masks: int, top: int, shape: Shape) -> int:

@@ -165,6 +165,7 @@ class Lookahead:
         self.window, self.ngram, self.most = window, ngram, candidates
         self.candidates = candidates * (ngram - 1)
         self.rows = window_rows(window, ngram)
+        self.chained = False  # each window goes on from the one before
         self.paths = candidates + (window + ngram - 2 if window else 0)
         self._prompt_pool = prompt_pool
         self._worth = None if cost is None or not candidates else worth.Worth(
@@ -223,8 +224,10 @@ class Lookahead:
         """The window of a lane that is open."""
         return self._lanes[lane].window
 
-    def hints(self, lane: int, anchors: Sequence[Anchor], room: int) -> list[HintRow]:
+    def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
+              below: Sequence[int] | None = None) -> list[HintRow]:
         """See `InlineProposer.hints`."""
+        del batch, below
         state = self._lanes[lane]
         wanted = self.window and (state.choice is None or state.choice.window)
         rows, tops = state.window.rows(anchors) if wanted else ([], [])
@@ -233,8 +236,9 @@ class Lookahead:
         state.current, state.tops = anchors[0].token, tops
         return rows
 
-    def learn(self, lane: int, choices: Sequence[Choice | None]) -> None:
+    def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
         """See `InlineProposer.learn`."""
+        del batch
         state = self._lanes[lane]
         if state.tops:
             self.advance(lane, state.current, [choices[top] for top in state.tops])

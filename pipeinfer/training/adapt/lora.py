@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from pipeinfer.errors import ModelError, UsageError
 
 #: matrices of a layer that may get one
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+           "qkv_proj", "gate_up_proj")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TAGS = "tags.safetensors"  #: rows of tokens that the vocabulary gets, which peft has no place for
 _PREFIX = "base_model.model."

@@ -110,6 +110,16 @@ class Trainee:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Summed cross-entropy (nats) of a batch's targets."""
+        return self._entropies(batch)[0].sum()
+
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        """Summed log-probability (nats) of the targets of each row [batch]."""
+        entropies, learnt = self._entropies(batch)
+        rows = learnt.nonzero()[:, 0]
+        return torch.zeros(len(learnt), device=entropies.device).index_add(0, rows, -entropies)
+
+    def _entropies(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of every target, and where targets are: bool[batch, length]."""
         device = self.arithmetic.device
         targets = batch.targets.to(device)
         learnt = targets != IGNORE
@@ -117,7 +127,7 @@ class Trainee:
             stream = self.states(batch.tokens.to(device), batch.positions.to(device),
                                  batch.visible.to(device))
             logits = self.logits(stream[learnt])
-        return F.cross_entropy(logits.float(), targets[learnt], reduction="sum")
+        return F.cross_entropy(logits.float(), targets[learnt], reduction="none"), learnt
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embed, new = self.model.shard.embed, self.tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,25 @@ class Flat:
         for number, block in enumerate(self.blocks, 1):
             owner[block.start : block.end + 1] = number
         return owner
+
+
+def record_of(flat: Flat) -> dict[str, Any]:
+    """A layout for JSON."""
+    blocks = [[one.promise, one.start, one.end, one.units] for one in flat.blocks]
+    return {"tokens": flat.tokens, "prompt": flat.prompt, "blocks": blocks, "syncs": flat.syncs,
+            "opening": flat.opening}
+
+
+def flat_of(record: dict[str, Any]) -> Flat:
+    """What `record_of` has written. Raises KeyError, TypeError or ValueError for anything else."""
+    flat = Flat(tuple(map(int, record["tokens"])), int(record["prompt"]),
+                tuple(Block(*map(int, block)) for block in record["blocks"]),
+                tuple(map(int, record["syncs"])), int(record["opening"]))
+    ends = [at for block in flat.blocks for at in (block.promise, block.start, block.end)]
+    if not 0 < flat.prompt < len(flat.tokens) or any(
+            not flat.prompt <= at < len(flat.tokens) for at in (*ends, *flat.syncs)):
+        raise ValueError("places outside the answer")
+    return flat
 
 
 def parse(

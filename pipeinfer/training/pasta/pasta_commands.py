@@ -5,14 +5,18 @@ Does not know: how a stage computes; torch is imported when a command runs.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.training.adapt.adapt_commands import sft, tuning_options
+from pipeinfer.training.adapt.adapt_commands import (
+    DTYPES,
+    need_transformers,
+    sft,
+    tuning_options,
+)
 from pipeinfer.training.commands import need_torch, say
 
 if TYPE_CHECKING:
@@ -109,9 +113,13 @@ def _own_kind(model: Path) -> bool:
 
 
 @click.command("pasta-bonbon")
-@click.option("--model", type=_FILE, required=True, help="Stage 1's model: GGUF or a checkpoint.")
-@click.option("--out", type=_FOLDER, required=True, help="Where each round's model goes.")
-@click.option("--data", type=_FILE, help="JSONL with prompts. Default: generated tasks.")
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True,
+              help="Stage 1's model, merged: a Hugging Face folder or GGUF; or one of the task "
+                   "model's kind.")
+@click.option("--out", type=_FOLDER, required=True,
+              help="Adapter; or each round's model of the task model's kind.")
+@click.option("--data", type=_FILE, help="What pipeinfer sample has written. For the task model's "
+              "kind: JSONL with prompts [default: generated tasks].")
 @click.option("--prompts", default=64, show_default=True, help="Prompts per round.")
 @click.option("--samples", default=8, show_default=True, help="Responses per prompt.")
 @click.option(
@@ -124,6 +132,17 @@ def _own_kind(model: Path) -> bool:
 @click.option("--endpoint", help="Address of a judge model; not needed for generated tasks.")
 @click.option("--judge", default="default", show_default=True, help="Model to use at the endpoint.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--rank", type=click.IntRange(1), default=16, show_default=True,
+              help="Rank of LoRA's matrices.")
+@click.option("--batch", type=click.IntRange(1), default=6, show_default=True,
+              help="Pairs per step.")
+@click.option("--context", type=click.IntRange(1), default=2048, show_default=True,
+              help="Longest answer with its prompt, in tokens.")
+@click.option("--device", default="auto", show_default=True,
+              help="cpu, cuda or cuda:N; auto: a GPU that torch sees.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
+              help="Of products; auto: bfloat16 where the processor multiplies it.")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 def pasta_bonbon(  # noqa: PLR0913
     model: Path,
     out: Path,
@@ -137,8 +156,19 @@ def pasta_bonbon(  # noqa: PLR0913
     endpoint: str | None,
     judge: str,
     seed: int,
+    **given: Any,
 ) -> None:
-    """Prefer fast and right responses over the others (stage 2)."""
+    """Prefer fast and right responses over the others (stage 2).
+
+    A model of your own learns from the file that `pipeinfer sample` has written, one round at a
+    time, and leaves a LoRA adapter (see `merge`). A model of the task model's kind is sampled here.
+    """
+    if not weight >= 0:
+        raise UsageError("--weight must not be negative")
+    if not _own_kind(model):
+        return _prefer(model, data, out, {
+            "weight": weight, "steps": steps, "rate": rate, "seed": seed, "batch": given["batch"]},
+            given)
     need_torch()
     from pipeinfer.training.pair.restore import restore
     from pipeinfer.training.pasta import rounds as stage
@@ -147,8 +177,8 @@ def pasta_bonbon(  # noqa: PLR0913
 
     if data is not None and endpoint is None:
         raise UsageError("--data needs a judge: give --endpoint")
-    if not (weight >= 0 or math.isinf(weight)) or samples < 2:
-        raise UsageError("--weight must not be negative, and --samples at least 2")
+    if samples < 2:
+        raise UsageError("--samples must be at least 2")
     network, codec = restore(model)
     _check_tags(codec, model)
     source = (
@@ -160,6 +190,21 @@ def pasta_bonbon(  # noqa: PLR0913
     for number in range(1, rounds + 1):
         stage.one_round(network, codec, source, settings, number, report=say)
         _write(out / f"pasta-bonbon-{number}.gguf", network, codec)
+
+
+def _prefer(model: Path, data: Path | None, out: Path, round_: dict[str, Any],
+            given: dict[str, Any]) -> None:
+    need_transformers()
+    from pipeinfer.training.adapt.lora import LoraSettings
+    from pipeinfer.training.adapt.prefer import Preferring, run
+    from pipeinfer.training.adapt.trainee import Arithmetic
+
+    if data is None:
+        raise UsageError("--data is needed: a file that pipeinfer sample has written with this "
+                         "model")
+    run(model, data, out, Preferring(**round_), LoraSettings(given["rank"], 2.0 * given["rank"]),
+        Arithmetic.of(given["device"], given["dtype"]), threads=given["threads"],
+        context=given["context"], report=say)
 
 
 def _check_tags(codec: Codec, path: Path) -> None:

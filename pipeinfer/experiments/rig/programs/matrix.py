@@ -1,7 +1,8 @@
 """Rank program: many prompts under many settings of the scheduler in one launch.
 
 Usage: matrix.py TASK.json OUT.json; the task has `config` (options), `cases` (each with
-`limits` to replace, `params`, `prompt` as token ids, `count`). Rank 0 writes tokens and figures.
+`limits` to replace, `params`, `prompt` as token ids, `count`; `observed`: what runs did is
+wanted). Rank 0 writes tokens and figures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from pathlib import Path
 
 from pipeinfer.cluster.generate import run_request
@@ -48,9 +50,18 @@ def main() -> None:
                     prompt = session.tokenizer.encode(prompt)
                 params = {**case["params"]}
                 params["logit_bias"] = tuple(map(tuple, params.get("logit_bias", ())))
+                observed = bool(case.get("observed"))
+                session.head.observe(observed)
+                session.head.take_runs()
+                started = time.monotonic()
                 out = run_request(session, prompt, SamplingParams(**params), case["count"],
                                   ignore_eos=case.get("ignore_eos", True))
+                seconds = time.monotonic() - started
                 results.append({"tokens": out.tokens, "prompt": list(prompt), **out.stats()})
+                if observed:
+                    session.head.drain(60)
+                    results[-1] |= {"seen": session.head.take_runs(),
+                                    "stage_seconds": seconds * session.n_stages}
         Path(sys.argv[2]).write_text(
             json.dumps(
                 {

@@ -1,0 +1,136 @@
+"""PASTA stage 2 for models that people have: learn which of their own sampled answers are better.
+
+The answers come from `pipeinfer sample`, as the runtime decoded them. Does not know: how they were
+sampled or judged, the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeinfer.errors import UsageError
+from pipeinfer.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
+from pipeinfer.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer.training.pasta import bonbon, pasta
+from pipeinfer.training.pasta.annotate import read_jsonl
+from pipeinfer.training.pasta.bonbon import Scored
+from pipeinfer.training.tasks import formats
+from pipeinfer.training.tasks.batches import collate
+from pipeinfer.training.tasks.formats import Example
+
+#: the better and the worse answer to one prompt, as training rows
+Pair = tuple[Example, Example]
+
+
+@dataclass(frozen=True, slots=True)
+class Preferring:
+    """One round. weight: of quality against speed (the paper's lambda). alpha: of the better
+    answer's own likelihood. rate: highest learning rate, which falls linearly to 0."""
+
+    weight: float = 2.0
+    steps: int = 60
+    batch: int = 6
+    rate: float = 1e-4
+    alpha: float = bonbon.ALPHA
+    seed: int = 0
+
+
+def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], None]
+             ) -> tuple[list[Pair], int]:
+    """Best and worst answers to every prompt of a file of `pipeinfer sample`, and how many answers
+    most prompts have. Prompts whose answers all score the same, and answers of more than `context`
+    tokens or positions, are left out. Raises UsageError where nothing is left."""
+    pairs: list[Pair] = []
+    counts: list[int] = []
+    record: Any
+    for number, record in enumerate(read_jsonl(path), 1):
+        try:
+            flats = {}
+            scored = []
+            for one in record["samples"]:
+                flat = pasta.flat_of(one)
+                flats[flat.tokens] = formats.pasta_example(flat)
+                scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
+                             ) from error
+        fit = [one for one in scored if max(
+            len(one.tokens), int(flats[one.tokens].positions.max()) + 1) <= context]
+        chosen = bonbon.pair(fit, weight) if len(fit) > 1 else None
+        if chosen is not None:
+            pairs.append((flats[chosen[0].tokens], flats[chosen[1].tokens]))
+            counts.append(len(fit))
+    report(f"{len(pairs)} pairs")
+    if not pairs:
+        raise UsageError(f"{path}: no two answers to a prompt differ in score, so there is nothing "
+                         "to learn: sample more, or at a higher --temp")
+    return pairs, max(set(counts), key=counts.count)
+
+
+def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Preferring,
+           report: Callable[[str], None] = print) -> list[float]:
+    """Loss of every step (paper section 4, BoNBoN), against the model as it is now; an interrupt
+    (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
+    with torch.no_grad():
+        before = [_apart(_likelihoods(trainee, pair)) for pair in pairs]
+    parameters = list(trainee.learnt.values())
+    optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
+    losses: list[float] = []
+    size = min(settings.batch, len(pairs))
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate * (1 - step / settings.steps)
+        total = 0.0
+        try:
+            for at in range(step * size, (step + 1) * size):
+                epoch, index = divmod(at, len(pairs))
+                number = int(np.random.default_rng([settings.seed, epoch]).permutation(
+                    len(pairs))[index])
+                now = _likelihoods(trainee, pairs[number])
+                loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha) / size
+                loss.backward()
+                total += float(loss.detach())
+        except KeyboardInterrupt:
+            report(f"interrupted after step {step} of {settings.steps}")
+            break
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        if step % 10 == 9 or step + 1 == settings.steps:
+            report(f"step {step + 1} of {settings.steps}  loss {np.mean(losses[-10:]):.2f}")
+    return losses
+
+
+def run(model: Path, data: Path, out: Path, settings: Preferring, lora: LoraSettings,
+        arithmetic: Arithmetic, *, threads: int = 1, context: int = 2048,
+        report: Callable[[str], None] = print) -> list[float]:
+    """Leaves a LoRA adapter in peft's format in `out`; losses of every step. Raises UsageError and
+    ModelError."""
+    torch.set_num_threads(threads)
+    trainee = Trainee(model, arithmetic, lora, seed=settings.seed)
+    pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report)
+    losses = prefer(trainee, pairs, samples, settings, report)
+    save_adapter(out, LoraAdapter(
+        lora, {name: p.detach() for name, p in trainee.learnt.items()}, str(model),
+        about={"pairs": len(pairs), "steps": len(losses), "weight": settings.weight}))
+    (out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+    report(f"wrote {out}")
+    return losses
+
+
+def _likelihoods(trainee: Trainee, pair: Pair) -> Tensor:
+    """Summed log-probabilities of the better and the worse answer, [2]."""
+    return trainee.log_probabilities(collate(pair))
+
+
+def _apart(both: Tensor) -> Tensor:
+    return both[:1] - both[1:]
