@@ -4,6 +4,7 @@
     python -m benchmarks.methods.replicas tables --work FOLDER
     python -m benchmarks.methods.replicas sizes --work FOLDER   # Table 4; `run --nodes 1` will do
     python -m benchmarks.methods.replicas real --pace-ms 60 --pace-row-ms 0.3    # over mpirun
+    python -m benchmarks.methods.replicas several   # requests side by side, and one by one
 
 The embedded target really chooses every token, on held-out text, greedily; steps and rows are its
 own. Durations are those of a 7 B model on the emulator's machines. `real` decodes over processes
@@ -15,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, load_profiles
 from pipeinfer.experiments.emulation.replicas import Trace, trace
 from pipeinfer.experiments.emulation.virtual import Overheads, Wire
+from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
@@ -123,6 +127,43 @@ def real(texts: int, tokens: int, nodes: tuple[int, ...], pace_ms: float, pace_r
             cells.append(f"{speed:.1f} (S {sum(map(len, answers)) / (steps + texts):.2f}"
                          + (f", {differ} texts differ)" if differ else ")"))
         click.echo(f"| {count} | " + " | ".join(cells) + " |")
+
+
+@main.command()
+@click.option("--nodes", type=int, multiple=True, default=(2,), show_default=True)
+@click.option("--pace-ms", default=60.0, show_default=True)
+@click.option("--pace-row-ms", default=1.0, show_default=True)
+@click.option("--tokens", default=40, show_default=True, help="Of a short answer.")
+def several(nodes: tuple[int, ...], pace_ms: float, pace_row_ms: float, tokens: int) -> None:
+    """A long answer and three short ones that are asked for right behind it, through a server."""
+    begun = ("def add(a, b):\n    return a + b\n\n\ndef ", "class Stack:\n    def __init__(self):",
+             "import json\n\n\ndef read(path):", "for i in range(10):\n    ")
+    click.echo("| replicas | requests at a time | long | short ones, mean | tokens/s in all |\n"
+               "|---|---|---|---|---|")
+    for count in nodes:
+        for parallel in (1, 4):
+            with serve(count + 1, "--layout", "replicate", "-c", "1024", "--parallel",
+                       str(parallel), "--exact", "off", "-t", "1", "--pace-ms", str(pace_ms), "--pace-row-ms",
+                       str(pace_row_ms)) as served, ThreadPoolExecutor(4) as pool:
+                served.wait_until_ready()
+
+                def ask(number: int, served=served) -> float:  # type: ignore[no-untyped-def]
+                    started = time.monotonic()
+                    served.post("/v1/completions", {
+                        "prompt": begun[number], "max_tokens": tokens * (1 if number else 4),
+                        "temperature": 0, "ignore_eos": True})
+                    return time.monotonic() - started
+
+                started = time.monotonic()
+                asked = []
+                for number in range(4):
+                    asked.append(pool.submit(ask, number))
+                    time.sleep(0.05)
+                took = [one.result() for one in asked]
+                whole = time.monotonic() - started
+            short = statistics.fmean(took[1:])
+            click.echo(f"| {count} | {parallel} | {took[0]:.1f} s | {short:.1f} s | "
+                       f"{7 * tokens / whole:.1f} |")
 
 
 def lines(found: list[dict]) -> Iterator[str]:  # type: ignore[type-arg]

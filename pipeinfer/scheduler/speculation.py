@@ -371,6 +371,9 @@ class Speculation:
         depth = self._depth_left(lane, tip)
         proposals = self.hints.propose(lane, self._job(lane, (), self.limits.exact_width, depth)) \
             if depth > 0 else ()
+        if self._drafts and proposals and ENOUGH > self.calibration.estimate(
+                proposals[0].confidence, first=True):
+            return False  # the draft may know better
         planned: list[Node] = []
         for proposal, parent in merged(lane.reserve, tip, proposals, planned):
             planned += self._plan(lane, parent, (proposal,))
