@@ -143,8 +143,8 @@ def several(nodes: tuple[int, ...], pace_ms: float, pace_row_ms: float, tokens: 
     for count in nodes:
         for parallel in (1, 4):
             with serve(count + 1, "--layout", "replicate", "-c", "1024", "--parallel",
-                       str(parallel), "--exact", "off", "-t", "1", "--pace-ms", str(pace_ms), "--pace-row-ms",
-                       str(pace_row_ms)) as served, ThreadPoolExecutor(4) as pool:
+                       str(parallel), "--exact", "off", "-t", "1", "--pace-ms", str(pace_ms),
+                       "--pace-row-ms", str(pace_row_ms)) as served, ThreadPoolExecutor(4) as pool:
                 served.wait_until_ready()
 
                 def ask(number: int, served=served) -> float:  # type: ignore[no-untyped-def]
