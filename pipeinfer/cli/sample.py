@@ -25,10 +25,12 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.config import Resolved
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.files import check_writable
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, Vocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta
+from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
 from pipeinfer.training.adapt.chats import read_chats
 from pipeinfer.training.adapt.wording import Wording
 from pipeinfer.training.pasta import bonbon, pasta
@@ -49,7 +51,7 @@ class Asked:
 
 
 @config_options(*JOB, "sampling", "request")
-@click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+@click.option("--prompts", type=click.Path(path_type=Path, dir_okay=False),
               help="JSONL of conversations with an answer each, which the model's are judged "
                    "against (needs --judge).")
 @click.option("--tasks", "count", type=click.IntRange(1),
@@ -84,12 +86,15 @@ def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, 
     unbent = {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     params = dataclasses.replace(params, **{  # type: ignore[arg-type]
         name: value for name, value in unbent.items() if resolved.origin[name] == "default"})
-    asked = list(generated(count, seed) if prompts is None
-                 else judged(prompts, Endpoint(str(judge), judge_model)))
+    asked: list[Asked] = []
+    if host.launched_rank() == 0:  # the files are on its host
+        check_decomposer(job.speculation, params)
+        check_writable(out)
+        asked += generated(count, seed) if prompts is None else judged(
+            prompts, Endpoint(str(judge), judge_model))
+        chat_template.prepare()
     done = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
     fetch_models(job)
-    if host.launched_rank() == 0:
-        chat_template.prepare()
     joined = join(job)
     if joined.place.rank:
         joined.serve()
@@ -177,7 +182,9 @@ def generated(count: int | None, seed: int) -> Iterator[Asked]:
 
 def judged(path: Path, endpoint: Endpoint) -> Iterator[Asked]:
     """Conversations; quality is a judge's verdict against their own answers, in both orders. Raises
-    UsageError for one without an answer."""
+    UsageError for one without an answer, or a file that is not there."""
+    if not path.is_file():
+        raise UsageError(f"--prompts {path}: there is no such file")
     for number, chat in enumerate(read_chats(path), 1):
         if chat.answer is None:
             raise UsageError(f"{path}, record {number}: has no answer to compare with: add one as "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.cli import sample
 from pipeinfer.cli.files import shard
 from pipeinfer.cli.plan import plan_command
+from pipeinfer.errors import UsageError
 from pipeinfer.experiments.bench import bench_command
 from pipeinfer.experiments.forecast import file_view
 from pipeinfer.experiments.random_model import tiny, write_random_model
@@ -49,6 +52,26 @@ def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, state):
     assert "multiples of 4" in str(done.exception)
     done = CliRunner().invoke(shard, [state, "--stages", "2"])
     assert "keep a state" in str(done.exception)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (("--tasks", "1", "--json-schema", "{}"), "cannot be combined with a grammar"),
+    (("--tasks", "1", "--repeat-penalty", "1.2"), "cannot be combined with repetition penalties"),
+    (("--tasks", "1", "--out", "none/s.jsonl"), "cannot write none/s.jsonl"),
+    (("--prompts", "none.jsonl", "--judge", "http://127.0.0.1:1/v1"), "there is no such file")])
+def test_sampling_refuses_before_anything_loads(tmp_path, monkeypatch, words, says):
+    def load(config):
+        raise AssertionError(f"{config} is loaded")
+
+    monkeypatch.setattr(sample, "join", load)
+    done = CliRunner().invoke(sample.sample_command, ["--out", str(tmp_path / "s.jsonl"), *words])
+    assert isinstance(done.exception, UsageError), done.exception
+    assert says in str(done.exception)
+
+
+def test_ranks_that_sample_need_no_torch():
+    without = "import sys; sys.modules['torch'] = None; import pipeinfer.cli.sample"
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
 
 
 @pytest.mark.mpi
