@@ -90,6 +90,16 @@ def test_example_positions() -> None:
     assert pasta.positions(A6).tolist() == [0, 1, 2, 3, 4, 12, 13, 14, 15, 23, 24]
 
 
+@pytest.mark.parametrize("blocks", [
+    [[2, 6, 3, 1]], [[4, 5, 5, 1]], [[5, 5, 7, 1]], [[2, 3, 6, 1], [4, 5, 8, 1]]])
+def test_layouts_with_blocks_that_no_answer_has(blocks: list[list[int]]) -> None:
+    """Positions of the first would be sought for ever."""
+    record = {**pasta.record_of(A6), "blocks": blocks, "syncs": []}
+    with pytest.raises(ValueError, match="one behind the other"):
+        pasta.flat_of(record)
+    assert pasta.flat_of(pasta.record_of(A6)) == A6
+
+
 def test_example_visibility() -> None:
     seen = {
         0: [0],

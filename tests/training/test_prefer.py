@@ -78,6 +78,16 @@ def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
     assert margin() > before + 1.0
 
 
+@pytest.mark.parametrize("changed", [
+    {"speedup": float("nan")}, {"quality": float("inf")}, {"prompt": float("inf")}])
+def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
+    one = pasta.record_of(pasta.Flat((1, 2, 3), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [one, one | changed]}))
+    with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
+        pairs_of(path, 2.0, 2048, silent)
+
+
 def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
     record = json.loads(sampled.read_text().splitlines()[0])
     record["samples"] = [record["samples"][0]] * 2

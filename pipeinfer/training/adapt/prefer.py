@@ -7,6 +7,7 @@ sampled or judged, the command line.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,9 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
                 flat = pasta.flat_of(one)
                 flats[flat.tokens] = formats.pasta_example(flat)
                 scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"])))
-        except (KeyError, TypeError, ValueError) as error:
+                if not math.isfinite(scored[-1].speedup + scored[-1].quality):
+                    raise ValueError("a score is no finite number")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
                              ) from error
         fit = [one for one in scored if max(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,9 @@ def flat_of(record: dict[str, Any]) -> Flat:
     if not 0 < flat.prompt < len(flat.tokens) or any(
             not flat.prompt <= at < len(flat.tokens) for at in (*ends, *flat.syncs)):
         raise ValueError("places outside the answer")
+    if any(not block.promise < block.start < block.end for block in flat.blocks) or any(
+            one.end >= other.start for one, other in pairwise(flat.blocks)):
+        raise ValueError("blocks that are not one behind the other")
     return flat
 
 
