@@ -246,6 +246,7 @@ class Assembly:
                 source, waits = self._rank_of(loss.source), self._rank_of(loss.node)
                 rank = left_out(source, waits, self._sources)
                 self._sources.add(source)
+                loss = LinkCut(source, waits, loss.seconds)
         if not self._survives or rank == 0:
             raise loss
         fresh = ({rank} | self._port.new_losses() | self._port.gone) - self.lost

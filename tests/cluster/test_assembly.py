@@ -168,6 +168,13 @@ def test_of_two_that_do_not_hear_each_other_the_one_that_waits_is_left_out():
     assert found.lost == {1, 2, 3}
 
 
+def test_where_no_loss_is_survived_the_ranks_of_a_cut_link_are_named():
+    found = assembly(Port(), survives=False)
+    found.held = found.held[::-1]  # rank 3 is node 1
+    with pytest.raises(LinkCut, match=r"what rank 3 sends has not got to rank 2 for 4\.0 s"):
+        found.recover(LinkCut(1, 2, 4.0))
+
+
 @pytest.mark.parametrize(("cut", "left"), [((1, 2), [1, 3]), ((2, 3), [1, 2])])
 def test_a_link_that_is_cut_from_the_start_is_found_before_there_are_requests(cut, left):
     port = Port(cut=cut)
