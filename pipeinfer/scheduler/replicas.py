@@ -190,11 +190,13 @@ class ReplicaScheduler:
     # --- requests -----------------------------------------------------------------------------
 
     def _has_room(self, request: Request) -> bool:
-        """Whether it may start beside those at work: all of them must fit at their longest. The
-        oldest always may."""
-        n_ctx, cells = self.limits.n_ctx, self.limits.cells
+        """Whether it may start beside those at work: all of them must fit at their longest, with
+        the candidates of a step each. The oldest always may."""
+        limits, n_ctx, cells = self.limits, self.limits.n_ctx, self.limits.cells
         wanted = min(len(request.prompt) + request.max_tokens, n_ctx) + sum(
             min(task.most_cells, n_ctx) for task in self._tasks.values())
+        if limits.guess_rows:  # half of the cells that there are for guesses
+            wanted += max((1 + len(self._tasks)) * limits.exact_width - 2 * limits.guess_rows, 0)
         return not self._tasks or (len(self._tasks) < self.limits.parallel
                                    and (not cells or wanted <= cells))
 

@@ -291,6 +291,16 @@ def test_requests_that_do_not_fit_together_wait():
     assert set(job.finished.values()) == {"length"}
 
 
+@pytest.mark.parametrize(("guess_rows", "at_work"), [(0, 4), (32, 4), (24, 3)])
+def test_requests_whose_candidates_do_not_fit_wait(guess_rows, at_work):
+    """Four of 50 tokens fill the cells; beyond these there are twice `guess_rows` for 16 each."""
+    limits = dataclasses.replace(LIMITS, parallel=4, cells=200, guess_rows=guess_rows)
+    job = Replicas(limits, Lookahead(0, 3, 2), 2, n_vocab=11)
+    for k in range(4):
+        job.submit(Request(k, (1, 2, 3, 4, k), 45, ignore_eos=True))
+    assert len(job.scheduler.snapshot()["lanes"]) == at_work
+
+
 def test_what_does_not_fit():
     scheduler = ReplicaScheduler(LIMITS, Lookahead(), 2)
     out = scheduler.handle(Submit(Request(0, tuple(range(300)), 5)))
