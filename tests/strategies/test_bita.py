@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.errors import ModelError
-from pipeinfer.scheduler.events import IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import Finish, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from tests.scheduler import test_restart as lossy
 from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
 from tests.support.sample import examples
 from tests.support.simulated import Cell, KvModel, Pipeline, next_token, plain
@@ -270,6 +272,34 @@ def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, draft
             request.prompt, request.max_tokens, pipeline.n_vocab, eos)
     check_at_rest(pipeline)
     assert not rows._lanes
+
+
+class LossyMasks(lossy.Lossy, WithMasks):
+    """Stages of which some are lost."""
+
+
+def test_batches_in_flight_are_forgotten_with_the_stages_that_had_them():
+    """Losses, and a cache that is too small, with masks behind guesses."""
+    preempted = guessed = 0
+    limits = dataclasses.replace(lossy.LIMITS["small cache"], partitions=30, alone=True)
+    for seed in range(3):
+        rng = random.Random(seed)
+        rows = Bita(MASK, 2, 3, None, rng.choice([*Shape]), rng.choice([0, 6]))
+        pipeline = LossyMasks(limits, n_vocab=11, n_stages=3, accuracy=0.7, seed=seed, rows=rows,
+                              drafts=bool(seed % 2))
+        todo = [Request(k, (1, 2, 3, 4, k), 60) for k in range(4)]
+        for request in todo:
+            pipeline.submit(request)
+        lossy.drive(pipeline, rng, seed % 3)
+        for request in todo:
+            assert pipeline.output[request.request_id] == plain(request.prompt, 60, 11)
+        lossy.check_at_rest(pipeline)
+        assert not rows._lanes
+        ends = [i.stats for i in pipeline.log if isinstance(i, Finish)]
+        preempted += sum(stats.preempted for stats in ends)
+        guessed += sum(stats.issued_speculative for stats in ends)
+    assert guessed > 100
+    assert preempted
 
 
 def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
