@@ -163,6 +163,7 @@ class Head:
         for observer in self._observers:
             observer.restarted()
         self._feed(Restart(limits, reason))
+        self._last_result = time.monotonic()  # loading has its own deadline
 
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None,
                output: tuple[int, ...] = ()) -> None:

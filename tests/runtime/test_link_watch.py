@@ -151,6 +151,19 @@ def test_what_comes_late_comes(whole, monkeypatch):
     assert job.tokens == whole
 
 
+def test_stages_that_took_long_to_load_have_the_whole_deadline(monkeypatch):
+    job = Job(monkeypatch)
+    job.head.submit(Request(0, (5, 6, 7), 30))
+    job.turn()
+    job.now += 2 * TIMEOUT
+    job.head.restart(Grid.plain(3), job.head.scheduler.limits, None)
+    job.now += 0.9 * TIMEOUT
+    job.hear()
+    job.now += 0.2 * TIMEOUT
+    with pytest.raises(TransportTimeout):
+        job.hear()
+
+
 def test_a_message_through_all_stages_shows_that_all_links_are_there(monkeypatch):
     job = Job(monkeypatch)
     port, watch = job.head._port, link_watch.LinkWatch(job.head._port, Grid.plain(3), 4.0)
