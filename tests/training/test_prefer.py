@@ -88,6 +88,17 @@ def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
         pairs_of(path, 2.0, 2048, silent)
 
 
+def test_samples_of_another_model_are_refused(tmp_path):
+    one = pasta.record_of(pasta.Flat((1, 2, 10**6), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [one, one | {"quality": 0.0, "tokens": [1, 3, 2]}]}))
+    with pytest.raises(UsageError, match="has token 1000000"):
+        run(TASK, path, tmp_path / "a", Preferring(), LoraSettings(4, 8.0), PLAIN, report=silent)
+    path.write_text(json.dumps({"samples": [one | {"tokens": [1, -1, 2]}]}))
+    with pytest.raises(UsageError, match="a token below 0"):
+        pairs_of(path, 2.0, 2048, silent)
+
+
 def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
     record = json.loads(sampled.read_text().splitlines()[0])
     record["samples"] = [record["samples"][0]] * 2

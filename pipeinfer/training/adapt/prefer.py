@@ -121,6 +121,11 @@ def run(model: Path, data: Path, out: Path, settings: Preferring, lora: LoraSett
     torch.set_num_threads(threads)
     trainee = Trainee(model, arithmetic, lora, seed=settings.seed)
     pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report)
+    known = trainee.model.shard.n_vocab
+    most = max(int(one.tokens.max()) for pair in pairs for one in pair)
+    if most >= known:
+        raise UsageError(f"{data}: has token {most}, but {model} knows {known}: sample from the "
+                         "model that is to learn")
     losses = prefer(trainee, pairs, samples, settings, report)
     save_adapter(out, LoraAdapter(
         lora, {name: p.detach() for name, p in trainee.learnt.items()}, str(model),

@@ -70,6 +70,8 @@ def flat_of(record: dict[str, Any]) -> Flat:
     if not 0 < flat.prompt < len(flat.tokens) or any(
             not flat.prompt <= at < len(flat.tokens) for at in (*ends, *flat.syncs)):
         raise ValueError("places outside the answer")
+    if min(flat.tokens) < 0:
+        raise ValueError("a token below 0")
     if any(not block.promise < block.start < block.end for block in flat.blocks) or any(
             one.end >= other.start for one, other in pairwise(flat.blocks)):
         raise ValueError("blocks that are not one behind the other")
