@@ -31,5 +31,6 @@ def greet(port: Port, grid: Grid, timeout: float) -> None:
         if (link := watch.turn()) is not None:
             raise LinkCut(*link, seconds)
         if seconds > timeout:
-            raise TransportTimeout(rank=0, peer=None, tag="Standing", run_id=None, seconds=timeout)
+            raise TransportTimeout(rank=0, peer=watch.first_missing, tag="Standing", run_id=None,
+                                   seconds=timeout)
         port.wait(0.2)

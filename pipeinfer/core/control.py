@@ -249,14 +249,17 @@ class Pace(_Message, frozen=True, tag=True):
 
 class RollCall(_Message, frozen=True, tag=True):
     """The head asks how far a node is. As a transaction it is passed on from stage to stage, and
-    shows that all links are there; otherwise it overtakes what waits."""
+    shows that all links are there; otherwise it overtakes what waits. number: of the question."""
+
+    number: int
 
 
 class Standing(_Message, frozen=True, tag=True):
-    """How far a node is. received: transactions of this epoch that have come; idle: seconds since
-    it was done with the last one, 0 while it works on it."""
+    """How far a node is. number: of the question. received: transactions of this epoch that have
+    come; idle: seconds since it was done with the last one, 0 while it works on it."""
 
     port: PortName
+    number: int
     received: int
     idle: float
 

@@ -28,6 +28,13 @@ class LinkWatch:
         self._standings: dict[int, Standing] = {}
         self._found: tuple[int, int] | None = None
         self._asked: float | None = None
+        self._number = 0
+
+    @property
+    def first_missing(self) -> int | None:
+        """The first node that no transaction has got to."""
+        return next((node for node in range(1, self._grid.n_nodes + 1)
+                     if node not in self._reached), None)
 
     @property
     def all_reached(self) -> bool:
@@ -38,12 +45,13 @@ class LinkWatch:
         """Send the question through the pipeline, as a transaction."""
         self._asked = time.monotonic()
         for node in self._grid.successors(0):
-            self._port.send(node, Tag.TRANSACTION, RollCall())
+            self._port.send(node, Tag.TRANSACTION, RollCall(self._number))
 
     def hear(self, standing: Standing) -> None:
         """What a node answers."""
         if (node := self._grid.node(standing.port)) is not None:
-            self._standings[node] = standing
+            if standing.number == self._number:  # not an answer that was long on its way
+                self._standings[node] = standing
             if standing.received:
                 self._reached.add(node)
 
@@ -61,6 +69,7 @@ class LinkWatch:
         found = cut_link(self._grid, self._standings, self.patience)
         agreed = found if found == self._found else None
         self._found, self._standings, self._asked = found, {}, now
+        self._number += 1
         for node in range(1, self._grid.n_nodes + 1):
-            self._port.send(node, Tag.CANCEL, RollCall())
+            self._port.send(node, Tag.CANCEL, RollCall(self._number))
         return agreed

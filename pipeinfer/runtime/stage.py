@@ -219,7 +219,7 @@ class Stage:
         while (envelope := self._port.take(Tag.CANCEL)) is not None:
             message = envelope.message
             if isinstance(message, RollCall):
-                self._answer_call()
+                self._answer_call(message)
                 continue
             if not isinstance(message, Cancel):
                 raise ProtocolError(f"{type(message).__name__} came on the tag for Cancel")
@@ -227,9 +227,9 @@ class Stage:
                 self._port.send(self._leader_before, Tag.CANCEL, message)
             self._cancelled.update(i for i in message.run_ids if i > self._last_run)
 
-    def _answer_call(self) -> None:
+    def _answer_call(self, call: RollCall) -> None:
         idle = 0.0 if self._at_work else time.monotonic() - self._done_at
-        self._port.send(0, Tag.RESULT, Standing(self._name, self._received, idle))
+        self._port.send(0, Tag.RESULT, Standing(self._name, call.number, self._received, idle))
 
     def _handle(self, message: Message) -> bool:
         """Whether to go on with the next one."""
@@ -258,7 +258,7 @@ class Stage:
                 self._constraints.forget(lane)
             case RollCall():
                 self._forward(message)
-                self._answer_call()
+                self._answer_call(message)
             case Shutdown():
                 self._forward(message)
                 self._port.send(0, Tag.RESULT, self._report())

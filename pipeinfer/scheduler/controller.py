@@ -362,7 +362,7 @@ class Controller:
             share = timing.draft / timing.latency(1)
             wanted["p_min"] = least_hope(prices, share)
             if self.limits.draft_price:
-                wanted["draft_price"] = round(share, 3)
+                wanted["draft_price"] = max(round(share, 3), 0.001)  # 0 would mean: do not judge
         else:
             wanted["p_min"] = round(least_confidence(timing, acceptance, size), 2)
         return self._change(wanted, timing)

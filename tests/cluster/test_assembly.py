@@ -52,7 +52,7 @@ class Port:
 
     def send(self, node, tag, message):
         if isinstance(message, RollCall):
-            self._stand(None if tag is Tag.TRANSACTION else node)
+            self._stand(None if tag is Tag.TRANSACTION else node, message.number)
             return
         assert tag is Tag.TRANSACTION
         rank = self.layout[node]
@@ -67,13 +67,13 @@ class Port:
         self.rehearsed |= {rank} if isinstance(message, Receive) else set()
         self._mail.append(answer(rank, message))
 
-    def _stand(self, only):
+    def _stand(self, only, number):
         received = 1
         grid = Grid(next(iter(self.setups.values())).widths)
         for node, rank in enumerate(self.layout[1:], 1):
             received *= self._cut != (self.layout[node - 1], rank)
             if only in (None, node):
-                self._mail.append(Standing(grid.name(node), received, 99.0))
+                self._mail.append(Standing(grid.name(node), number, received, 99.0))
 
     def take(self, tag):
         if tag is Tag.ERROR and self._fails is not None:

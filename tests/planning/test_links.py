@@ -28,12 +28,12 @@ PLAIN, WIDE = (1, 1, 1, 1), (2, 2)
 ])
 def test_the_first_link_over_which_something_was_lost(widths, told, link):
     grid = Grid(widths)
-    standings = {node: Standing(grid.name(node), *said) for node, said in told.items()}
+    standings = {node: Standing(grid.name(node), 0, *said) for node, said in told.items()}
     assert cut_link(grid, standings, 4.0) == link
 
 
 def test_a_stage_has_received_no_more_than_the_one_before_sent():
-    standings = {node: Standing(PortName(node), node, 9.0) for node in (1, 2, 3, 4)}
+    standings = {node: Standing(PortName(node), 0, node, 9.0) for node in (1, 2, 3, 4)}
     assert cut_link(Grid(PLAIN), standings, 4.0) is None
 
 

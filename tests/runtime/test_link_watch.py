@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
+from pipeinfer.core.control import Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag
 from pipeinfer.core.policy import Policy
@@ -173,3 +174,26 @@ def test_a_message_through_all_stages_shows_that_all_links_are_there(monkeypatch
         stage._handle(stage._take())
         watch.hear(port.take(Tag.RESULT).message)
     assert watch.all_reached
+
+
+def test_an_answer_to_an_earlier_question_blames_nobody(monkeypatch):
+    """Stages that were held up answer all questions at once, when they have caught up since."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(link_watch, "time", clock)
+    ports, grid = local_ports(3), Grid.plain(2)
+    watch = link_watch.LinkWatch(ports[0], grid, 4.0)
+
+    def answers(late):
+        """Of two stages, the second of which has not got what the first has."""
+        asked = [ports[node].take(Tag.CANCEL).message.number for node in (1, 2)]
+        for node, number in zip((1, 2), asked, strict=True):
+            watch.hear(Standing(grid.name(node), number - late, 3 - node, 9.0))
+
+    for late in (1, 1, 1, 0):
+        assert watch.turn() is None
+        answers(late)
+        clock.now += 1.0
+    assert watch.turn() is None
+    answers(0)
+    clock.now += 1.0
+    assert watch.turn() == (1, 2)

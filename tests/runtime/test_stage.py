@@ -99,12 +99,12 @@ def test_a_stage_tells_how_many_transactions_have_come_and_whether_it_is_idle():
     stage = Stage(ports[1], Grid.plain(2), Asked(ToyBackend.load(SPEC, 0, 2), ports[0]))
     ports[0].send(1, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
     step(stage)
-    ports[0].send(1, Tag.CANCEL, RollCall())
+    ports[0].send(1, Tag.CANCEL, RollCall(0))
     assert stage._take() is None
     ports[0].send(1, Tag.TRANSACTION, Decode(0, -1, make_rows([(3, 0, (0,), True)]),
                                              np.zeros(1, np.int32), speculative=True))
     step(stage)  # it is asked meanwhile
-    ports[0].send(1, Tag.TRANSACTION, RollCall())
+    ports[0].send(1, Tag.TRANSACTION, RollCall(0))
     step(stage)
     told = [ports[0].take(Tag.RESULT).message for _ in range(3)]
     assert all(isinstance(one, Standing) and one.port == PortName(1) for one in told)
@@ -118,7 +118,7 @@ class Asked(Cancelling):
     """A backend between whose layers the head asks how far the stage is."""
 
     def decode(self, rows, hidden=None, should_stop=None):
-        self.port.send(1, Tag.CANCEL, RollCall())
+        self.port.send(1, Tag.CANCEL, RollCall(0))
         time.sleep(0.002)
         should_stop()
         return self.inner.decode(rows, hidden, None)
