@@ -58,8 +58,6 @@ class Engine:
         self._eos = frozenset(session.tokenizer.eog_ids)
         self._drain_seconds = drain_seconds
         self._open: set[int] = set()
-        #: tokens of requests that clients have already, where the head cannot leave them out
-        self._known: dict[int, int] = {}
         self._asked_to_leave = False
         self._deadline: float | None = None  # of the drain
         self._watched = False
@@ -146,11 +144,8 @@ class Engine:
             self._fail(frame.id, "request", f"bad parameters: {error}")
             return
         self._open.add(frame.id)
-        output = frame.output
-        if self._session.config.speculation.layout == "replicate" and output:
-            self._known[frame.id], output = len(output), ()
         self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
-                                  frame.ignore_eos, frame.pool), decompose, output)
+                                  frame.ignore_eos, frame.pool), decompose, frame.output)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:
         self._link.send(News((Refused(request_id, kind, message),)))
@@ -161,18 +156,10 @@ class Engine:
         items: list[NewsItem] = []
         news = first
         while news is not None:
-            if not self._is_known(news):
-                items.append(self._item(news))
+            items.append(self._item(news))
             news = self._head.next_news(0.0) if len(items) < _BATCH else None
         if items:
             self._link.send(News(tuple(items)))
-
-    def _is_known(self, news: Emit | Finish | Refuse) -> bool:
-        left = self._known.pop(news.request_id, 0)
-        if not isinstance(news, Emit) or not left:
-            return False
-        self._known[news.request_id] = left - 1
-        return True
 
     def _item(self, news: Emit | Finish | Refuse) -> NewsItem:
         match news:
