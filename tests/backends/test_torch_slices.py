@@ -23,8 +23,10 @@ from pipeinfer.transport.inproc import local_ports
 from tests.support.gguf_files import write_sliceable
 from tests.support.sample import full, mostly_full
 from tests.support.tiny_torch import (
+    CONFIG_MAPPING,
     FAMILIES,
     LAYERS,
+    SMALL,
     VOCAB,
     chain,
     forward,
@@ -35,6 +37,7 @@ from tests.support.tiny_torch import (
     torch,
 )
 
+from pipeinfer.backends.pytorch import weights  # isort: skip  (needs torch)
 from pipeinfer.backends.pytorch.embedding import open_embedding  # isort: skip  (needs torch)
 from pipeinfer.backends.pytorch.options import TorchOptions  # isort: skip
 
@@ -140,6 +143,14 @@ def test_slices_of_a_folder_have_the_logits_of_transformers(models, stage, famil
                             for a, b in ((0, 30), (30, 37), (37, 38), (38, 40))])
     assert found.shape == (40, VOCAB)
     assert np.abs(found - forward(model, tokens)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "piece", "heads"), [
+    ("llama", None, 2), ("llama", Slice((1, 2), (0, 96), (0, VOCAB)), 1), ("phi3", None, 2)])
+def test_heads_are_those_of_the_config_or_the_slice(kind, piece, heads):
+    """No weight has to be there for it."""
+    shard = weights._assemble(CONFIG_MAPPING[kind](**SMALL), 1, 3, "cpu", piece)
+    assert shard.heads(2) == (heads, 16)
 
 
 @pytest.mark.parametrize(("holders", "shares"), [

@@ -89,10 +89,8 @@ class Shard:
 
     def heads(self, layer: int) -> tuple[int, int]:
         """Key-value heads and head size of a layer (by its number in the whole model)."""
-        attention = self.decoder[layer - self.layers[0]].self_attn
-        if not hasattr(attention, "k_proj"):  # one matrix for queries, keys and values, never cut
-            return int(attention.num_key_value_heads), int(attention.head_dim)
-        return attention.k_proj.out_features // attention.head_dim, int(attention.head_dim)
+        low, high = (0, self.config.num_key_value_heads) if self.piece is None else self.piece.heads
+        return high - low, int(self.decoder[layer - self.layers[0]].self_attn.head_dim)
 
     def embedding(self, tokens: Any) -> Any:
         """[1, n] -> [1, n, n_embd], as it enters the first layer."""
