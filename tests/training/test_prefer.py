@@ -109,3 +109,10 @@ def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
     path.write_text(json.dumps({"samples": [{"tokens": [1]}]}))
     with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
         pairs_of(path, 2.0, 2048, silent)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan")])
+def test_weights_that_an_adapters_config_cannot_hold(tmp_path, weight):
+    with pytest.raises(UsageError, match="no finite number"):
+        run(TASK, tmp_path / "none.jsonl", tmp_path / "a", Preferring(weight=weight),
+            LoraSettings(4, 8.0), PLAIN, report=silent)

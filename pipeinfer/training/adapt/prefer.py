@@ -118,6 +118,9 @@ def run(model: Path, data: Path, out: Path, settings: Preferring, lora: LoraSett
         report: Callable[[str], None] = print) -> list[float]:
     """Leaves a LoRA adapter in peft's format in `out`; losses of every step. Raises UsageError and
     ModelError."""
+    if not math.isfinite(settings.weight):
+        raise UsageError(f"--weight {settings.weight:g} is no finite number, which the adapter's "
+                         "config could not hold: 1e6 is quality alone, and speed among equals")
     torch.set_num_threads(threads)
     trainee = Trainee(model, arithmetic, lora, seed=settings.seed)
     pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report)

@@ -124,7 +124,8 @@ def _own_kind(model: Path) -> bool:
 @click.option("--samples", default=8, show_default=True, help="Responses per prompt.")
 @click.option(
     "--weight", default=2.0, show_default=True,
-    help="Weight of quality against speed (lambda); inf: quality only."
+    help="Weight of quality against speed (lambda); 1e6: quality, and speed among equals (inf, for "
+         "the task model's kind alone: quality only)."
 )
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--steps", default=60, show_default=True, help="Steps per round.")
