@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import psutil
 import pytest
@@ -106,6 +107,10 @@ def test_an_interrupt_ends_a_fetch_and_the_ranks_that_wait_for_it(hub, parts, tm
     hub.stall_after = parts[0].stat().st_size // 2
     job = launch.start([launch.mpirun_path(), "-np", "3", *command], timeout=120, **env)
     assert hub.stalled.wait(60)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size for part in (tmp_path / "hf").rglob("*.incomplete")):
+        assert time.monotonic() < deadline  # what was sent has to be written as well
+        time.sleep(0.05)
     rank_0 = next(p for p in psutil.Process(job.pid).children(recursive=True)
                   if p.environ().get("PMIX_RANK") == "0" and "generate" in p.cmdline())
     rank_0.send_signal(number)
