@@ -70,7 +70,7 @@ def seeds() -> tuple[bytes, ...]:
                        {"computed": 2}, 3.5, 77, [(1, 0.5, 1.0, "computed", 4)],
                        {"host": "a", "memory": {"own": 1.5}}),
         control.ShardOffer("a.gguf", 5),
-        control.RollCall(), control.Standing(control.PortName(2), 7, 1.5),
+        control.RollCall(3), control.Standing(control.PortName(2), 3, 7, 1.5),
         messages.ShardHave(1, 4096, bytes(32)), messages.ShardChunk(4096, bytes(range(200))),
         messages.ShardEnd(bytes(32)),
     ))
