@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz import safetensors_case as folders
-from benchmarks.fuzz.mutate import INTEGERS, TEXTS, VALUES, change_bytes, change_value
+from benchmarks.fuzz.mutate import (
+    INTEGERS,
+    TEXTS,
+    VALUES,
+    change_bytes,
+    change_value,
+    json_of,
+)
 from benchmarks.fuzz.runner import Kind
 
 _SETTINGS = ("r", "lora_alpha", "peft_type", "use_rslora", "bias", "rank_pattern", "pipeinfer",
@@ -72,10 +79,7 @@ def _change(draw: random.Random, name: str, raw: bytes) -> bytes:
                 value[draw.choice(_SETTINGS)] = draw.choice(VALUES)
             else:
                 value = change_value(draw, value)
-            text = json.dumps(value)
-            if draw.random() < 0.02:
-                text = text.replace(":", ":" + "[" * 100_000, 1)
-            return text.encode("utf-8", "surrogatepass")
+            return json_of(draw, value)
     except (ValueError, struct.error, RecursionError):
         pass
     return change_bytes(draw, raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -13,6 +14,14 @@ TEXTS = ("", "x", "\0", "a\0b", "..", "../../etc/passwd", "/etc/passwd", "a/b", 
          "%s%n", "{{ 1 }}", "x" * 300, "blk.0.attn_q.weight", "-1", "1e999", "nan", "<|im_end|>")
 VALUES: tuple[Any, ...] = (None, True, False, *INTEGERS, *FLOATS, *TEXTS, 10**40, [], {}, [[]],
                            [None], {"": {}}, [1, 2, 3], {"a": 1})
+
+
+def json_of(draw: random.Random, value: Any) -> bytes:
+    """`value` as JSON, now and then nested deeper than any reader goes."""
+    text = json.dumps(value)
+    if draw.random() < 0.02:
+        text = text.replace(":", ":" + "[" * 100_000, 1)
+    return text.encode("utf-8", "surrogatepass")
 
 
 def change_bytes(draw: random.Random, data: bytes, low: int = 0, high: int | None = None) -> bytes:

@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fuzz.gguf_case import has_torch, use_torch
-from benchmarks.fuzz.mutate import INTEGERS, TEXTS, VALUES, change_bytes, change_value
+from benchmarks.fuzz.mutate import (
+    INTEGERS,
+    TEXTS,
+    VALUES,
+    change_bytes,
+    change_value,
+    json_of,
+)
 from benchmarks.fuzz.runner import Kind
 from pipeinfer.errors import PipeinferError, RequestError
 
@@ -135,10 +142,7 @@ def _change(draw: random.Random, name: str, raw: bytes) -> bytes:
         value[draw.choice(_CONFIG_KEYS)] = draw.choice(VALUES)
     else:
         value = change_value(draw, value)
-    text = json.dumps(value)
-    if draw.random() < 0.02:
-        text = text.replace(":", ":" + "[" * 100_000, 1)
-    return text.encode("utf-8", "surrogatepass")
+    return json_of(draw, value)
 
 
 def change_header(draw: random.Random, header: dict[str, Any]) -> Any:

@@ -243,10 +243,9 @@ class Assembly:
             case WorkerFailed(rank=node):
                 rank = self._rank_of(node)
             case LinkCut():
-                source, waits = self._rank_of(loss.source), self._rank_of(loss.node)
-                rank = left_out(source, waits, self._sources)
-                self._sources.add(source)
-                loss = LinkCut(source, waits, loss.seconds)
+                loss = self._by_ranks(loss)
+                rank = left_out(loss.source, loss.node, self._sources)
+                self._sources.add(loss.source)
         if not self._survives or rank == 0:
             raise loss
         fresh = ({rank} | self._port.new_losses() | self._port.gone) - self.lost
@@ -262,12 +261,15 @@ class Assembly:
     def _rank_of(self, node: int) -> int:
         return self.held[node - 1].rank if 0 < node <= len(self.held) else 0
 
+    def _by_ranks(self, cut: LinkCut) -> LinkCut:
+        return LinkCut(self._rank_of(cut.source), self._rank_of(cut.node), cut.seconds)
+
     def _words(self, loss: Loss) -> str:
         """What happened, with the rank where a stage has told its node."""
         if isinstance(loss, RankLost):
             return str(loss)
         if isinstance(loss, LinkCut):
-            return str(LinkCut(self._rank_of(loss.source), self._rank_of(loss.node), loss.seconds))
+            return str(self._by_ranks(loss))
         return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
 
     def _role(self, rank: int) -> str:

@@ -9,17 +9,16 @@ from pipeinfer.core.control import Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.errors import LinkCut, TransportTimeout
 from pipeinfer.runtime.head import take_result
-from pipeinfer.runtime.link_watch import LinkWatch
+from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.transport.base import Port
 
-_PATIENCE = 10.0  #: seconds for the message; nothing is computed
-_PART = 0.25  #: of --timeout, where that is less
+_PATIENCE = 10.0  #: most seconds for the message: nothing is computed
 
 
 def greet(port: Port, grid: Grid, timeout: float) -> None:
     """Until every node has got the message. Raises LinkCut, what `take_result` raises, and
     TransportTimeout after `timeout` seconds."""
-    watch, began = LinkWatch(port, grid, min(_PATIENCE, _PART * timeout)), time.monotonic()
+    watch, began = LinkWatch(port, grid, min(_PATIENCE, UNDER_WAY * timeout)), time.monotonic()
     watch.greet()
     while not watch.all_reached:
         envelope = take_result(port)

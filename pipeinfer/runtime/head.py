@@ -46,7 +46,7 @@ from pipeinfer.errors import (
     WorkerFailed,
 )
 from pipeinfer.runtime.draft_worker import Drafts
-from pipeinfer.runtime.link_watch import LinkWatch
+from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
@@ -73,7 +73,6 @@ from pipeinfer.strategies.decomposers.base import Decomposer
 from pipeinfer.transport.base import Envelope, Port
 
 _LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has left
-_UNDER_WAY = 0.25  #: of --timeout: what comes later between stages counts as lost
 
 
 @dataclass(slots=True)
@@ -317,7 +316,7 @@ class Head:
 
     def _watch_links(self) -> LinkWatch | None:
         """What finds a link between stages that is cut; None where nothing is sent over any."""
-        return LinkWatch(self._port, self._grid, _UNDER_WAY * self._timeout)
+        return LinkWatch(self._port, self._grid, UNDER_WAY * self._timeout)
 
     def _raise_timeout(self, seconds: float) -> None:
         if not self.scheduler.runs:

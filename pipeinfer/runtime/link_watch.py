@@ -14,6 +14,7 @@ from pipeinfer.core.messages import Tag
 from pipeinfer.planning.links import cut_link
 from pipeinfer.transport.base import Port
 
+UNDER_WAY = 0.25  #: of --timeout: what comes later between stages counts as lost
 _ROUNDS = 4  #: in the time for which something must have been under way
 
 
@@ -39,7 +40,7 @@ class LinkWatch:
     @property
     def all_reached(self) -> bool:
         """Whether a transaction has got to every node."""
-        return len(self._reached) == self._grid.n_nodes
+        return self.first_missing is None
 
     def greet(self) -> None:
         """Send the question through the pipeline, as a transaction."""

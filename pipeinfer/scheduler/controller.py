@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from pipeinfer.core.messages import Spans
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
@@ -100,8 +100,7 @@ def least_hope(prices: tuple[float, ...], drafting: float) -> float:
     Twice, because the next one is right less often than this one: on recorded texts in virtual time
     once and three times were slower, on drafts of 45, 50 and 79 %.
     """
-    row = min((price / size for size, price in enumerate(prices, 1)), default=0.0)
-    return round(min(row + 2.0 * drafting, _ALMOST_SURE), 2)
+    return round(min(row_price(prices) + 2.0 * drafting, _ALMOST_SURE), 2)
 
 
 def least_confidence(timing: Timing, acceptance: float, size: int) -> float:

@@ -5,10 +5,16 @@ Plain data; what a knob does is the scheduler's affair.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.core.policy import Ablation, Policy
+
+
+def row_price(costs: Sequence[float]) -> float:
+    """What a guess costs where most share a run, of `Limits.costs`."""
+    return min((cost / size for size, cost in enumerate(costs, 1)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

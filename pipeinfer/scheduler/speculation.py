@@ -22,7 +22,7 @@ from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.published import buffer_free
 from pipeinfer.scheduler.second_opinion import beyond, merged
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.strategies.proposers.base import InlineProposer
@@ -449,7 +449,7 @@ class Speculation:
         nodes = lane.tree.issue([*first, *asked] if joined else first, self.state.next_run)
         lane.tree.widen(tip, nodes)
         if paid := sum(node.paid for node in nodes):
-            self.worth.issued(paid * self._row_price)
+            self.worth.issued(paid * row_price(limits.costs))
         run = self.state.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
                                speculative=False)
         if due and self.hints is not None:
@@ -470,11 +470,6 @@ class Speculation:
                  zip(itertools.accumulate(chances), costs, strict=False)]
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0.0 else 0
-
-    @property
-    def _row_price(self) -> float:
-        """What a guess costs where most share a run, as in `controller.least_hope`."""
-        return min((cost / size for size, cost in enumerate(self.limits.costs, 1)), default=0.0)
 
     def _cutoff(self, lane: Lane) -> float:
         """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""

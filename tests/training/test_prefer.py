@@ -17,10 +17,11 @@ from pipeinfer.errors import UsageError
 from pipeinfer.experiments.rig import launch
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.training.adapt.lora import LoraSettings, load_adapter
-from pipeinfer.training.adapt.prefer import Preferring, pairs_of, run
+from pipeinfer.training.adapt.prefer import pairs_of, run
 from pipeinfer.training.adapt.trainee import Arithmetic, Trainee
 from pipeinfer.training.pair.restore import restore
 from pipeinfer.training.pasta import pasta
+from pipeinfer.training.pasta.bonbon import Round
 from pipeinfer.training.tasks.batches import collate
 
 TASK = EMBEDDED / "task.gguf"
@@ -59,7 +60,7 @@ def test_answers_are_laid_out_as_training_reads_them(sampled):
 
 
 def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
-    settings = Preferring(weight=2.0, steps=4, batch=2, rate=2e-3)
+    settings = Round(weight=2.0, steps=4, batch=2, rate=2e-3)
     losses = run(TASK, sampled, tmp_path, settings, LoraSettings(4, 8.0), PLAIN, report=silent)
     assert losses[-1] < losses[0]
     adapter = load_adapter(tmp_path)
@@ -93,7 +94,7 @@ def test_samples_of_another_model_are_refused(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_text(json.dumps({"samples": [one, one | {"quality": 0.0, "tokens": [1, 3, 2]}]}))
     with pytest.raises(UsageError, match="has token 1000000"):
-        run(TASK, path, tmp_path / "a", Preferring(), LoraSettings(4, 8.0), PLAIN, report=silent)
+        run(TASK, path, tmp_path / "a", Round(), LoraSettings(4, 8.0), PLAIN, report=silent)
     path.write_text(json.dumps({"samples": [one | {"tokens": [1, -1, 2]}]}))
     with pytest.raises(UsageError, match="a token below 0"):
         pairs_of(path, 2.0, 2048, silent)
@@ -114,5 +115,5 @@ def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
 @pytest.mark.parametrize("weight", [float("inf"), float("nan")])
 def test_weights_that_an_adapters_config_cannot_hold(tmp_path, weight):
     with pytest.raises(UsageError, match="no finite number"):
-        run(TASK, tmp_path / "none.jsonl", tmp_path / "a", Preferring(weight=weight),
+        run(TASK, tmp_path / "none.jsonl", tmp_path / "a", Round(weight=weight),
             LoraSettings(4, 8.0), PLAIN, report=silent)

@@ -39,16 +39,8 @@ class Merged:
         check_config(self.config, str(path))
         self.names = self._names()
         shapes = dict(self.names)
-        for name in adapter.weights if adapter is not None else ():
-            stem = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
-            if f"{stem}.weight" not in shapes:
-                raise ModelError(f"the adapter changes {stem[:80]}, which {path} does not have: "
-                                 "give the model that it was trained for")
-            assert adapter is not None
-            found, wanted = adapter.shape(f"{stem}.weight"), shapes[f"{stem}.weight"]
-            if found != wanted:  # before they are multiplied, which might take any memory
-                raise ModelError(f"the adapter's {stem} has shape {list(found)}, the model's "
-                                 f"{list(wanted)}: give the model that it was trained for")
+        if adapter is not None:
+            self._check_matrices(adapter, shapes)
         self._check_tokens(shapes)
 
     @property
@@ -94,6 +86,18 @@ class Merged:
         grown[: len(tensor)] = tensor
         grown[new.first : new.first + len(rows)] = rows
         return grown
+
+    def _check_matrices(self, adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Each of the adapter's is a difference to one of the model's."""
+        for name in adapter.weights:
+            stem = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+            if f"{stem}.weight" not in shapes:
+                raise ModelError(f"the adapter changes {stem[:80]}, which {self.path} does not "
+                                 "have: give the model that it was trained for")
+            found, wanted = adapter.shape(f"{stem}.weight"), shapes[f"{stem}.weight"]
+            if found != wanted:  # before they are multiplied, which might take any memory
+                raise ModelError(f"the adapter's {stem} has shape {list(found)}, the model's "
+                                 f"{list(wanted)}: give the model that it was trained for")
 
     def _check_tokens(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """New tokens come right behind those that the model has."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,16 @@ from torch import Tensor
 from pipeinfer.errors import UsageError
 from pipeinfer.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
 from pipeinfer.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer.training.adapt.tune import chosen
 from pipeinfer.training.pasta import bonbon, pasta
 from pipeinfer.training.pasta.annotate import read_jsonl
-from pipeinfer.training.pasta.bonbon import Scored
+from pipeinfer.training.pasta.bonbon import Round, Scored
 from pipeinfer.training.tasks import formats
 from pipeinfer.training.tasks.batches import collate
 from pipeinfer.training.tasks.formats import Example
 
 #: the better and the worse answer to one prompt, as training rows
 Pair = tuple[Example, Example]
-
-
-@dataclass(frozen=True, slots=True)
-class Preferring:
-    """One round. weight: of quality against speed (the paper's lambda). alpha: of the better
-    answer's own likelihood. rate: highest learning rate, which falls linearly to 0."""
-
-    weight: float = 2.0
-    steps: int = 60
-    batch: int = 6
-    rate: float = 1e-4
-    alpha: float = bonbon.ALPHA
-    seed: int = 0
 
 
 def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], None]
@@ -67,9 +54,9 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
                              ) from error
         fit = [one for one in scored if max(
             len(one.tokens), int(flats[one.tokens].positions.max()) + 1) <= context]
-        chosen = bonbon.pair(fit, weight) if len(fit) > 1 else None
-        if chosen is not None:
-            pairs.append((flats[chosen[0].tokens], flats[chosen[1].tokens]))
+        ends = bonbon.pair(fit, weight) if len(fit) > 1 else None
+        if ends is not None:
+            pairs.append((flats[ends[0].tokens], flats[ends[1].tokens]))
             counts.append(len(fit))
     report(f"{len(pairs)} pairs")
     if not pairs:
@@ -78,7 +65,7 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
     return pairs, max(set(counts), key=counts.count)
 
 
-def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Preferring,
+def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Round,
            report: Callable[[str], None] = print) -> list[float]:
     """Loss of every step (paper section 4, BoNBoN), against the model as it is now; an interrupt
     (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
@@ -87,18 +74,16 @@ def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Pref
     parameters = list(trainee.learnt.values())
     optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
-    size = min(settings.batch, len(pairs))
+    numbers = range(len(pairs))
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * (1 - step / settings.steps)
-        total = 0.0
+        total, mine = 0.0, chosen(numbers, settings.batch, settings.seed, step)
         try:
-            for at in range(step * size, (step + 1) * size):
-                epoch, index = divmod(at, len(pairs))
-                number = int(np.random.default_rng([settings.seed, epoch]).permutation(
-                    len(pairs))[index])
+            for number in mine:
                 now = _likelihoods(trainee, pairs[number])
-                loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha) / size
+                loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha)
+                loss = loss / len(mine)
                 loss.backward()
                 total += float(loss.detach())
         except KeyboardInterrupt:
@@ -113,7 +98,7 @@ def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Pref
     return losses
 
 
-def run(model: Path, data: Path, out: Path, settings: Preferring, lora: LoraSettings,
+def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
         arithmetic: Arithmetic, *, threads: int = 1, context: int = 2048,
         report: Callable[[str], None] = print) -> list[float]:
     """Leaves a LoRA adapter in peft's format in `out`; losses of every step. Raises UsageError and

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from pipeinfer.training.pair.checkpoint import load_state, save_state
 from pipeinfer.training.pasta.pasta import IGNORE
 from pipeinfer.training.tasks.batches import collate
 from pipeinfer.training.tasks.formats import Example
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
         for group in optimizer.param_groups:
             group["lr"] = settings.rate_at(step, length)
         try:
-            loss = _step(trainee, _chosen(rows, settings, step), settings.tokens)
+            loss = _step(trainee, chosen(rows, settings.batch, settings.seed, step),
+                         settings.tokens)
         except KeyboardInterrupt:
             report(f"interrupted after step {step} of {length}")
             break
@@ -93,15 +97,15 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
     return losses
 
 
-def _chosen(rows: Sequence[Example], settings: Tuning, step: int) -> list[Example]:
+def chosen(rows: Sequence[_Row], batch: int, seed: int, step: int) -> list[_Row]:
     """The rows of a step: every epoch visits each once, in an order of its own."""
-    size = min(settings.batch, len(rows))
-    chosen: list[Example] = []
+    size = min(batch, len(rows))
+    found: list[_Row] = []
     for at in range(step * size, (step + 1) * size):
         epoch, index = divmod(at, len(rows))
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(rows))
-        chosen.append(rows[order[index]])
-    return chosen
+        order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+        found.append(rows[order[index]])
+    return found
 
 
 def _step(trainee: Trainee, rows: list[Example], tokens: int) -> float:

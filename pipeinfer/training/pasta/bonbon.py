@@ -34,6 +34,19 @@ def loss(
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """One round of stage 2. weight: of quality against speed (the paper's lambda). alpha: of the
+    better answer's own likelihood. rate: highest learning rate, which falls linearly to 0."""
+
+    weight: float = 2.0
+    steps: int = 60
+    batch: int = 6
+    rate: float = 1e-4
+    alpha: float = ALPHA
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """One sampled response: ``speedup`` over the sequential baseline and ``quality``."""
 

@@ -197,13 +197,14 @@ def _prefer(model: Path, data: Path | None, out: Path, round_: dict[str, Any],
             given: dict[str, Any]) -> None:
     need_transformers()
     from pipeinfer.training.adapt.lora import LoraSettings
-    from pipeinfer.training.adapt.prefer import Preferring, run
+    from pipeinfer.training.adapt.prefer import run
     from pipeinfer.training.adapt.trainee import Arithmetic
+    from pipeinfer.training.pasta.bonbon import Round
 
     if data is None:
         raise UsageError("--data is needed: a file that pipeinfer sample has written with this "
                          "model")
-    run(model, data, out, Preferring(**round_), LoraSettings(given["rank"], 2.0 * given["rank"]),
+    run(model, data, out, Round(**round_), LoraSettings(given["rank"], 2.0 * given["rank"]),
         Arithmetic.of(given["device"], given["dtype"]), threads=given["threads"],
         context=given["context"], report=say)
 

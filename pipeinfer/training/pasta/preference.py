@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeinfer.host import multiplies_bfloat16
 from pipeinfer.training.pair.model import Llama
 from pipeinfer.training.pasta import bonbon, pasta
-from pipeinfer.training.pasta.bonbon import Scored
+from pipeinfer.training.pasta.bonbon import Round, Scored
 from pipeinfer.training.tasks import batches, formats, programs, reference
 from pipeinfer.training.tasks.formats import prompt_ids
 from pipeinfer.training.tasks.markup import SYSTEM, Codec
@@ -26,16 +26,10 @@ Quality = Callable[[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
-    """One round of stage 2; ``weight`` is the paper's lambda."""
+class Preference(Round):
+    """A round that samples as well: ``samples`` responses to each prompt."""
 
-    weight: float
     samples: int = 8
-    steps: int = 60
-    batch: int = 6
-    rate: float = 1e-4
-    alpha: float = bonbon.ALPHA
-    seed: int = 0
     #: where the processor multiplies it in hardware; elsewhere float32 is several times as fast
     bfloat16: bool = field(default_factory=multiplies_bfloat16)
 
