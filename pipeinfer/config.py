@@ -109,7 +109,8 @@ class ModelConfig:
     cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached keys; auto: the one that keeps decodes "
-                                  "exact (q8_0 on a CPU, see docs/exactness.md).")
+                                  "exact (on a CPU q8_0, bf16 with AVX512_BF16, see "
+                                  "docs/exactness.md).")
     cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached values; auto: the one that keeps "

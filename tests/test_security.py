@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 WEB = ROOT / "pipeinfer" / "server" / "web"
 SOURCES = sorted(path for folder in ("pipeinfer", "benchmarks", "launch")
-                 for path in (ROOT / folder).rglob("*.py"))
+                 for path in (ROOT / folder).rglob("*.py")
+                 if ROOT / "benchmarks" / "results" not in path.parents)  # what benchmarks fetched
 SECRET, KEY = "xyzzy-my-secret-prompt", "sk-plugh-0123456789"
 
 # --- source -----------------------------------------------------------------------------------

@@ -98,3 +98,11 @@ def reads_halves_fast() -> bool:
     is slower than over q8_0. Raises BackendError without a library.
     """
     return "avx512f" in llama_c.kernels()
+
+
+def multiplies_bfloats_fast() -> bool:
+    """Whether the library multiplies bfloat16 numbers by an instruction of their own, as with
+    AVX512_BF16; with AVX-512 alone attention over them is slower than over q8_0. Raises
+    BackendError without a library.
+    """
+    return "avx512_bf16" in llama_c.kernels()

@@ -29,13 +29,13 @@ def model(request, tmp_path_factory):
     return ModelFile(path)
 
 
-def load(model, start, stop, folder, *, gaps):
+def load(model, start, stop, folder, *, gaps, **options):
     source = GapModel(model) if gaps else model
     n = model.n_layers
     return LlamaCppBackend.load(
         extract_shard(source, start, stop, cache_dir=folder), layers=(start, stop),
         n_layers_total=n, first=start == 0, last=stop == n, n_ctx=512, n_seq_max=8, n_batch=64,
-        n_threads=1, options=LlamaOptions(gaps=gaps, keep_order=not gaps))
+        n_threads=1, options=LlamaOptions(gaps=gaps, keep_order=not gaps, **options))
 
 
 def run(stages, rows):
@@ -66,7 +66,10 @@ def test_the_rewritten_layers_compute_the_same(model, cut, tmp_path):
 
 def test_gaps_are_taken_and_only_distances_matter(model, tmp_path):
     n = model.n_layers
-    stages = [load(model, 0, 1, tmp_path, gaps=True), load(model, 1, n, tmp_path, gaps=True)]
+    # keys that are rounded differ by how far they were turned, so that distances alone would not do
+    whole = {"type_k": "f32", "type_v": "f32", "flash_attn": "off"}
+    stages = [load(model, 0, 1, tmp_path, gaps=True, **whole),
+              load(model, 1, n, tmp_path, gaps=True, **whole)]
     tokens = np.random.default_rng(2).integers(4, model.n_vocab, 12).tolist()
     answers = []
     for shift in (0, 100):
@@ -75,7 +78,7 @@ def test_gaps_are_taken_and_only_distances_matter(model, tmp_path):
         for stage in stages:
             stage.seq_rm(0, 0, 2**31 - 1)
     near = run(stages, chain(tokens))[6:]
-    assert np.abs(answers[0] - answers[1]).max() < 0.02 * np.abs(near).max()
+    assert np.abs(answers[0] - answers[1]).max() < 0.01 * np.abs(near).max()
     assert np.abs(answers[0] - near).max() > 0.05 * np.abs(near).max()  # the gap is seen
     plain = load(model, 0, n, tmp_path, gaps=False)
     plain.decode(chain(tokens[:6]))

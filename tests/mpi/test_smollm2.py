@@ -13,9 +13,11 @@ from pipeinfer.models import bundled
 from tests.mpi.test_jobs import PIPEINFER
 from tests.support.sample import FULL
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
-    bundled.smollm2() is None,
-    reason=f"SmolLM2 is not installed, and launch/test could not fetch it: {bundled.GET_SMOLLM2}")]
+pytestmark = [
+    pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("smollm2"), pytest.mark.skipif(
+        bundled.smollm2() is None,
+        reason="SmolLM2 is not installed, and launch/test could not fetch it: "
+        f"{bundled.GET_SMOLLM2}")]
 QUESTION = "What is photosynthesis?"
 
 
@@ -25,7 +27,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 def test_it_answers_coherently_and_the_same_over_ranks():
-    asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", QUESTION, "-n", "96",
+    asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", QUESTION, "-n", "192",
              "--temp", "0", "-c", "512", "--json"]
     alone, over_ranks = (answer(launch.run(np, asked)) for np in (1, 4))
     assert over_ranks["tokens"] == alone["tokens"]

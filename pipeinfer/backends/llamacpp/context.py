@@ -14,7 +14,13 @@ from typing import Any, Literal
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, last_log, may_repack, reads_halves_fast
+from pipeinfer.models.llama import (
+    clear_log,
+    last_log,
+    may_repack,
+    multiplies_bfloats_fast,
+    reads_halves_fast,
+)
 from pipeinfer.models.llama_rules import check_file
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
@@ -74,7 +80,8 @@ class LlamaOptions:
 
         On a CPU the choice is flash attention over q8_0 keys, and over values of float16 where the
         library was compiled for AVX-512, which reads them fastest, else of q8_0 (float16 keys and
-        bfloat16 values where q8_0 does not fit the heads). That kernel treats every row alone,
+        bfloat16 values where q8_0 does not fit the heads); with AVX512_BF16 over keys of bfloat16
+        and values of float16, unless other values are named. That kernel treats every row alone,
         cell by cell, and skips cells that the row does not see; so a row's logits do not depend on
         its neighbours, on holes, or on where in the cache its sequence begins. Without flash
         attention two rows take another kernel than one; where keys and values are both float16, or
@@ -88,6 +95,9 @@ class LlamaOptions:
         treats_rows_alone = on_cpu and flash == "on"
         if one_type and kind_k == "auto":
             kind_k = kind_v
+        if kind_k == "auto" and treats_rows_alone and not one_type \
+                and kind_v in ("auto", "f16") and multiplies_bfloats_fast():
+            kind_k = "bf16"
         if kind_k == "auto":
             fits = (key_size or head_size) % 32 == 0
             kind_k = "q8_0" if treats_rows_alone and fits else "f16"

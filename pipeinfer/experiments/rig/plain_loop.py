@@ -18,9 +18,14 @@ from pipeinfer.backends.llamacpp.context import latent, metadata
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import ensure_llama, may_repack, reads_halves_fast
+from pipeinfer.models.llama import (
+    ensure_llama,
+    may_repack,
+    multiplies_bfloats_fast,
+    reads_halves_fast,
+)
 
-_F16, _Q8_0 = 1, 8  #: ggml's numbers of types
+_F16, _Q8_0, _BF16 = 1, 8, 30  #: ggml's numbers of types
 _FEW = 16  #: rows
 
 
@@ -28,7 +33,7 @@ class PlainLoop:
     """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
-                 n_batch: int = 512, type_k: int = _Q8_0, type_v: int | None = None,
+                 n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
                  flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_c.llama_model_default_params()
@@ -36,8 +41,11 @@ class PlainLoop:
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+        one_type = latent(self.model)
+        if type_k is None:
+            type_k = _Q8_0 if one_type or not multiplies_bfloats_fast() else _BF16
         if type_v is None:
-            type_v = type_k if latent(self.model) or not reads_halves_fast() else _F16
+            type_v = type_k if one_type or not reads_halves_fast() else _F16
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         self.context: Any = llama_c.llama_init_from_model(self.model, params)
