@@ -58,7 +58,7 @@ def held(path):
 @pytest.mark.parametrize(("np", "grid", "fault", "more"), [
     (3, "1x2", "kill@1:decode=10", MESSAGES),
     (6, "2x2", "stop@2:decode=10", (*MEMORY, *SPARE, *QUICK)),
-    (5, "2x2", "kill@3:decode=10,kill@4:decode=10", ()),
+    full(5, "2x2", "kill@3:decode=10,kill@4:decode=10", ()),
     (5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
     (5, "2x2", "cut-link@1:peer=2:after=200", (*MESSAGES, "--timeout", "16")),
     full(3, "1x2", "kill@1:decode=10", MEMORY),
