@@ -18,7 +18,7 @@ import pytest
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import Served
 
-pytestmark = [pytest.mark.slow, pytest.mark.mpi, pytest.mark.xdist_group("wheel")]
+pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]
 SOURCES = ("pipeinfer", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 

@@ -14,7 +14,7 @@ from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.locate import open_tokenizer
 from tests.support.sample import mostly_full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("architectures")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 def tokens(n_ranks, path, *more):

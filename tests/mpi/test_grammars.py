@@ -18,7 +18,7 @@ from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.support.sample import full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("grammars")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "settings = ", 40
 SCHEMA = {"type": "object", "required": ["name", "size"], "additionalProperties": False,
           "properties": {"name": {"type": "string", "maxLength": 10},

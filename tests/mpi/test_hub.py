@@ -15,7 +15,7 @@ from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
 from tests.support.sample import FULL, full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("hub")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"
 REQUEST = ["-p", "def area(r):\n", "-n", "24", "--temp", "0", "--ignore-eos", "-c", "128", "--json",
            "-t", "1"]

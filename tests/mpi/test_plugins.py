@@ -14,7 +14,7 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import PIPEINFER, serve
 from tests.support.sample import full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("plugins")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = ("-p", "import os", "-n", "24", "--temp", "0", "-c", "512")
 
 

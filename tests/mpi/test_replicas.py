@@ -19,7 +19,7 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
 from tests.support.sample import full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
 SEEDED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "key": noise_key(3)}
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT]

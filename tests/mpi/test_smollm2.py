@@ -13,11 +13,9 @@ from pipeinfer.models import bundled
 from tests.mpi.test_jobs import PIPEINFER
 from tests.support.sample import FULL
 
-pytestmark = [
-    pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("smollm2"), pytest.mark.skipif(
-        bundled.smollm2() is None,
-        reason="SmolLM2 is not installed, and launch/test could not fetch it: "
-        f"{bundled.GET_SMOLLM2}")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
+    bundled.smollm2() is None,
+    reason=f"SmolLM2 is not installed, and launch/test could not fetch it: {bundled.GET_SMOLLM2}")]
 QUESTION = "What is photosynthesis?"
 
 

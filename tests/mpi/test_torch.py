@@ -24,7 +24,7 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.support.sample import full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("torch")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "class Stack:\n    def __init__(self):\n" * 6, 24
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1, "key": noise_key(5)}

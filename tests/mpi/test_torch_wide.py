@@ -17,7 +17,7 @@ from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
 from tests.support.sample import FULL, full
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("torch_wide")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

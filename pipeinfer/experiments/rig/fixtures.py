@@ -30,15 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the full run makes. Where workers share the tests (pytest-xdist), those
-    of jobs of several ranks are one worker's, so that never two such jobs are at work, unless they
-    say that nothing in them minds."""
-    if config.getoption("dist", "no") == "loadgroup" or config.getoption("loadgroup", False):
-        for item in items:
-            if item.get_closest_marker("xdist_group") is not None:
-                continue
-            group = "jobs" if item.get_closest_marker("mpi") else item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Leave out what only the full run makes."""
     if config.getoption("full"):
         return
     named = tuple(part for part in config.args if "::" in part)
