@@ -18,6 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.wide.divergence import against, log_probabilities
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.core.types import FloatArray, make_rows
 from pipeinfer.models.gguf import ModelFile
@@ -115,19 +116,12 @@ def _diverge(model: Path, names: list[str], text: Path, count: int, threads: int
     for name in ("f32/f32/off", *names):
         backend = _open(model, name, len(tokens) + 8, threads)
         kinds = f"{backend.options.type_k}/{backend.options.type_v}"
-        logits = _log_softmax(_feed(backend, tokens, outputs=True))
+        logits = log_probabilities(_feed(backend, tokens, outputs=True))
         backend.close()
         if reference is None:
             reference = logits
             continue
-        divergence = (np.exp(reference) * (reference - logits)).sum(axis=1).mean()
-        click.echo(f"{len(tokens)} tokens, {name} ({kinds}): {divergence:.2e} nats")
-
-
-def _log_softmax(logits: FloatArray) -> Any:
-    x = logits.astype(np.float64)
-    x -= x.max(axis=1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+        click.echo(f"{len(tokens)} tokens, {name} ({kinds}): {against(reference, logits)}")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,15 @@ def scores(loop: PlainLoop, text: list[int], chunk: int = 1) -> FloatArray:
     """Log-probabilities after every `chunk`-th token: float32[n, n_vocab]."""
     loop.reset()
     rows = [loop.decode(text[at:at + chunk], at) for at in range(0, len(text), chunk)]
-    found = np.stack(rows).astype(np.float64)
+    loop.close()
+    return log_probabilities(np.stack(rows))
+
+
+def log_probabilities(logits: FloatArray) -> FloatArray:
+    """The log-softmax of every row: float64[n, n_vocab]."""
+    found = logits.astype(np.float64)
     found -= found.max(axis=1, keepdims=True)
     found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
-    loop.close()
     return found
 
 

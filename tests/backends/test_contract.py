@@ -418,8 +418,9 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
     monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
+    monkeypatch.setattr(llama_c, "kernels", lambda: ("avx2",))
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
-    assert options.type_k != "f16"
+    assert options.type_k == "q8_0"
     plain = LlamaOptions(n_gpu_layers=9, type_k="f16", type_v="f16").resolved(64)
     assert plain.exact_limit(4096, 2) == 1
 

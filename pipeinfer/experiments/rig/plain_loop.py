@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.backends.llamacpp.context import latent, metadata
+from pipeinfer.backends.llamacpp.context import (
+    CACHE_TYPES,
+    LlamaOptions,
+    head_size,
+    latent,
+    metadata,
+)
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import (
-    ensure_llama,
-    may_repack,
-    multiplies_bfloats_fast,
-    reads_halves_fast,
-)
+from pipeinfer.models.llama import ensure_llama, may_repack
 
-_F16, _Q8_0, _BF16 = 1, 8, 30  #: ggml's numbers of types
 _FEW = 16  #: rows
 
 
@@ -41,11 +41,12 @@ class PlainLoop:
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
-        one_type = latent(self.model)
+        kinds = LlamaOptions().resolved(head_size(self.model), head_size(self.model, "key"),
+                                        one_type=latent(self.model))
         if type_k is None:
-            type_k = _Q8_0 if one_type or not multiplies_bfloats_fast() else _BF16
+            type_k = CACHE_TYPES[kinds.type_k][0]
         if type_v is None:
-            type_v = type_k if one_type or not reads_halves_fast() else _F16
+            type_v = CACHE_TYPES[kinds.type_v][0]
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         self.context: Any = llama_c.llama_init_from_model(self.model, params)
