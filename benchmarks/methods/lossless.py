@@ -25,7 +25,8 @@ import numpy as np
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.sampling import candidates, noise_key
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop

@@ -22,7 +22,7 @@ from benchmarks.methods.lossless import explain
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import CHATS
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop

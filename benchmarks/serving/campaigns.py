@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.methods.prompts import PROMPTS
 from benchmarks.serving.client import Answer, complete, get
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig.launch import environment, mpirun_path
 from pipeinfer.experiments.rig.plain_loop import PlainLoop

@@ -197,7 +197,7 @@ class Own:
     ) -> str:
         """See `Partner.answer`."""
         from pipeinfer.cluster.generate import draw_seed, run_request
-        from pipeinfer.core.sampling import noise_key
+        from pipeinfer.core.noise import noise_key
 
         tokenizer = self._session.tokenizer
         prompt = tokenizer.encode_chat(messages)

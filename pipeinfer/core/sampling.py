@@ -7,58 +7,25 @@ of ranks and timing. The draft applies the same rule, with the same noise, to it
 
 Steps, in llama.cpp's order: logit bias, penalties, grammar, top-k, top-p, min-p, temperature; then
 the arg-max of `logit / T + Gumbel noise` in float64, ties to the lowest id (the Gumbel-max trick:
-the law is exactly the softmax). The noise is a hash of (key, position, token id).
+the law is exactly the softmax). The noise is a hash of (key, position, token id), see `noise`.
 
 This module keeps no state and knows no model, tree or draft.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.noise import contenders, gumbel, shortlist
 from pipeinfer.core.types import ANY, NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
 
-_U64 = np.uint64
-_MIX_A, _MIX_B = _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
-_STEP_TOKEN = _U64(0x9E3779B97F4A7C15)
-_MASK = (1 << 64) - 1
-
-
-def noise_key(seed: int, choice_index: int = 0, thread: tuple[int, ...] = ()) -> int:
-    """The 64-bit key of one causal thread of one choice of one request."""
-    return _digest(f"{seed}/{choice_index}/{','.join(map(str, thread))}")
-
-
-def thread_key(key: int, thread: int) -> int:
-    """The key of a thread inside a response whose own key is `key`; thread 0 has that itself."""
-    if not thread:
-        return key
-    return _digest(f"{key}/{thread}")
-
-
-def _digest(text: str) -> int:
-    """64 bits of a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def gumbel(key: int, position: int, ids: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise float64[n] for tokens `ids` after the row at `position`."""
-    start = (key + (position + 1) * 0xD1342543DE82EF95) & _MASK
-    state = _mix(_mix(np.array([start], _U64)) + ids.astype(_U64) * _STEP_TOKEN)
-    uniform = ((state >> _U64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log(uniform))
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
-    x = (x ^ (x >> _U64(30))) * _MIX_A
-    x = (x ^ (x >> _U64(27))) * _MIX_B
-    return x ^ (x >> _U64(31))
+_DEPTHS = (6.0, 12.0, math.inf)  #: how far below the best logit top-p looks, until it has enough
+_FAR = 6.0  #: perturbed scores so far behind the best count for little
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +58,27 @@ def candidates(
     bool[n], the tokens that a grammar allows; ids from n on are not (None: no grammar). None may
     be left.
     """
-    x = logits.astype(np.float64)
-    for token, bias in params.logit_bias:
-        if 0 <= token < len(x):
-            x[token] += bias
-    if params.uses_history:
-        _penalise(x, params, history)
-    if params.bans:
-        allowed = _without_banned(params, int(history[-1]), position, len(x), allowed)
-    within = None if allowed is None else np.flatnonzero(allowed[: len(x)])
-    if within is not None and not within.size:
-        return Candidates(within, x[within])
-    if params.temperature <= 0:
-        return Candidates(np.arange(len(x)), x) if within is None else Candidates(within, x[within])
-    ids = _truncate(x, params) if within is None else within[_truncate(x[within], params)]
-    scores = x[ids] / params.temperature + gumbel(params.key, position, ids)
-    return Candidates(ids, scores)
+    x, ids = _left(logits, params, history, position, allowed)
+    return _perturbed(x, ids, params, position)
+
+
+def best_shares(
+    logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
+    allowed: BoolArray | None = None, *, count: int,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The `count` best of `candidates`, best first, and what share of the softmax of all scores
+    each has; with noise in them that is up to some per cent too much, as the many that are far
+    behind are left out. count: at most 64; fewer come where there are no more."""
+    x, ids = _left(logits, params, history, position, allowed)
+    if params.temperature > 0:
+        found = _perturbed(x, ids, params, position, count=count, margin=_FAR)
+        total = np.exp(found.scores - found.scores.max(initial=-np.inf)).sum()
+    else:
+        found = _perturbed(x, ids, params, position, count=count)
+        within = x if ids is None else x[ids]
+        total = math.exp(log_total(within) - float(within.max())) if within.size else 1.0
+    ranked, scores = found.ranked(count)
+    return ranked, np.exp(scores - scores[:1]) / total
 
 
 def choose(
@@ -122,14 +94,59 @@ def choose(
             and not params.bans and allowed is None):
         token = int(np.argmax(logits))
     else:
-        token = candidates(logits, params, history, position, allowed).best()
+        x, ids = _left(logits, params, history, position, allowed)
+        token = _perturbed(x, ids, params, position, count=1).best()
     if params.n_logprobs < 0 or token == NO_TOKEN:
         return Choice(token)
-    x = logits.astype(np.float64)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
-    order = _descending(x, params.n_logprobs).tolist() if params.n_logprobs else []
-    return Choice(token, float(x[token]), tuple((i, float(x[i])) for i in order))
+    total = log_total(logits)
+    order = _descending(logits, params.n_logprobs).tolist() if params.n_logprobs else []
+    return Choice(token, float(logits[token]) - total,
+                  tuple((i, float(logits[i]) - total) for i in order))
+
+
+def log_total(logits: npt.NDArray[Any]) -> float:
+    """What is subtracted from logits to make them log-probabilities, to seven digits."""
+    most = logits.max()
+    below = (logits - most).astype(np.float32, copy=False)
+    return float(most) + math.log(float(np.exp(below).sum(dtype=np.float64)))
+
+
+def _left(logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
+          allowed: BoolArray | None) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64] | None]:
+    """Logits after biases and penalties, and the ids that grammar and truncation leave; None: all.
+    """
+    x = logits
+    if params.logit_bias or params.uses_history:
+        x = logits.astype(np.float64)
+        for token, bias in params.logit_bias:
+            if 0 <= token < len(x):
+                x[token] += bias
+        if params.uses_history:
+            _penalise(x, params, history)
+    if params.bans:
+        allowed = _without_banned(params, int(history[-1]), position, len(x), allowed)
+    if allowed is None:
+        return x, _truncate(x, params)
+    within = np.flatnonzero(allowed[: len(x)])
+    kept = _truncate(x[within], params) if within.size else None
+    return x, within if kept is None else within[kept]
+
+
+def _perturbed(x: npt.NDArray[Any], ids: npt.NDArray[np.int64] | None, params: SamplingParams,
+               position: int, *, count: int = 0, margin: float = 0.0) -> Candidates:
+    """Scores of `ids`, None: of all. count: with that the `count` best, those at most `margin`
+    behind the best, and perhaps some more are enough where there are many."""
+    if ids is None and count and params.temperature > 0:
+        return Candidates(*contenders(x, params.temperature, params.key, position, count=count,
+                                      margin=margin))
+    if ids is None and count:
+        ids = shortlist(x, count)
+    if ids is None:
+        ids = np.arange(len(x))
+    scores = x[ids].astype(np.float64)
+    if params.temperature > 0 and ids.size:
+        scores = scores / params.temperature + gumbel(params.key, position, ids)
+    return Candidates(ids, scores)
 
 
 def _without_banned(params: SamplingParams, token: int, position: int, n_vocab: int,
@@ -151,13 +168,11 @@ def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, c
     """What a row names that only proposes: the `count` tokens that come first under the target's
     rule and noise (penalties, bias and grammar left out), with the raw log-probability of each."""
     plain = replace(params, repeat_last_n=0, logit_bias=())
-    found = candidates(logits, plain, np.zeros(0, np.int32), position)
-    best = np.argpartition(-found.scores, count)[:count] if count < len(found.ids) else slice(None)
-    ids, _ = Candidates(found.ids[best], found.scores[best]).ranked(count)
-    x = logits.astype(np.float64)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
-    return Choice(int(ids[0]), float(x[ids[0]]), tuple((int(i), float(x[i])) for i in ids))
+    x, left = _left(logits, plain, np.zeros(0, np.int32), position, None)
+    ids, _ = _perturbed(x, left, plain, position, count=count).ranked(count)
+    total = log_total(logits)
+    return Choice(int(ids[0]), float(logits[ids[0]]) - total,
+                  tuple((int(i), float(logits[i]) - total) for i in ids))
 
 
 def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntArray) -> None:
@@ -170,28 +185,48 @@ def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntAr
     x[ids] = values - counts * params.frequency_penalty - params.presence_penalty
 
 
-def _descending(x: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+def _descending(x: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
     """Indices of the `count` largest values, largest first, ties to the lowest index."""
-    if count < len(x):
-        threshold = np.partition(x, len(x) - count)[len(x) - count]
-        ids = np.flatnonzero(x >= threshold)
-    else:
+    ids = shortlist(x, count)
+    if ids is None:
         ids = np.arange(len(x))
-    return ids[np.lexsort((ids, -x[ids]))][:count]
+    values = x[ids]
+    if count < len(values):
+        inside = values >= np.partition(values, len(values) - count)[len(values) - count]
+        ids, values = ids[inside], values[inside]
+    return ids[np.lexsort((ids, -values))][:count]
 
 
-def _truncate(x: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.int64]:
-    """Ids left by top-k, top-p and min-p, applied one after the other to the remaining mass."""
-    needs_order = params.top_p < 1.0
-    if params.top_k > 0 or needs_order:
-        ids = _descending(x, params.top_k if params.top_k > 0 else len(x))
-    else:
-        ids = np.arange(len(x))
-    if needs_order:
-        p = np.exp(x[ids] - x[ids].max())
-        mass = np.cumsum(p / p.sum())
-        ids = ids[: int(np.searchsorted(mass, params.top_p)) + 1]
+def _truncate(x: npt.NDArray[Any], params: SamplingParams) -> npt.NDArray[np.int64] | None:
+    """Indices left by top-k, top-p and min-p, applied one after the other to the remaining mass;
+    None: all."""
+    if params.temperature <= 0:
+        return None
+    ids = None
+    if params.top_p < 1.0:
+        ids = _nucleus(x, params.top_k, params.top_p)
+    elif params.top_k > 0:
+        ids = _descending(x, params.top_k)
     if params.min_p > 0.0:
-        best = x[ids].max()
-        ids = ids[x[ids] >= best + np.log(params.min_p)]
+        least = np.float64(x.max()) + np.log(params.min_p)
+        ids = np.flatnonzero(x >= least) if ids is None else ids[x[ids] >= least]
     return ids
+
+
+def _nucleus(x: npt.NDArray[Any], top_k: int, top_p: float) -> npt.NDArray[np.int64]:
+    """Top-k (0: none), then top-p: the likeliest, ties to the lowest index, as many as have `top_p`
+    of what top-k leaves."""
+    if 0 < top_k < len(x):
+        ids = _descending(x, top_k)
+        p = np.exp(x[ids] - np.float64(x.max()))
+        return ids[: int(np.searchsorted(np.cumsum(p / p.sum()), top_p)) + 1]
+    best = np.float64(x.max())
+    total = math.exp(log_total(x) - best)
+    for depth in _DEPTHS:
+        values = np.sort(x[x >= best - depth])[::-1]
+        mass = np.cumsum(np.exp(values - best)) / total
+        if mass[-1] >= top_p:
+            break
+    count = min(int(np.searchsorted(mass, top_p)) + 1, len(values))
+    above = np.flatnonzero(x > values[count - 1])
+    return np.concatenate((above, np.flatnonzero(x == values[count - 1])[: count - len(above)]))

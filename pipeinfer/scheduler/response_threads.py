@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pipeinfer.core.sampling import thread_key
+from pipeinfer.core.noise import thread_key
 from pipeinfer.core.types import Choice
 from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Emit, OpenLane

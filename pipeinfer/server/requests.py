@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, prompts

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.base import apply
+from pipeinfer.core.noise import thread_key
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import candidates, thread_key
+from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.scheduler.events import IssueRun, RunDone, SendOps, Submit
 from pipeinfer.scheduler.settings import Limits

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cli import sample
 from pipeinfer.cluster.generate import Generated
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies.decomposers.prompts import Opening
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core.sampling import candidates, choose, gumbel, noise_key
+from pipeinfer.core.noise import contenders, gumbel, noise_key, shortlist
+from pipeinfer.core.sampling import best_shares, candidates, choose, likeliest
 from pipeinfer.core.types import NO_TOKEN, SamplingParams
 
 NO_HISTORY = np.zeros(1, np.int32)
@@ -172,3 +173,82 @@ def test_a_mask_comes_after_penalties_and_before_truncation():
     params = SamplingParams(1.0, top_k=2, presence_penalty=5.0)
     left = candidates(LOGITS, params, np.array([1, 1], np.int32), 1, allowed)
     assert sorted(left.ids.tolist()) == [2, 3]
+
+
+# --- large vocabularies, of which not every token is looked at ------------------------------------
+
+
+def vocabulary(seed, size, spread, ties):
+    """Logits float32[size]; with ties many are equal."""
+    values = np.random.default_rng(seed).normal(0.0, spread, size)
+    return (np.round(values) if ties else values).astype(np.float32)
+
+
+LARGE = {"seed": st.integers(0, 10**6), "size": st.sampled_from([127, 300, 8192, 17_000, 40_001]),
+         "spread": st.sampled_from([0.0, 0.1, 1.0, 3.0, 9.0]), "ties": st.booleans()}
+
+
+@given(**LARGE, temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 3.0]),
+       key=st.integers(0, 2**64 - 1),
+       change=st.sampled_from([{}, {"top_k": 40}, {"top_k": 7, "top_p": 0.6}, {"top_p": 0.9},
+                               {"top_p": 1e-9}, {"min_p": 0.05}, {"repeat_penalty": 1.3},
+                               {"logit_bias": ((3, 40.0), (5, -np.inf))},
+                               {"bans": ((-1, -1, 7),)}]))
+def test_the_choice_is_the_best_of_all_candidates(seed, size, spread, ties, temperature, key,
+                                                  change):
+    logits, history = vocabulary(seed, size, spread, ties), np.arange(9, dtype=np.int32)
+    params = SamplingParams(temperature, key=key, **change)
+    everyone = candidates(logits, params, history, 8)
+    assert choose(logits, params, history, 8).token == everyone.best()
+    if not change:
+        most = everyone.ranked(8)[0].tolist()
+        assert best_shares(logits, params, history, 8, count=8)[0].tolist() == most
+        assert [i for i, _ in likeliest(logits, params, 8, 8).top] == most
+
+
+@given(**LARGE, top_p=st.floats(0.01, 0.999))
+def test_top_p_takes_the_likeliest_until_it_has_enough(seed, size, spread, ties, top_p):
+    logits = vocabulary(seed, size, spread, ties)
+    order = np.lexsort((np.arange(size), -logits))
+    p = np.exp(logits[order].astype(float) - logits.max())
+    mass = np.cumsum(p / p.sum())
+    wanted = int(np.searchsorted(mass, top_p)) + 1
+    found = candidates(logits, SamplingParams(1.0, top_p=top_p), NO_HISTORY, 0).ids
+    near = np.abs(mass[max(wanted - 2, 0) : wanted] - top_p).min() < 1e-6
+    assert set(found.tolist()) == set(order[: len(found)].tolist())
+    assert len(found) == wanted or (near and abs(len(found) - wanted) <= 1)
+
+
+@given(**LARGE, count=st.integers(1, 64), margin=st.sampled_from([0.0, 2.0, 9.0]),
+       temperature=st.sampled_from([0.3, 1.0]), key=st.integers(0, 2**64 - 1))
+def test_contenders_are_the_best_and_who_is_near(seed, size, spread, ties, count, margin,
+                                                 temperature, key):
+    logits = vocabulary(seed, size, spread, ties)
+    everyone = candidates(logits, SamplingParams(temperature, key=key), NO_HISTORY, 0)
+    ids, scores = contenders(logits, temperature, key, 0, count=count, margin=margin)
+    assert np.array_equal(scores, everyone.scores[ids])
+    least = min(everyone.ranked(count)[1][-1], everyone.scores.max() - margin)
+    assert set(np.flatnonzero(everyone.scores >= least).tolist()) <= set(ids.tolist())
+
+
+def test_a_shortlist_is_short_and_holds_every_tie():
+    logits = vocabulary(1, 49_152, 3.0, ties=False)
+    logits[[5, 40_000]] = logits.max() + 1.0
+    assert shortlist(logits, 1).tolist() == [5, 40_000]
+    assert len(shortlist(logits, 64)) < 200
+    assert shortlist(logits[:200], 8) is None
+    assert shortlist(np.full(49_152, np.nan, np.float32), 8) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("allowed", [None, np.arange(30_000) % 3 > 0])
+def test_shares_are_those_of_the_softmax_of_all_scores(temperature, allowed):
+    logits = vocabulary(2, 30_000, 3.0, ties=False)
+    params = SamplingParams(temperature, key=4)
+    scores = candidates(logits, params, NO_HISTORY, 0, allowed).scores
+    wanted = np.sort(np.exp(scores - scores.max()))[::-1][:8] / np.exp(scores - scores.max()).sum()
+    found = best_shares(logits, params, NO_HISTORY, 0, allowed, count=8)[1]
+    assert found == pytest.approx(wanted, rel=1e-5 if not temperature else 0.1)
+    nobody = np.zeros(30_000, np.bool_)
+    ids, shares = best_shares(logits, params, NO_HISTORY, 0, nobody, count=8)
+    assert (ids.size, shares.size) == (0, 0)

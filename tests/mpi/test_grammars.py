@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop

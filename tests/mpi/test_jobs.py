@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.scheduler.settings import PUBLISHED

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import requests
 
-from pipeinfer.core.sampling import noise_key
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop

@@ -15,7 +15,8 @@ import torch
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
-from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.embedded_folder import write_folder

@@ -16,8 +16,9 @@ import pytest
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import LaneOpen
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import CancelPath, Policy
-from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import NO_TOKEN, Request, SamplingParams, make_rows
 from pipeinfer.errors import UsageError
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
+from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import candidates, noise_key
+from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import ALL_SEQS, END, SamplingParams, make_rows
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel

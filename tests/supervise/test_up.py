@@ -69,7 +69,8 @@ def up(folder, *words):
 
 def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-    words = [*SERVE, "--port", str(launch.free_port())]
+    # slow enough that a busy machine's supervisor acts long before a stream's end
+    words = [*SERVE, "--pace-ms", "40", "--speculation", "off", "--port", str(launch.free_port())]
     with up(tmp_path, "-np", "2", "--", *words) as one:
         served = one.served
         whole = Stream(served).ended().tokens

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.drafting import Proposal, StartDraft
-from pipeinfer.core.sampling import candidates
+from pipeinfer.core.sampling import best_shares
 from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.constraint import Constraints
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeinfer.models.text.grammar import Vocabulary
 
 _KEEP_RANKINGS = 64  #: positions back for which a copied path keeps its candidates
-GAP_SCALE = 1.0  #: perturbed-score units per natural-log unit of the acceptance estimate
+_RANKED = 8  #: candidates that are kept after a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class DraftModel:
     def _rank(
         self, job: StartDraft, logits: FloatArray, history: npt.NDArray[np.int32], position: int,
     ) -> Ranking:
-        """The 8 best candidates; confidence is the softmax of the (perturbed) scores.
+        """The best candidates; confidence is the softmax of the (perturbed) scores.
 
         At temperature 0 that is the draft's own probability. Above it the scores carry the
         shared noise, and the gap to the runner-up says how likely the target's choice agrees.
@@ -320,22 +320,9 @@ class DraftModel:
             allowed = constraint.allowed(history[params.grammar_start :])
             if allowed is None:
                 return Ranking([], [])
-        found = candidates(logits[: self._n_vocab], params, history, position + job.shift,
-                           allowed)
-        if not found.ids.size:
-            return Ranking([], [])
-        ids, scores = found.ranked(8) if len(found.ids) <= 64 else _top(found.ids, found.scores, 8)
-        scale = GAP_SCALE if params.temperature > 0 else 1.0
-        top = scores[0]
-        total = float(np.exp((found.scores - top) / scale).sum())
-        return Ranking(ids.tolist(), (np.exp((scores - top) / scale) / total).tolist())
-
-
-def _top(ids: Any, scores: Any, count: int) -> tuple[Any, Any]:
-    """The `count` best of many candidates without sorting all of them."""
-    keep = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
-    keep = keep[np.argsort(-scores[keep], kind="stable")]
-    return ids[keep], scores[keep]
+        ids, confidences = best_shares(logits[: self._n_vocab], params, history,
+                                       position + job.shift, allowed, count=_RANKED)
+        return Ranking(ids.tolist(), confidences.tolist())
 
 
 def _make(setup: ProposerSetup) -> list[DraftModel]:
