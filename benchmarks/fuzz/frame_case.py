@@ -45,8 +45,8 @@ def seeds() -> tuple[bytes, ...]:
     rows = make_rows([(1, 2, (0,), True), (3, 3, (0, 5), False), (99, 63, (7,), True)])
     seen = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0, 7), (5,), (1,)))
     ops = (SeqRemove(-1, 0), SeqCopy(0, 3, 0, 9), SeqKeep(2), SeqJoin(1, 2))
-    spans = np.array([[1.7e9, 0.25, 0.0], [1.7e9 + 1, 0.0, 0.1]])
-    lanes = np.array([1, 1, 2], np.int32)
+    spans = ((1.7e9, 0.25, 0.0), (1.7e9 + 1, 0.0, 0.1))
+    lanes = (1, 1, 2)
     hidden = np.arange(12, dtype=np.float32).reshape(3, 4)
     params = SamplingParams(0.8, 40, 0.95, 0.05, 1.1, 0.5, 0.5, 64, ((5, 1.0), (7, -2.0)), 2**63, 3,
                             "start: /a+/", 9, ((1, -1, 5),))

@@ -84,9 +84,10 @@ class Backend(Protocol):
         (None there). Returns float32[n, n_embd] (the residual stream after the shard's last
         layer) or, on the last shard, float32[k, n_vocab] logits of the k rows with
         `rows.outputs`, in row order (an empty k gives shape (0, n_vocab)). The array is the
-        caller's own. `should_stop` is asked after every layer that more work of this shard
-        follows (so not before the first: ask yourself); once it answers True the result is None
-        and *no* cell of these rows remains. Positions of each id must continue that id
+        caller's own, but for logits of a backend that was asked to lend them (`LlamaOptions.lend`):
+        the next decode overwrites those. `should_stop` is asked after every layer that more work of
+        this shard follows (so not before the first: ask yourself); once it answers True the result
+        is None and *no* cell of these rows remains. Positions of each id must continue that id
         without a gap; an empty id may start anywhere. The ids of a row are a subset of those of
         every earlier row of the batch that shares one of them.
 

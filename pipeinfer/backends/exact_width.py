@@ -247,7 +247,7 @@ class _Probe:
         hidden = None if self.hidden is None else self.hidden[source]
         result = self.backend.decode(rows, hidden)
         assert result is not None  # only a stop gives None, and none was asked for
-        return result
+        return result.copy()  # the backend may only have lent it
 
 
 def _alone(count: int) -> list[tuple[int, ...]]:

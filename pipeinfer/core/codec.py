@@ -47,7 +47,6 @@ from pipeinfer.core.control import (
 )
 from pipeinfer.core.messages import (
     NO_RUN,
-    NO_SPANS,
     CacheOps,
     Cancel,
     Decode,
@@ -101,8 +100,6 @@ _SHORT = 4  # of a PART frame: its numbers have 16 bits; the two bits below are 
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
-
-NO_SPANS.setflags(write=False)
 
 
 def encode(message: Message) -> bytes:
@@ -172,7 +169,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         return Part(n_rows, parent_id, run_id, n_ops, _VERDICTS[flags & 3],
                     np.frombuffer(body, _HALF if flags & _SHORT else _FLOAT))
     reader = _Reader(body)
-    spans = _read_spans(reader, run_id, n_spans) if n_spans else NO_SPANS
+    spans = _read_spans(reader, run_id, n_spans) if n_spans else ()
     message: Message
     match op:
         case Op.DECODE:
@@ -232,14 +229,12 @@ def check_decode(
             raise ProtocolError(f"run {run.run_id} has rows of a sequence id outside 0 to "
                                 f"{n_seq - 1}")
     if n:
-        positions = rows.positions.tolist()
+        tokens, positions, _ = rows.lists
         if min(positions) < 0 or max(positions) >= n_positions:
             raise ProtocolError(f"run {run.run_id} has a row outside {n_positions} positions")
-        if n_tokens is not None:
-            tokens = rows.tokens.tolist()
-            if min(tokens) < 0 or max(tokens) >= n_tokens:
-                raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
-        if lanes is not None and not all(lane in lanes for lane in set(run.lanes.tolist())):
+        if n_tokens is not None and (min(tokens) < 0 or max(tokens) >= n_tokens):
+            raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
+        if lanes is not None and not all(lane in lanes for lane in set(run.lanes)):
             raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
     if width is not None and not run.skipped and (
             run.hidden is None or run.hidden.shape[1] != width):
@@ -265,18 +260,19 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
 
 
 def _encode_spans(spans: Spans) -> bytes:
-    if spans.ndim != 2 or spans.shape[1] != 3:
-        raise ProtocolError(f"timings (spans) have the wrong shape {spans.shape}")
-    return np.asarray(spans, "<f8").tobytes()
+    flat = [value for span in spans for value in span]
+    if len(flat) != 3 * len(spans):
+        raise ProtocolError(f"timings (spans) are not three of each stage: {spans}")
+    return struct.pack(f"<{len(flat)}d", *flat)
 
 
 def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
-    spans: Spans = reader.array("<f8", 3 * count).reshape(count, 3)
-    for value in spans.ravel().tolist():
+    values = reader.array("<f8", 3 * count).tolist()
+    for value in values:
         if not 0.0 <= value < _MAX_SECONDS:
             raise ProtocolError(f"run {run_id} claims to have taken {value} seconds, which is "
                                 "impossible")
-    return spans
+    return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
 class _Reader:
@@ -376,7 +372,8 @@ def _decode_decode(
         hidden = reader.array("<f4", n * d).reshape(n, d)
     seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
     return Decode(
-        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views), lanes, ops,
+        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
+        tuple(lanes.tolist()), ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, spans=spans,
     )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.control import PortMessage
-from pipeinfer.core.types import Choice, FloatArray, IntArray, Rows, SamplingParams, SeqOp
+from pipeinfer.core.types import Choice, FloatArray, Rows, SamplingParams, SeqOp
 
 NO_RUN = -1
-Spans: TypeAlias = npt.NDArray[np.float64]
-NO_SPANS: Spans = np.zeros((0, 3))
+Spans: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
 class Tag(enum.IntEnum):
@@ -54,12 +54,12 @@ class Decode:
     parent_id: the run whose cells this one continues (NO_RUN: none); a stage that skipped the
         parent skips this one, too
     rows: what is evaluated, n rows
-    lanes: int32[n], the lane whose sampling parameters a row uses
+    lanes: of each row the lane whose sampling parameters a row uses
     ops: operations on the cache before the rows
     speculative: whether all rows are guesses
     skipped: whether a stage has left it out, as it was cancelled
     hidden: float32[n, d] activations; None to the first stage, or when skipped
-    spans: float64[s, 3]: for each stage passed, when it began with the run (seconds since the
+    spans: for each stage passed, when it began with the run (seconds since the
         epoch, its own clock), how many seconds it was at it (0: skipped there), and for how many
         of them its leader waited for other members
     """
@@ -67,23 +67,23 @@ class Decode:
     run_id: int
     parent_id: int
     rows: Rows
-    lanes: IntArray
+    lanes: tuple[int, ...]
     ops: tuple[SeqOp, ...] = ()
     speculative: bool = False
     skipped: bool = False
     hidden: FloatArray | None = None
-    spans: Spans = field(default_factory=lambda: NO_SPANS)
+    spans: Spans = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decode):
             return NotImplemented
         mine, theirs = self.hidden, other.hidden
         return (
-            (self.run_id, self.parent_id, self.rows, self.ops, self.speculative, self.skipped)
-            == (other.run_id, other.parent_id, other.rows, other.ops, other.speculative,
-                other.skipped)
-            and self.spans.tolist() == other.spans.tolist()
-            and np.array_equal(self.lanes, other.lanes)
+            (self.run_id, self.parent_id, self.rows, self.lanes, self.ops, self.speculative,
+             self.skipped)
+            == (other.run_id, other.parent_id, other.rows, other.lanes, other.ops,
+                other.speculative, other.skipped)
+            and self.spans == other.spans
             and (mine is None) == (theirs is None)
             and (mine is None or theirs is None or np.array_equal(mine, theirs))
         )
@@ -118,43 +118,31 @@ class Shutdown:
     """Pass it on, report, and leave."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """The choices after the output rows of a run, in row order; spans as in `Decode`."""
 
     run_id: int
     choices: tuple[Choice, ...]
-    spans: Spans = field(default_factory=lambda: NO_SPANS)
+    spans: Spans = ()
 
     @property
     def slowest(self) -> float:
         """The longest time that a stage took for it, in seconds."""
-        return max(self.spans[:, 1].tolist(), default=0.0)
+        return max((seconds for _, seconds, _ in self.spans), default=0.0)
 
     @property
     def computed(self) -> float:
         """The time that all stages together took for it, in seconds."""
-        return float(sum(self.spans[:, 1].tolist()))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RunFinished):
-            return NotImplemented
-        return (self.run_id, self.choices, self.spans.tolist()) == (
-            other.run_id, other.choices, other.spans.tolist())
+        return math.fsum(seconds for _, seconds, _ in self.spans)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RunCancelled:
     """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
 
     run_id: int
-    spans: Spans = field(default_factory=lambda: NO_SPANS)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RunCancelled):
-            return NotImplemented
-        return (self.run_id, self.spans.tolist()) == (
-            other.run_id, other.spans.tolist())
+    spans: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def choose(
     """
     if (params.temperature <= 0 and not params.logit_bias and not params.uses_history
             and not params.bans and allowed is None):
-        token = int(np.argmax(logits))
+        token = int(logits.argmax())
     else:
         x, ids = _left(logits, params, history, position, allowed)
         token = _perturbed(x, ids, params, position, count=1).best()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,16 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Columns(NamedTuple):
+    """The numbers of rows as lists."""
+
+    tokens: list[int]
+    positions: list[int]
+    outputs: list[bool]
+
+
 class Rows:
-    """The rows of one run, column by column.
+    """The rows of one run, column by column; nobody changes them.
 
     tokens: int32[n], vocabulary ids
     positions: int32[n]
@@ -34,52 +41,94 @@ class Rows:
     views: n non-empty tuples, the ids that a row looks through; None: those that it is stored under
         (llama.cpp looks through the first of these; with the leaf-id encoding used here both
         readings see the same cells). Only backends with `separate_views` accept anything but None
+
+    The numbers are there as arrays and as lists, each made when it is first asked for: numpy takes
+    microseconds for a single row. Raises ValueError for columns that differ in length.
     """
 
-    tokens: IntArray
-    positions: IntArray
-    seq_ids: tuple[tuple[int, ...], ...]
-    outputs: BoolArray
-    views: tuple[tuple[int, ...], ...] | None = None
+    __slots__ = ("_arrays", "_lists", "seq_ids", "views")
 
-    def __post_init__(self) -> None:
-        n = len(self.tokens)
-        if not (len(self.positions) == len(self.seq_ids) == len(self.outputs) == n):
+    def __init__(
+        self, tokens: IntArray, positions: IntArray, seq_ids: tuple[tuple[int, ...], ...],
+        outputs: BoolArray, views: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        self._arrays: tuple[IntArray, IntArray, BoolArray] | None = tokens, positions, outputs
+        self._lists: Columns | None = None
+        self.seq_ids, self.views = seq_ids, views
+        if not len(tokens) == len(positions) == len(seq_ids) == len(outputs):
             raise ValueError("columns of Rows differ in length")
-        if self.views is not None and len(self.views) != n:
+        self._check_views()
+
+    @classmethod
+    def of(cls, columns: Columns, seq_ids: tuple[tuple[int, ...], ...],
+           views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
+        """Rows from lists, which nobody changes from then on."""
+        rows = cls.__new__(cls)
+        rows._arrays, rows._lists, rows.seq_ids, rows.views = None, columns, seq_ids, views
+        rows._check_views()
+        return rows
+
+    def _check_views(self) -> None:
+        if self.views is not None and len(self.views) != len(self.seq_ids):
             raise ValueError("columns of Rows differ in length")
+
+    @property
+    def lists(self) -> Columns:
+        """Tokens, positions and outputs as lists."""
+        if self._lists is None:
+            tokens, positions, outputs = self._made()
+            self._lists = Columns(tokens.tolist(), positions.tolist(), outputs.tolist())
+        return self._lists
+
+    @property
+    def tokens(self) -> IntArray:
+        """See the class."""
+        return self._made()[0]
+
+    @property
+    def positions(self) -> IntArray:
+        """See the class."""
+        return self._made()[1]
+
+    @property
+    def outputs(self) -> BoolArray:
+        """See the class."""
+        return self._made()[2]
+
+    def _made(self) -> tuple[IntArray, IntArray, BoolArray]:
+        if self._arrays is None:
+            tokens, positions, outputs = self.lists
+            self._arrays = (np.array(tokens, np.int32), np.array(positions, np.int32),
+                            np.array(outputs, np.bool_))
+        return self._arrays
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.seq_ids)
+
+    def __repr__(self) -> str:
+        return f"Rows({self.lists}, {self.seq_ids}, {self.views})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rows):
             return NotImplemented
-        return (
-            np.array_equal(self.tokens, other.tokens)
-            and np.array_equal(self.positions, other.positions)
-            and self.seq_ids == other.seq_ids
-            and np.array_equal(self.outputs, other.outputs)
-            and self.views == other.views
-        )
+        return (self.lists, self.seq_ids, self.views) == (other.lists, other.seq_ids, other.views)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def first_positions(self) -> dict[int, int]:
         """Each sequence id of the rows with the lowest position written under it."""
         first: dict[int, int] = {}
-        for pos, ids in zip(self.positions.tolist(), self.seq_ids, strict=True):
+        for pos, ids in zip(self.lists.positions, self.seq_ids, strict=True):
             for seq_id in ids:
                 first[seq_id] = min(pos, first.get(seq_id, pos))
         return first
 
 
-def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]]) -> Rows:
+def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]],
+              views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
     """Rows from `(token, position, sequence ids, output)` tuples."""
-    return Rows(
-        np.array([r[0] for r in rows], np.int32),
-        np.array([r[1] for r in rows], np.int32),
-        tuple(r[2] for r in rows),
-        np.array([r[3] for r in rows], np.bool_),
-    )
+    return Rows.of(Columns([r[0] for r in rows], [r[1] for r in rows], [r[3] for r in rows]),
+                   tuple([r[2] for r in rows]), views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +212,11 @@ class SamplingParams:
     grammar: str = ""
     grammar_start: int = 0
     bans: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def reads_path(self) -> bool:
+        """Whether the choice depends on anything of the path before the row but its position."""
+        return bool(self.grammar or self.bans) or self.uses_history
 
     @property
     def uses_history(self) -> bool:

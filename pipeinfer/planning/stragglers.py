@@ -41,7 +41,7 @@ class StagePace:
         self._rows, self._costs = zip(*((1, 1.0), *curve), strict=True)
 
     def saw(self, rows: int, spans: Spans) -> None:
-        """A run of `rows` rows has passed all stages. spans: as in `protocol.Decode`."""
+        """A run of `rows` rows has passed all stages. spans: as in `messages.Decode`."""
         if len(spans) != self._n:
             return
         if rows > self._rows[-1]:
@@ -93,4 +93,4 @@ class StagePace:
 
 def _computed(spans: Spans) -> list[tuple[float, float]]:
     """Start and seconds of each stage, without those that it waited for its members."""
-    return [(start, seconds - sum(waited)) for start, seconds, *waited in spans.tolist()]
+    return [(start, seconds - waited) for start, seconds, waited in spans]

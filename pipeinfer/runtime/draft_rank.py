@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
@@ -255,7 +253,7 @@ class PartedBackend:
         del hidden
         self._run += 1
         self._port.post(self._others[0], Decode(
-            self._run, NO_RUN, rows, np.zeros(len(rows.tokens), np.int32), tuple(self._ops)))
+            self._run, NO_RUN, rows, (0,) * len(rows), tuple(self._ops)))
         self._ops.clear()
         try:
             passed = self._next_hidden(self._run)

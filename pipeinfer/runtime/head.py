@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pipeinfer.core.control import Pace, Progress, Ready, Received, Report, Standing
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.grid import Grid
@@ -339,8 +337,8 @@ class Head:
 
     def _execute(self, instruction: Instruction | ToNode) -> None:
         match instruction:
-            case IssueRun(run_id, parent_id, row_lanes, rows, ops, speculative):
-                lanes, run = np.array(row_lanes, np.int32), self.scheduler.runs[run_id]
+            case IssueRun(run_id, parent_id, lanes, rows, ops, speculative):
+                run = self.scheduler.runs[run_id]
                 for observer in self._observers:
                     observer.issued(run, time.time())
                 self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))

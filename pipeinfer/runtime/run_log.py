@@ -32,11 +32,11 @@ class RunWatch:
             "rows": run.n_rows, "kind": kind, "issued": when})
 
     def back(self, run_id: int, when: float, spans: Spans, *, skipped: bool) -> None:
-        """A run came back. spans: float64[s, 3] as in `protocol.Decode`."""
+        """A run came back. spans: as in `messages.Decode`."""
         if run_id in self._open:
             self._items.append({"id": run_id, "done": when, "skipped": skipped, "spans": [
                 [start, seconds, "computed" if seconds > 0 else "skipped", waited]
-                for start, seconds, waited in spans.tolist()]})
+                for start, seconds, waited in spans]})
 
     def take(self) -> list[dict[str, Any]]:
         """The reports since the last time, in order; fates as soon as they are known."""

@@ -60,6 +60,7 @@ _ANY_POSITION = 1 << 31
 _BRIEF_SECONDS = 25e-3  #: longest run that the head's own thread may do
 _NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
 _PACE = 16  #: runs after which a member of a wide stage says what they took
+_NOTHING = np.zeros(0, np.int32)  #: a path that nobody reads
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
 
@@ -95,6 +96,7 @@ class History:
 
     def __init__(self, n_seq: int, n_ctx: int) -> None:
         self._tokens = np.zeros((n_seq, n_ctx), np.int32)
+        self._memory = self._tokens.data  # for single tokens, for which numpy is slow
 
     def apply(self, op: SeqOp) -> None:
         """Follow a sequence operation."""
@@ -106,9 +108,10 @@ class History:
 
     def write(self, rows: Rows) -> None:
         """Note the rows' tokens under all their ids."""
-        for token, pos, ids in zip(rows.tokens, rows.positions, rows.seq_ids, strict=True):
+        tokens, positions, _ = rows.lists
+        for token, pos, ids in zip(tokens, positions, rows.seq_ids, strict=True):
             for seq_id in ids:
-                self._tokens[seq_id, pos] = token
+                self._memory[seq_id, pos] = token
 
     def of(self, seq_id: int, pos: int) -> IntArray:
         """The path's tokens up to and with `pos`."""
@@ -284,13 +287,13 @@ class Stage:
         self._run_at_hand = run.run_id
         self._pulse.beat(f"has worked on run {run.run_id}")
         waited = self._waited
-        dead = self._is_dead(run)
+        dead, whole = self._is_dead(run), all(run.rows.lists.outputs)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
             look = None  # asking at each layer costs something
             if not self._leads:
                 pass  # the leader decides
-            elif run.speculative or not run.rows.outputs.all():  # a guess, or a part of a prompt
+            elif run.speculative or not whole:  # a guess, or a part of a prompt
                 look = self._should_stop
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
@@ -311,8 +314,8 @@ class Stage:
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, (computed, time.monotonic() - clock), waited)
         if self._lent is not None:
-            brief = fate is Fate.COMPUTED and not self._speculates and bool(
-                run.rows.outputs.all()) and computed < _BRIEF_SECONDS
+            brief = fate is Fate.COMPUTED and not self._speculates and whole \
+                and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
 
     @property
@@ -364,13 +367,15 @@ class Stage:
     def _choose(self, run: Decode, logits: FloatArray) -> tuple[Choice, ...]:
         assert self._history is not None
         self._history.write(run.rows)
-        wanted = np.flatnonzero(run.rows.outputs).tolist()
-        choices = []
+        tokens, positions, outputs = run.rows.lists
+        wanted = [row for row, output in enumerate(outputs) if output]
+        choices, lanes = [], run.lanes
         for row, values in zip(wanted, logits, strict=True):
-            pos, seq_id = int(run.rows.positions[row]), run.rows.seq_ids[row][0]
-            lane = int(run.lanes[row])
-            params, path, allowed = self._lanes[lane], self._history.of(seq_id, pos), None
-            if run.rows.tokens[row] >= self._backend.info.n_vocab:  # a learned token: it proposes
+            pos, seq_id, lane = positions[row], run.rows.seq_ids[row][0], lanes[row]
+            params, path, allowed = self._lanes[lane], _NOTHING, None
+            if params.reads_path:
+                path = self._history.of(seq_id, pos)
+            if tokens[row] >= self._backend.info.n_vocab:  # a learned token: it proposes
                 choices.append(likeliest(values, params, pos, _NAMED))
                 continue
             if params.grammar:
@@ -417,7 +422,4 @@ class Stage:
 
 def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:
     """`spans` and one more."""
-    longer = np.empty((len(spans) + 1, 3))
-    longer[:-1] = spans
-    longer[-1] = start, seconds, min(waited, seconds)
-    return longer
+    return (*spans, (start, seconds, min(waited, seconds)))

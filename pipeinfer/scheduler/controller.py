@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from pipeinfer.core.messages import Spans
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
 from pipeinfer.scheduler.settings import Limits, row_price
@@ -424,11 +423,11 @@ def cutoff(credit: int) -> float:
     return min(max(0.4 / max(credit, 1), 0.004), 0.2)
 
 
-def gaps(issued: float, returned: float, spans: Spans) -> list[float]:
+def gaps(issued: float, returned: float, spans: Sequence[Sequence[float]]) -> list[float]:
     """Seconds between stages that worked on a run, from its issue to its return.
 
-    spans: as in `protocol.Decode`.
+    spans: as in `messages.Decode`; only begin and seconds count.
     """
-    ends = [issued, *spans[:, :2].sum(axis=1).tolist()]
-    starts = [*spans[:, 0].tolist(), returned]
+    ends = [issued, *[span[0] + span[1] for span in spans]]
+    starts = [*[span[0] for span in spans], returned]
     return [start - end for end, start in zip(ends, starts, strict=True)]

@@ -185,6 +185,8 @@ class Lane:
 
     def position(self, index: int) -> int:
         """The position of its token number `index`."""
+        if not self.jumps:
+            return index
         return index + next((shift for at, shift in reversed(self.jumps) if at <= index), 0)
 
     @property

@@ -108,7 +108,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is waiting, running or in flight."""
-        return not (self.waiting or self.lanes or self.runs)
+        return not (self.lanes or self.runs or self.state.admission.waiting)
 
     def reconfigure(self, limits: Limits) -> None:
         """Use other knobs from now on; only while idle, and run ids keep increasing."""
@@ -156,12 +156,13 @@ class Scheduler:
             self._admit()
             self._issue_tips()
             self.threads.advance()
-            self._prefill()
-            self.threads.advance()
+            if self._filling:
+                self._prefill()
+                self.threads.advance()
             if self.most_cells is not None:
                 self.most_cells = max(self.most_cells, self.admission.at_work(
                     self.lanes.values()))
-            ended = self._hand_out()
+            ended = bool(self.threads.responses) and self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
         if self._validate:
@@ -311,49 +312,51 @@ class Scheduler:
 
     def _walk(self, lane: Lane) -> None:
         dead: list[Node] = []
-        before = lane.tree.frontier
+        before, stats, totals = lane.tree.frontier, lane.stats, self.totals
+        request, threaded = lane.request, lane.has_threads
         while not (lane.done or lane.closing) and (choice := lane.tree.frontier.choice) is not None:
-            if lane.has_threads:
+            if threaded:
                 choice = self.threads.of(lane).choice(lane.thread, choice)
-            if choice.token in lane.request.stop_ids:
+            if not request.ignore_eos and choice.token in request.eos_ids:
                 self._end(lane, "stop")
                 break
             if choice.token == NO_TOKEN:
                 self._give_up(lane)
-                self.state.emit(Refuse(lane.request.request_id, RequestError(
+                self.state.emit(Refuse(request.request_id, RequestError(
                     f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
                 break
             frontier = lane.tree.frontier
-            had_guess = any(c.speculative for c in frontier.children)
+            had_guess = any([child.speculative for child in frontier.children])
             self.speculation.learn(frontier, choice.token)
             lane.step = max(lane.step, frontier.step + 1)
-            lane.stats.steps = max(lane.stats.steps, lane.step)
+            stats.steps = max(stats.steps, lane.step)
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
             lane.runs_since_accept = lane.empty_since_accept = 0
-            for stats in (lane.stats, self.totals):
-                stats.accepted += 1
-                stats.guesses_tested += had_guess
-                stats.accepted_speculative += survivor is not None
-            if lane.has_threads:
+            for counts in (stats, totals):
+                counts.accepted += 1
+                counts.guesses_tested += had_guess
+                counts.accepted_speculative += survivor is not None
+            if threaded:
                 self.threads.accepted(lane, choice, survivor, self._miss)
             else:
-                self.state.emit(Emit(lane.request.request_id, choice, survivor is not None))
+                self.state.emit(Emit(request.request_id, choice, survivor is not None))
             if lane.done or lane.closing:
                 pass
-            elif self._n_chosen(lane) >= lane.request.max_tokens:
+            elif self._n_chosen(lane) >= request.max_tokens:
                 self._end(lane, "length")
             elif lane.position(len(lane.accepted)) >= self.limits.n_ctx:
                 self._end(lane, "context")
-            elif lane.has_threads:
+            elif threaded:
                 pass
             elif survivor is None:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
-        self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+        if dead:
+            self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
         if self.limits.buffered and lane.tree.frontier is not before:
             repeat_tip(self.state, lane)
 

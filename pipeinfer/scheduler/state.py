@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from pipeinfer.core.policy import Ablation
 from pipeinfer.core.types import Rows, make_rows
@@ -69,9 +68,9 @@ class SchedulerState:
     def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool,
              hint: bool = False) -> Run:
         """Issue rows of one or several lanes in one run. hint: results are hints, see `Run`."""
-        rows = make_rows([(n.token, n.pos, n.seq_ids, n.wanted) for _, n in parts])
-        if any(node.sees for _, node in parts):
-            rows = replace(rows, views=tuple((*n.seq_ids, *n.sees) for _, n in parts))
+        views = tuple((*n.seq_ids, *n.sees) for _, n in parts) \
+            if any([node.sees for _, node in parts]) else None
+        rows = make_rows([(n.token, n.pos, n.seq_ids, n.wanted) for _, n in parts], views)
         run_id = self.launch([lane for lane, _ in parts], rows,
                              [node for _, node in parts if node.wanted], parent_id,
                              speculative=speculative, hint=hint)
@@ -96,7 +95,7 @@ class SchedulerState:
             lane.stats.runs += 1
             lane.stats.speculative_runs += speculative
         if not chunk:
-            for lane, pos in zip(owners, rows.positions.tolist(), strict=True):
+            for lane, pos in zip(owners, rows.lists.positions, strict=True):
                 lane.stats.rows += 1
                 lane.stats.attended += pos + 1
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)

@@ -146,9 +146,8 @@ class Wakeup:
 
     def clear(self) -> None:
         """Forget all rings that have not been waited for."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._rings.get_nowait()
+        while not self._rings.empty():
+            self._rings.get_nowait()
         self._is_set = False
 
     def wait(self, timeout: float) -> bool:
@@ -204,10 +203,10 @@ class Mailbox:
 
     def take(self, tag: Tag) -> Envelope | None:
         """The oldest message of `tag`."""
-        try:
-            source, frame = self._frames[tag].popleft()
-        except IndexError:
+        frames = self._frames[tag]
+        if not frames:  # an exception would take longer
             return None
+        source, frame = frames.popleft()
         if isinstance(frame, bytes | bytearray):
             return Envelope(source, codec.decode(frame), len(frame))
         return Envelope(source, frame, 0)

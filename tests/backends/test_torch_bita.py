@@ -97,9 +97,8 @@ def test_a_group_of_masks_is_a_decode_behind_the_cut(folder, model, samples, kin
             backend = backend_of(folder, adapter)
             backend.decode(make_rows([(int(t), i, (0,), False)
                                       for i, t in enumerate(tokens[b, : cut + 1])]))
-            rows = make_rows([(VOCAB + r, cut + 1 + r, (0,), True) for r in range(3)])
             view = (0, 2) if adapter.n_prompts else (0,)
-            rows = dataclasses.replace(rows, views=(view,) * 3)
+            rows = make_rows([(VOCAB + r, cut + 1 + r, (0,), True) for r in range(3)], (view,) * 3)
             np.testing.assert_allclose(backend.decode(rows), found[b, g].numpy(), atol=2e-4)
 
 

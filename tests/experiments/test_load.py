@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from pipeinfer.core.policy import Policy
@@ -68,7 +67,7 @@ def test_queueing_is_not_taken_for_time_on_the_way():
     controller = Controller(replace(build(load_profiles(), Experiment("c", "dolphin-tinyllama",
                             nodes=8)).scenario.limits, policy=Policy.ITERATIVE, parallel=16))
     for k in range(40):
-        spans = np.array([[1.5 + k, 0.04], [1.6 + k, 0.04]])
+        spans = [[1.5 + k, 0.04], [1.6 + k, 0.04]]
         controller.run_returned(1, 0.04, 0.08, 0.75, gaps(1.0 + k, 1.7 + k, spans))
     assert controller.timing is not None
     assert controller.timing.transit < 0.25  # half a second of it was a queue

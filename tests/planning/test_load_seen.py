@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from pipeinfer.core.policy import Policy
@@ -38,7 +37,7 @@ def overlapping(pace):
     """Three stages at 4 ms on two cores; each waits for the others half of its time."""
     for run in range(WINDOW):
         start = run * 6e-3
-        pace.saw(1, np.array([[start, 6e-3], [start + 6e-3, 6e-3], [start + 12e-3, 6e-3]]))
+        pace.saw(1, tuple((start + after, 6e-3, 0.0) for after in (0.0, 6e-3, 12e-3)))
 
 
 def test_a_pace_tells_computing_from_waiting():
@@ -52,8 +51,8 @@ def test_a_pace_tells_computing_from_waiting():
 def test_prompts_take_cores_but_have_no_figure():
     pace = StagePace(2, ((4, 2.0),), [Share("h"), Share("h")], {"h": 1})
     for run in range(WINDOW):
-        pace.saw(64, np.array([[run, 0.5], [run + 0.5, 0.5]]))
-        pace.saw(1, np.array([[run + 0.5, 0.2], [run + 1.0, 0.2]]))
+        pace.saw(64, ((run, 0.5, 0.0), (run + 0.5, 0.5, 0.0)))
+        pace.saw(1, ((run + 0.5, 0.2, 0.0), (run + 1.0, 0.2, 0.0)))
     assert pace.seconds == pytest.approx([0.1, 0.1], rel=0.1)
 
 

@@ -25,7 +25,7 @@ CURVE = ((2, 1.5), (4, 2.0))
 def feed(pace, seconds, count=WINDOW, rows=1):
     """`count` runs that take each stage `seconds` of its own."""
     for _ in range(count):
-        pace.saw(rows, np.array([[0.0, one] for one in seconds]))
+        pace.saw(rows, tuple((0.0, one, 0.0) for one in seconds))
 
 
 # --- pace -------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_few_slow_runs_do_not_make_a_stage_slow():
     times = [0.1] * 62 + [5.0, 7.0]
     rng.shuffle(times)
     for first in times:
-        pace.saw(1, np.array([[0.0, first], [0.0, 0.1]]))
+        pace.saw(1, ((0.0, first, 0.0), (0.0, 0.1, 0.0)))
     assert pace.seconds == pytest.approx([0.1, 0.1])
     assert pace.slowdown[1] == pytest.approx(1.0)
 
@@ -365,6 +365,6 @@ def test_a_stage_that_waits_for_its_own_members_is_not_slow():
     pace = StagePace(2, CURVE)
     for run in range(2 * WINDOW):
         waited = 0.0 if run < WINDOW else 0.4
-        pace.saw(1, np.array([[0.0, 0.1 + waited, waited], [1.0, 0.1, 0.0]]))
+        pace.saw(1, ((0.0, 0.1 + waited, waited), (1.0, 0.1, 0.0)))
     assert pace.seconds == pytest.approx([0.1, 0.1])
     assert pace.slowdown == pytest.approx([1.0, 1.0])

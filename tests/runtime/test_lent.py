@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec
@@ -61,7 +60,7 @@ class Job:
 
     def run(self, run_id, rows, *, speculative=False):
         """Send a run; the tokens that it brings."""
-        lanes = np.zeros(len(rows), np.int32)
+        lanes = (0,) * len(rows)
         self.head.send(1, Tag.TRANSACTION,
                        Decode(run_id, run_id - 1, make_rows(rows), lanes, speculative=speculative))
         for _ in range(100):

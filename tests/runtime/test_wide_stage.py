@@ -252,7 +252,7 @@ def test_a_cancellation_stops_the_members_within_a_run():
     for node in (1, 2):
         ports[0].send(node, Tag.TRANSACTION, LaneOpen(0, SamplingParams()))
         ports[0].send(node, Tag.TRANSACTION, Decode(
-            0, -1, make_rows([(3, 0, (0,), True)]), np.zeros(1, np.int32), speculative=True))
+            0, -1, make_rows([(3, 0, (0,), True)]), (0,), speculative=True))
     slow = stages[1]._backend._slices[0][0]
     inner = slow._summed
 

@@ -32,7 +32,7 @@ def main() -> None:
     port = MpiPort(comm, Layout((0, 1)))
     rows = make_rows([(i, i, (0,), True) for i in range(n_rows)])
     hidden = np.random.default_rng(0).random((n_rows, width), np.float32)
-    message = Decode(1, 0, rows, np.zeros(n_rows, np.int32), hidden=hidden)
+    message = Decode(1, 0, rows, (0,) * n_rows, hidden=hidden)
     size = len(encode(message))
     frame = bytearray(size)
     times: dict[str, list[float]] = {"pipeinfer": [], "bare": [], "bare_probe": []}

@@ -69,7 +69,7 @@ def main() -> None:
     rank = comm.Get_rank()
     port = MpiPort(comm, Layout(tuple(range(comm.Get_size()))))
     rows = make_rows([(i, i, (0,), True) for i in range(N_ROWS)])
-    lanes = np.zeros(N_ROWS, np.int32)
+    lanes = (0,) * N_ROWS
     arrivals = []
     for _ in range(8):
         comm.Barrier()

@@ -67,6 +67,7 @@ class LlamaCppBackend:
         self._memory = llama_c.llama_get_memory(context)
         self.info, self.options = info, options
         self._n_logits = n_logits or info.n_vocab  # a slice of the output head has fewer
+        self._place, self._seen = (0, 0), np.empty((0, 0), np.float32)  # logits where they lie
         self._most_threads = self._few_threads = llama_c.llama_n_threads(context)
         self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
@@ -101,6 +102,10 @@ class LlamaCppBackend:
             np.uintp
         )
         self._flags = np.zeros(n, np.int8)
+        # for single numbers, for which numpy is slow
+        self._token_memory, self._position_memory = self._tokens.data, self._positions.data
+        self._id_memory, self._n_id_memory = self._ids.data, self._n_ids.data
+        self._flag_memory = self._flags.data
         batch = llama_c.llama_batch()
         ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
         for field, array in (
@@ -227,7 +232,7 @@ class LlamaCppBackend:
             check_rows(rows, info.n_seq_max)
         keep = self._fill(rows, hidden)
         given = keep if self._enters else None
-        long = bool(self._positions[0] >= _LONG)
+        long = rows.lists.positions[0] >= _LONG
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
@@ -263,7 +268,7 @@ class LlamaCppBackend:
                 self._drop(rows)
                 raise BackendError("the shard's graph has no l_out tensor; it cannot be split")
             return out
-        return self._logits(int(np.count_nonzero(rows.outputs)))
+        return self._logits(rows.lists.outputs.count(True))
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""
@@ -366,20 +371,22 @@ class LlamaCppBackend:
     def _fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
         """Put the rows into the batch; returns the array that must outlive the decode."""
         n, info, batch = len(rows), self.info, self._batch
+        tokens, positions, outputs = rows.lists
         for i, ids in enumerate(rows.seq_ids):
             # llama.cpp would take one id more, the grave
             if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
                 raise BackendError(f"row {i} has bad sequence ids {ids}")
-            self._ids[i, : len(ids)] = ids
-            self._n_ids[i] = len(ids)
-        self._positions[:n] = rows.positions
+            for k, seq_id in enumerate(ids):
+                self._id_memory[i, k] = seq_id
+            self._n_id_memory[i] = len(ids)
+            self._position_memory[i] = positions[i]
+            # Not the last: every row is an output, or the last layer would keep flagged rows only.
+            self._flag_memory[i] = outputs[i] or not info.last
+            self._token_memory[i] = 0 if hidden is not None else tokens[i]
         batch.n_tokens = n
-        # Not the last: every row is an output, or the last layer would keep flagged rows only.
-        self._flags[:n] = rows.outputs if info.last else 1
         if hidden is None:
             if not info.first:
                 raise BackendError("this shard needs the previous shard's hidden rows")
-            self._tokens[:n] = rows.tokens
             batch.token, batch.embd = self._token_pointer, None
             return None
         if hidden.shape != (n, info.n_embd):
@@ -388,7 +395,6 @@ class LlamaCppBackend:
             self._positions[: 4 * n] = np.tile(rows.positions, 4)
         keep = np.ascontiguousarray(hidden, np.float32)
         if self._enters:
-            self._tokens[:n] = 0
             batch.token, batch.embd = self._token_pointer, None
             return keep
         batch.token = None
@@ -409,15 +415,18 @@ class LlamaCppBackend:
         return status
 
     def _logits(self, count: int) -> FloatArray:
-        out = np.empty((count, self._n_logits), np.float32)
-        if count:
-            source = llama_c.llama_get_logits(self._ctx)
-            if not source:
-                raise BackendError("llama.cpp gave no logits")
-            ctypes.memmove(out.ctypes.data, source, out.nbytes)
-        else:
+        if not count:
             llama_c.llama_synchronize(self._ctx)
-        return out
+            return np.empty((0, self._n_logits), np.float32)
+        source = llama_c.llama_get_logits(self._ctx)
+        if not source:
+            raise BackendError("llama.cpp gave no logits")
+        place = ctypes.addressof(source.contents), count
+        if place != self._place:
+            memory = (ctypes.c_float * (count * self._n_logits)).from_address(place[0])
+            self._seen = np.ctypeslib.as_array(memory).reshape(count, self._n_logits)
+            self._place = place
+        return self._seen if self.options.lend else self._seen.copy()
 
     def _drop(self, rows: Rows) -> None:
         """Remove exactly the cells of these rows: their positions follow all older ones."""

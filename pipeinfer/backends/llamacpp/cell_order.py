@@ -35,7 +35,12 @@ class CellOrder:
         self._length = [0] * n_seqs
         self._cells = np.empty((n_seqs, n_cells), np.int32)  #: rows; -1 where a cell is missing
         self._references = np.zeros(n_cells, np.int32)  #: how many ids hold the cell
-        self._held = np.zeros(n_cells, np.bool_)  #: not free in llama.cpp's eyes
+        # for single cells, for which numpy is slow
+        self._cell_memory = self._cells.data
+        self._reference_memory = self._references.data
+        self._held_bytes = bytearray(n_cells)
+        #: not free in llama.cpp's eyes; the same memory, as an array
+        self._held = np.frombuffer(self._held_bytes, np.bool_)
 
     @property
     def n_buried(self) -> int:
@@ -53,13 +58,11 @@ class CellOrder:
 
     def place(self, rows: Rows) -> None:
         """Record that llama.cpp took the lowest free cells for these rows, in row order."""
-        cell = -1
-        for pos, ids in zip(rows.positions.tolist(), rows.seq_ids, strict=True):
-            cell += 1
-            if self._held[cell]:
-                cell += int(self._held[cell:].argmin())
-            self._held[cell] = True
-            self._references[cell] = len(ids)
+        cell, held = -1, self._held_bytes
+        for pos, ids in zip(rows.lists.positions, rows.seq_ids, strict=True):
+            cell = held.index(0, cell + 1)
+            held[cell] = 1
+            self._reference_memory[cell] = len(ids)
             for seq_id in ids:
                 self._put(seq_id, pos, cell)
 
@@ -116,7 +119,7 @@ class CellOrder:
     def empty_grave(self) -> None:
         """Record that the grave's cells were freed, and that nothing else was done."""
         self.in_order = self.is_empty()
-        self._held = self._references > 0
+        self._held[:] = self._references > 0
 
     def compact(self) -> None:
         """Record that the grave's cells were freed and the others moved to the front, in order."""
@@ -128,7 +131,7 @@ class CellOrder:
             row[:] = moved[row]
         self._references[: len(living)] = self._references[living]
         self._references[len(living) :] = 0
-        self._held = self._references > 0
+        self._held[:] = self._references > 0
 
     def _span(self, seq_id: int, p0: int, p1: int) -> tuple[int, int]:
         low = self._low[seq_id]
@@ -139,6 +142,10 @@ class CellOrder:
             self._low[seq_id] = pos
         index = pos - self._low[seq_id]
         length = self._length[seq_id]
+        if index == length < self.n_cells:  # the usual case
+            self._cell_memory[seq_id, index] = cell
+            self._length[seq_id] = length + 1
+            return
         if max(length - index, index) >= self.n_cells:  # far apart: give up the promise
             self.in_order = False
             return

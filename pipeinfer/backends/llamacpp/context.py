@@ -50,7 +50,8 @@ class LlamaOptions:
     shard that is not the last always pays). keep_order: see `cellorder`. repack: lay weights out
     anew for faster kernels; "auto": wherever that is safe. validate: check the rules about
     sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one that
-    `models.gaps` made, whose positions may leave gaps.
+    `models.gaps` made, whose positions may leave gaps. lend: logits that `decode` returns are
+    llama.cpp's own memory, which the next decode overwrites; for who is done with them by then.
     """
 
     n_gpu_layers: int = 0
@@ -66,6 +67,7 @@ class LlamaOptions:
     repack: Literal["auto", "on", "off"] = "auto"
     validate: bool = False
     gaps: bool = False
+    lend: bool = False
 
     @property
     def on_cpu(self) -> bool:

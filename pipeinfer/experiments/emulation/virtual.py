@@ -18,8 +18,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pipeinfer.backends.base import apply
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.types import Choice, Request
@@ -456,12 +454,12 @@ class Simulation:
             return
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
-            when, spans = self.issued[item.run_id], np.array(packet.spans)
+            when, took = self.issued[item.run_id], [seconds for _, seconds in packet.spans]
             lanes = self.scheduler.concurrency[0]
             self.controller.run_returned(
-                len(item.rows), float(spans[:, 1].max()), float(spans[:, 1].sum()),
+                len(item.rows), max(took), math.fsum(took),
                 self.now - when,
-                gaps(when, self.now, spans) if lanes > 1 else () if lanes else None)
+                gaps(when, self.now, packet.spans) if lanes > 1 else () if lanes else None)
         self.feed(RunDone(item.run_id, choices))
 
     def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:

@@ -82,6 +82,8 @@ class StopText:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Text that is safe to show now, and whether a stop string has been met."""
+        if not self._stops:
+            return piece, False
         text = self._held + piece
         found = [at for s in self._stops if (at := text.find(s)) >= 0]
         if found:

@@ -47,6 +47,7 @@ class Tokenizer:
                              f"{last_log()}")
         self._vocab: Any = llama_c.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were asked for
         self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)
         if llama_c.llama_vocab_type(self._vocab) == 0:
             self.close()
@@ -129,6 +130,12 @@ class Tokenizer:
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes of one token; control tokens are empty unless `special`."""
+        if (known := self._pieces.get((token, special))) is not None:
+            return known
+        piece = self._pieces[token, special] = self._piece(token, special)
+        return piece
+
+    def _piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token {token} is outside the vocabulary of {self.n_vocab}")
         for size in (64, 4096, 1 << 20):
