@@ -48,7 +48,7 @@ class Line:
 def entries(draft: Path | None) -> Iterator[Entry]:
     """One process, then one and two workers. draft: of the vocabulary, if there is one."""
     kind, ours, theirs = (
-        ("draft", ["-md", str(draft)], _drafted(draft)) if draft else
+        ("draft", ["-md", str(draft)], _drafted(draft) | _looked_up()) if draft else
         ("prompt-lookup", ["--proposer", "prompt-lookup"], _looked_up()))
     group, plain = "one process", ["--speculation", "off"]
     yield from (_theirs(group, flash) for flash in "01")

