@@ -134,7 +134,8 @@ def stage():
 
 
 @pytest.mark.parametrize("family", mostly_full(
-    FAMILIES, "llama-tied-bias", "qwen2", "qwen3", "gemma2"))
+    [family for family in FAMILIES if not family.startswith("phi3")],  # refused, see below
+    "llama-tied-bias", "qwen2", "qwen3", "gemma2"))
 def test_slices_of_a_folder_have_the_logits_of_transformers(models, stage, family):
     model, path = models(family)
     tokens = tokens_of(40)
