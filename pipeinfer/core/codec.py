@@ -328,7 +328,7 @@ def _encode_decode(m: Decode) -> bytes:
     offsets = [0, *itertools.accumulate(map(len, rows.seq_ids))]
     flags = (_SKIPPED if m.skipped else 0) | (_SPECULATIVE if m.speculative else 0)
     parts: list[bytes | memoryview] = [
-        _encode_spans(m.spans) if len(m.spans) else b"",
+        _encode_spans(m.spans),
         np.asarray(rows.tokens, "<i4").tobytes(), np.asarray(rows.positions, "<i4").tobytes(),
         np.asarray(m.lanes, "<i4").tobytes(), np.array(offsets + ids, "<i4").tobytes(),
         _ops_array(m.ops).tobytes() if m.ops else b"",

@@ -49,17 +49,17 @@ class Candidates:
 
 def candidates(
     logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
-    allowed: BoolArray | None = None,
+    allowed: BoolArray | None = None, *, count: int = 0,
 ) -> Candidates:
     """Perturbed scores of the tokens that may follow the row at `position`.
 
     logits: float[V], raw. history: int32[position + 1], the path's tokens up to and with that
     row (read only when a penalty is on, and its last token when something is banned). allowed:
     bool[n], the tokens that a grammar allows; ids from n on are not (None: no grammar). None may
-    be left.
+    be left. count: with that the `count` best (at most 64) and perhaps some more are enough.
     """
     x, ids = _left(logits, params, history, position, allowed)
-    return _perturbed(x, ids, params, position)
+    return _perturbed(x, ids, params, position, count=count)
 
 
 def best_shares(
@@ -94,8 +94,7 @@ def choose(
             and not params.bans and allowed is None):
         token = int(logits.argmax())
     else:
-        x, ids = _left(logits, params, history, position, allowed)
-        token = _perturbed(x, ids, params, position, count=1).best()
+        token = candidates(logits, params, history, position, allowed, count=1).best()
     if params.n_logprobs < 0 or token == NO_TOKEN:
         return Choice(token)
     total = log_total(logits)
@@ -168,8 +167,8 @@ def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, c
     """What a row names that only proposes: the `count` tokens that come first under the target's
     rule and noise (penalties, bias and grammar left out), with the raw log-probability of each."""
     plain = replace(params, repeat_last_n=0, logit_bias=())
-    x, left = _left(logits, plain, np.zeros(0, np.int32), position, None)
-    ids, _ = _perturbed(x, left, plain, position, count=count).ranked(count)
+    found = candidates(logits, plain, np.zeros(0, np.int32), position, count=count)
+    ids, _ = found.ranked(count)
     total = log_total(logits)
     return Choice(int(ids[0]), float(logits[ids[0]]) - total,
                   tuple((int(i), float(logits[i]) - total) for i in ids))

@@ -57,9 +57,7 @@ class LoadWatch:
     """Adds up; told of every change of what is in flight. worked: seconds since the beginning."""
 
     worked: float = 0.0
-    _busy: float = 0.0  # the sums that `Seen` has, added up for every run
-    _weighted: float = 0.0
-    _prompts: float = 0.0
+    _sum: Seen = field(default_factory=Seen)
     _marks: deque[Seen] = field(default_factory=lambda: deque(maxlen=_MARKS))
     _streams: int = 0
     _since: float = 0.0
@@ -67,18 +65,19 @@ class LoadWatch:
     def running(self, streams: int, when: float) -> None:
         """From now on so many requests have runs in flight; `when` in seconds."""
         passed = max(0.0, when - self._since) if self._streams else 0.0
-        self._busy += passed
-        self._weighted += passed * self._streams
+        self._sum = Seen(self._sum.busy + passed, self._sum.streams + passed * self._streams,
+                         self._sum.prompts, self._sum.tokens)
         self._streams, self._since = streams, when
         self.worked += passed
 
     def prompt(self, rows: int) -> None:
         """A piece of a prompt goes out."""
-        self._prompts += rows
+        self._sum = Seen(self._sum.busy, self._sum.streams, self._sum.prompts + rows,
+                         self._sum.tokens)
 
     def lately(self, tokens: int) -> Seen:
         """Of the last minutes of work. tokens: output so far."""
-        now = Seen(self._busy, self._weighted, self._prompts, tokens)
+        now = Seen(self._sum.busy, self._sum.streams, self._sum.prompts, tokens)
         if not self._marks:
             self._marks.append(Seen())
         found = now.since(self._marks[0])
@@ -88,6 +87,6 @@ class LoadWatch:
 
     def restart(self, tokens: int) -> None:
         """Forget what was: the stages are others."""
-        self._busy = self._weighted = self._prompts = 0.0
+        self._sum = Seen(tokens=tokens)
         self._marks.clear()
-        self._marks.append(Seen(tokens=tokens))
+        self._marks.append(self._sum)

@@ -96,7 +96,6 @@ class Head:
         self.stats = HeadStats()
         self.scheduler = scheduler
         self._port, self._grid, self._draft = port, grid, draft
-        self._first_stage = grid.successors(0)
         self._cancel_path, self._timeout = cancel_path, timeout
         self._news: deque[Emit | Finish | Refuse] = deque()
         self._last_result = time.monotonic()
@@ -155,7 +154,7 @@ class Head:
                 reason: str = "") -> None:
         """The stages are others: replay every request over them, from what it has brought; or, with
         a reason, end those that ran."""
-        self._grid, self._first_stage = grid, grid.successors(0)
+        self._grid = grid
         self._links = self._watch_links()
         self._set_controller(controller)
         for observer in self._observers:
@@ -365,7 +364,7 @@ class Head:
                 raise ProtocolError(f"unknown instruction {instruction!r}")
 
     def _first(self, message: Message) -> None:
-        for node in self._first_stage:
+        for node in self._grid.successors(0):
             self._port.send(node, Tag.TRANSACTION, message)
 
     def _end(self) -> None:

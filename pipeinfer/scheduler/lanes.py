@@ -69,7 +69,7 @@ class Run:
         """How many of its rows are guesses, or are repeated for guesses that need them."""
         if self.speculative and not self.hint:
             return self.n_rows
-        return sum([node.speculative for node in self.nodes])
+        return sum(node.speculative for node in self.nodes)
 
     @property
     def plain(self) -> bool:
@@ -91,7 +91,7 @@ class Run:
     @property
     def lanes(self) -> list[Lane]:
         """The lanes that have rows in the run, each once, in order of their rows."""
-        return self.owners if len(self.owners) == 1 else list(dict.fromkeys(self.owners))
+        return list(dict.fromkeys(self.owners))
 
 
 @dataclass(slots=True, eq=False)

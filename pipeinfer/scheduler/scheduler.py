@@ -108,7 +108,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is waiting, running or in flight."""
-        return not (self.lanes or self.runs or self.state.admission.waiting)
+        return not (self.lanes or self.runs or self.waiting)
 
     def reconfigure(self, limits: Limits) -> None:
         """Use other knobs from now on; only while idle, and run ids keep increasing."""
@@ -156,13 +156,12 @@ class Scheduler:
             self._admit()
             self._issue_tips()
             self.threads.advance()
-            if self._filling:
-                self._prefill()
-                self.threads.advance()
+            self._prefill()
+            self.threads.advance()
             if self.most_cells is not None:
                 self.most_cells = max(self.most_cells, self.admission.at_work(
                     self.lanes.values()))
-            ended = bool(self.threads.responses) and self._hand_out()
+            ended = self._hand_out()
         self.speculation.speculate()
         self.speculation.ask_draft()
         if self._validate:
@@ -317,7 +316,7 @@ class Scheduler:
         while not (lane.done or lane.closing) and (choice := lane.tree.frontier.choice) is not None:
             if threaded:
                 choice = self.threads.of(lane).choice(lane.thread, choice)
-            if not request.ignore_eos and choice.token in request.eos_ids:
+            if choice.token in request.stop_ids:
                 self._end(lane, "stop")
                 break
             if choice.token == NO_TOKEN:
@@ -327,7 +326,7 @@ class Scheduler:
                     "token of the vocabulary, or became too complex")))
                 break
             frontier = lane.tree.frontier
-            had_guess = any([child.speculative for child in frontier.children])
+            had_guess = any(c.speculative for c in frontier.children)
             self.speculation.learn(frontier, choice.token)
             lane.step = max(lane.step, frontier.step + 1)
             stats.steps = max(stats.steps, lane.step)
@@ -355,8 +354,7 @@ class Scheduler:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
-        if dead:
-            self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
+        self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
         if self.limits.buffered and lane.tree.frontier is not before:
             repeat_tip(self.state, lane)
 

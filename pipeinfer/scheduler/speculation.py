@@ -74,10 +74,9 @@ class Speculation:
         """Guesses that wait, and those that are being drafted, are of no use."""
         lane.reserve.clear()
         lane.empty.clear()
-        if self._open_answers:
-            for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
-                del self._open_answers[job_id]
-                self.state.emit(StopDraft(job_id))
+        for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
+            del self._open_answers[job_id]
+            self.state.emit(StopDraft(job_id))
         self.drop_job(lane)
 
     def missed(self, lane: Lane, tip: Node) -> bool:
@@ -87,7 +86,7 @@ class Speculation:
         # else no guess will do
         hopeful = self.limits.policy is Policy.SPECULATIVE or self.limits.path_min < 1.0
         quick = self.hints is not None
-        if hopeful and (self.limits.joins or quick) and self.may_guess(lane) \
+        if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
                 and self._depth_left(lane, tip) > 0:
             lane.waiting_tip = tip
             return True

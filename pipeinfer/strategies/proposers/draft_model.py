@@ -297,8 +297,7 @@ class DraftModel:
         ))
         assert logits is not None
         self.rows_evaluated += len(branches)
-        reads_path = job.params.uses_history or job.params.grammar
-        path = [*job.accepted[: job.base], *job.suffix] if reads_path else []
+        path = [*job.accepted[: job.base], *job.suffix] if job.params.reads_path else []
         for branch, row in zip(branches, logits, strict=True):
             history = np.array([*path, *branch.tokens], np.int32)
             branch.ranking = self._rank(job, row, history, position)
