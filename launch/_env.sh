@@ -11,6 +11,10 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
 NATIVE=${PIPEINFER_NATIVE:-}
 
+# Containers often forbid Python to keep bytecode; every rank of every job, and every test, would
+# then compile the sources again: half a second of a core each time.
+unset PYTHONDONTWRITEBYTECODE
+
 say() { printf 'pipeinfer: %s\n' "$*" >&2; }
 
 find_python() {
