@@ -25,6 +25,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
+_FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))  #: networks other than Ethernet
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -169,11 +170,17 @@ def on_one_host() -> bool:
     return launched_size() == local_place()[1]
 
 
-def listen_to_nobody_else() -> None:
-    """Before MPI starts: on one host Open MPI needs no TCP, whose ports are open on every
-    interface. Whoever sets OMPI_MCA_btl is asked no more."""
-    if launched_size() > 1 and on_one_host():
-        os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+def choose_transports() -> None:
+    """Before MPI starts: what Open MPI is to leave alone. On one host that is TCP, whose ports are
+    open on every interface; and without a network for it ofi, which waits a second in MPI_Init
+    when it gives up. Whoever sets OMPI_MCA_btl is asked no more."""
+    if launched_size() > 1:
+        alone = on_one_host()
+        useless = ["tcp"] if alone else []
+        if alone or not any(path.exists() for path in _FABRICS):
+            useless.append("ofi")
+        if useless:
+            os.environ.setdefault("OMPI_MCA_btl", "^" + ",".join(useless))
 
 
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:

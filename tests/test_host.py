@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pipeinfer import host
@@ -68,3 +70,23 @@ def test_bfloat16_is_for_processors_that_multiply_it(tmp_path, monkeypatch, text
     assert not host.multiplies_bfloat16()
     (tmp_path / "cpuinfo").write_text(text)
     assert host.multiplies_bfloat16() == wanted
+
+
+@pytest.mark.parametrize(("size", "here", "fabric", "wanted"), [
+    (3, 3, False, "^tcp,ofi"), (3, 3, True, "^tcp,ofi"),
+    (3, 1, False, "^ofi"), (3, 1, True, None), (1, 1, False, None),
+])
+def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, size, here, fabric,
+                                                    wanted):
+    monkeypatch.setenv("OMPI_MCA_btl", "")  # what is there now comes back
+    monkeypatch.delenv("OMPI_MCA_btl")
+    monkeypatch.setattr(host, "_FABRICS", (tmp_path / "infiniband", tmp_path / "cxi"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(here))
+    if fabric:
+        (tmp_path / "cxi").mkdir()
+    host.choose_transports()
+    assert os.environ.get("OMPI_MCA_btl") == wanted
+    monkeypatch.setenv("OMPI_MCA_btl", "self,tcp")
+    host.choose_transports()
+    assert os.environ["OMPI_MCA_btl"] == "self,tcp"

@@ -62,7 +62,7 @@ def tell(config: JobConfig, place: Place) -> None:
 def refuse(error: PipeinferError) -> None:
     """Rank k: leave it to rank 0 to say what is wrong and to end the job, as it does at once where
     it has found the same. Returns where this rank has to say it itself."""
-    host.listen_to_nobody_else()
+    host.choose_transports()
     try:
         from pipeinfer.transport import mpi_exit, mpi_job, mpi_startup
 

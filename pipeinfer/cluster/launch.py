@@ -154,7 +154,7 @@ def find_place(config: ClusterConfig) -> Place:
     rank = 0
     if size > 1:
         try:
-            host.listen_to_nobody_else()
+            host.choose_transports()
             from pipeinfer.transport import mpi_job  # only ranks of a job load MPI
         except (ImportError, RuntimeError) as error:
             reason = " ".join(str(error).split())

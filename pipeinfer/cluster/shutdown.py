@@ -59,7 +59,7 @@ def end_job(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if host.launched_size() > 1:
-        host.listen_to_nobody_else()  # as every other rank: else they cannot talk
+        host.choose_transports()  # as every other rank: else they cannot talk
         with contextlib.suppress(ImportError, RuntimeError):
             # Others may wait in MPI_Init, and nobody ends them where a job survives a death.
             from pipeinfer.transport import mpi_exit
