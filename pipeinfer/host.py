@@ -12,11 +12,11 @@ import os
 import platform
 import socket
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct
 
 from pipeinfer.errors import UsageError
 
@@ -40,8 +40,7 @@ SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
                 "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
+class HostFacts(Struct, frozen=True):
     """What a rank tells the head about itself. Memory in bytes."""
 
     host: str
@@ -57,8 +56,7 @@ class HostFacts:
     python: str
 
 
-@dataclass(slots=True)
-class Place:
+class Place(Struct):
     """Where this process stands in the job."""
 
     rank: int

@@ -10,14 +10,14 @@ checked by those who use them.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field, structs
 
 from pipeinfer import host
 from pipeinfer.config import ClusterConfig, JobConfig, Resolved
@@ -38,8 +38,7 @@ _ALL_LAYERS = 100_000
 _NAME = 64  #: characters of a group's name
 
 
-@dataclass(frozen=True, slots=True)
-class HostEntry:
+class HostEntry(Struct, frozen=True):
     """A line of a hostfile: where ranks may run, how many, and the line it stands on."""
 
     host: str
@@ -48,8 +47,7 @@ class HostEntry:
     user: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
+class NodeSettings(Struct, frozen=True):
     """Settings of one host. Empty texts, zero threads and None mean "not set".
 
     profile: name of a node profile
@@ -101,8 +99,7 @@ class NodeSettings:
         return {name: value for name, value in values.items() if name not in given}
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
+class RankInfo(Struct, frozen=True):
     """A rank of the job as rank 0 sees it.
 
     rank: its number
@@ -131,8 +128,7 @@ class RankInfo:
     kernels: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(Struct, frozen=True):
     """A nodes file. layers: the whole job's split, stage by stage. link: a link profile's name."""
 
     path: str
@@ -152,7 +148,7 @@ class Nodes:
         merged: dict[str, Any] = {}
         for _, table in sorted(fitting, key=lambda pair: pair[0]):
             merged |= table
-        return dataclasses.replace(self.defaults, **merged)
+        return structs.replace(self.defaults, **merged)
 
 
 # --- hostfiles --------------------------------------------------------------------------------
@@ -274,7 +270,7 @@ def read_nodes(path: str | Path) -> Nodes:
 
 def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
     """The checked values of a table."""
-    names = [f.name for f in dataclasses.fields(NodeSettings)]
+    names = [f.name for f in structs.fields(NodeSettings)]
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")

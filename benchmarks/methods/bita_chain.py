@@ -9,11 +9,11 @@ over real ranks is measured by `benchmarks.methods.bita stages`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
 import click
+from msgspec import structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
@@ -95,7 +95,7 @@ class Masked(Simulation):
 def answers(stages: int, rates: tuple[tuple[float, float], ...], way: str, tokens: int
             ) -> Iterator[tuple[list[int], float, float, float]]:
     """Tokens, tokens per second, busy share of the stages, share of that for what was wrong."""
-    limits = dataclasses.replace(
+    limits = structs.replace(
         Limits(n_ctx=tokens + 80, exact_width=WIDTH, credit=stages + 1, partitions=60, chunk=64),
         **WAYS[way])
     for seed in range(4):

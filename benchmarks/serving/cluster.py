@@ -10,11 +10,13 @@ measurement, and keeps all with --json.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.core.policy import Policy
@@ -34,11 +36,12 @@ def scenario_of(args: argparse.Namespace, mode: str) -> tuple[Scenario, Controll
         args.cluster, args.pair, nodes=args.nodes, tokens=args.tokens, prompt=args.prompt,
         limits=(("chunk", args.chunk),)))
     n_stages = len(built.scenario.stages)
-    limits = replace(built.scenario.limits, parallel=MOST, alone=mode == "on", share=groups(
+    limits = structs.replace(built.scenario.limits, parallel=MOST, alone=mode == "on", share=groups(
         Timing(1.0, n_stages, built.curve, 0.0, 0.0), EXACT, MOST))
     if mode == "off":
-        limits = replace(limits, policy=Policy.ITERATIVE)
-    return replace(built.scenario, limits=limits), Controller(limits, built.pinned, built.curve)
+        limits = structs.replace(limits, policy=Policy.ITERATIVE)
+    return dataclasses.replace(built.scenario, limits=limits), Controller(
+        limits, built.pinned, built.curve)
 
 
 def figures_of(scenario: Scenario, result: LoadResult) -> dict[str, float]:

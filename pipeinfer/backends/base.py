@@ -8,8 +8,9 @@ remains in the cache when a call fails or is stopped, because cancellation depen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from pipeinfer.core.types import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
 from pipeinfer.errors import BackendError
@@ -18,8 +19,7 @@ from pipeinfer.errors import BackendError
 NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 
 
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
+class ShardInfo(Struct, frozen=True):
     """What a loaded shard is.
 
     architecture: of the model, as its file names it
@@ -50,8 +50,7 @@ class ShardInfo:
     cache_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(Struct, frozen=True):
     """What a backend can do beyond rows that continue their sequence without a gap.
 
     free_positions: gaps and overlaps of positions within a sequence. separate_views: a row may

@@ -3,9 +3,10 @@ only those, beside what it has. Knows no transport and no plan."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+
+from msgspec import structs
 
 from pipeinfer.backends.base import Backend, Capabilities, apply
 from pipeinfer.core.types import FloatArray, Rows, SeqJoin
@@ -24,7 +25,7 @@ class ChainBackend:
             raise ValueError(f"the shards' layers {[info.layers for info in infos]} are not "
                              "contiguous")
         self._parts = list(parts)
-        self.info = dataclasses.replace(
+        self.info = structs.replace(
             infos[0], layers=(infos[0].layers[0], infos[-1].layers[1]), last=infos[-1].last,
             n_vocab=infos[-1].n_vocab, n_ctx=min(info.n_ctx for info in infos),
             n_seq_max=min(info.n_seq_max for info in infos),

@@ -13,10 +13,10 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
@@ -33,8 +33,7 @@ _FURTHER = (0, 7, 23, 40, 11)
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Widths:
+class Widths(Struct, frozen=True):
     """What rows decoded together are like: R, and the time of CURVE_ROWS rows relative to one."""
 
     exact: int

@@ -5,10 +5,11 @@ Knows backends and options, no transport, no requests and no policies.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
@@ -84,7 +85,7 @@ def paced(backend: Backend, first: float, further: float) -> Backend:
 
 def at_pace(widths: Widths, first: float, further: float) -> Widths:
     """What rows cost at that pace. first, further: see `paced`."""
-    return dataclasses.replace(widths, curve=tuple(
+    return structs.replace(widths, curve=tuple(
         _seconds(first, further, rows) / first for rows in CURVE_ROWS))
 
 

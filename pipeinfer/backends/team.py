@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipeinfer.backends.llamacpp.layer_probe import PartSum, compiled
 from pipeinfer.core.grid import owner_of
@@ -37,8 +37,7 @@ class PeerSilent(TransportTimeout):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class TeamShape:
+class TeamShape(Struct, frozen=True):
     """Who holds what of a stage.
 
     holders: slices of each member, all of them together in order. member: this one. kind: how

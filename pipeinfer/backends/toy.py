@@ -13,12 +13,12 @@ raises. Nothing here knows runs, ranks or tokens' meaning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.core.types import ALL_SEQS, FloatArray, Rows
@@ -27,8 +27,7 @@ from pipeinfer.errors import BackendError, PlanError
 Matrix = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class ToySpec:
+class ToySpec(Struct, frozen=True):
     """Which toy model. Equal specs are equal models.
 
     agreement below 1 makes it a draft of the model with agreement 1: at the share of 1 -
@@ -45,11 +44,10 @@ class ToySpec:
 
 def draft_of(spec: ToySpec, agreement: float = 0.8) -> ToySpec:
     """A draft for `spec` whose greedy choice agrees with it at about the given rate."""
-    return replace(spec, agreement=agreement)
+    return structs.replace(spec, agreement=agreement)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
+class _Layer(Struct, frozen=True):
     query: Matrix
     key: Matrix
     value: Matrix

@@ -6,10 +6,11 @@ every sum. The residual rows are the same on all of them after each sum.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
+
+from msgspec import structs
 
 from pipeinfer.backends.base import Backend, Capabilities, apply
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
@@ -41,7 +42,7 @@ class WideBackend:
         self._slices = [list(chain) for chain in slices]
         self._team, self._embedding = team, embedding
         infos = [part.info for chain in slices for part in chain]
-        self.info = dataclasses.replace(
+        self.info = structs.replace(
             infos[0], layers=layers, first=layers[0] == 0, last=layers[1] == n_layers_total,
             n_vocab=infos[-1].n_vocab, n_ctx=min(info.n_ctx for info in infos),
             weight_bytes=sum(p.info.weight_bytes for chain in slices for p in chain),

@@ -7,13 +7,13 @@ Who answers is a `Partner`; the conversation itself is in `chat_loop`, the termi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import click
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import Chat, Interrupts, Partner, Wishes
@@ -174,7 +174,7 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     chat_template.prepare()
     if note := advice(job):
         click.echo(f"pipeinfer: note: {note}", err=True)
-    params = dataclasses.replace(
+    params = structs.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
     with leading as session:
@@ -202,9 +202,9 @@ class Own:
         tokenizer = self._session.tokenizer
         prompt = tokenizer.encode_chat(messages)
         seed = draw_seed(self._sampling) if wishes.seed is None else wishes.seed
-        params = dataclasses.replace(self._params, key=noise_key(seed))
+        params = structs.replace(self._params, key=noise_key(seed))
         if wishes.temperature is not None:
-            params = dataclasses.replace(params, temperature=wishes.temperature)
+            params = structs.replace(params, temperature=wishes.temperature)
         interrupts.expect(None)
         try:
             out = run_request(

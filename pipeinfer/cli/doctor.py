@@ -11,17 +11,18 @@ crashes). It changes nothing and knows no policy.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
@@ -79,7 +80,7 @@ def doctor_command(hostfile: str, ranks: int, as_json: bool, **given: Any) -> No
     if findings is None:
         return
     if as_json:
-        click.echo(json.dumps({"findings": [asdict(f) for f in findings]}))
+        click.echo(json.dumps({"findings": [dataclasses.asdict(f) for f in findings]}))
     else:
         for finding in findings:
             mark = {"ok": "  ok ", "warn": "warn ", "fail": "FAIL "}[finding.level]
@@ -96,7 +97,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
             "kernels": own.kernels, "unused": _unused(), "filter": compiled_filter() is not None,
-            **asdict(host.facts(place.cores, place.local_rank, place.local_size)),
+            **structs.asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
         everyone = [mine]
@@ -104,7 +105,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     else:
         from pipeinfer.transport import mpi_job, mpi_startup
 
-        mine["links"] = [asdict(link) for link in mpi_startup.measure_links(place.comm)]
+        mine["links"] = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
         texts = mpi_startup.gather_json(place.comm, json.dumps(mine))
         part(place)
         if texts is None:

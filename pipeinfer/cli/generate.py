@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.cli.options import JOB, config_options
@@ -54,7 +54,7 @@ def generate(resolved: Resolved) -> None:
     if host.launched_rank() == 0:  # what can be wrong is found before anything loads
         check_decomposer(job.speculation, sampling)
         text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
-        params = dataclasses.replace(
+        params = structs.replace(
             params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
         if trace:
             check_writable(Path(trace))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+from msgspec import structs
 
 from pipeinfer.errors import ModelError, PipeinferError, UsageError
 from pipeinfer.models import bundled, local_stores
@@ -68,7 +69,7 @@ def pull_command(name: str, file: str, verify: bool) -> None:
         raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
                          "user/repo:quant")
     try:
-        found = hub.pull(dataclasses.replace(wanted, file=file), verify=verify)
+        found = hub.pull(structs.replace(wanted, file=file), verify=verify)
     except KeyboardInterrupt:
         click.echo("\npipeinfer: stopped; the same command goes on from here", err=True)
         raise SystemExit(130) from None

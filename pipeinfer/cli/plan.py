@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.config import JobConfig
@@ -155,13 +156,13 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if place.rank > 0:
         handshake.tell(config, place)
         placement.await_place(config, place)
-        own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+        own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
         mpi_startup.gather_json(place.comm, json.dumps(own))
         part(place)
         return None
     hosts = handshake.compare(config, place)
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
-    own = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+    own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
     part(place)
     measured_links = [one for text in texts for one in json.loads(text)]

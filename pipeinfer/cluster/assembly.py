@@ -11,12 +11,11 @@ scheduler; a rank that hangs is ended on its own host (`watchdog`), not from her
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
+from msgspec import Struct, structs
 
 from pipeinfer.cluster.greeting import greet
 from pipeinfer.cluster.shard_transfer import Sender, SourceOf
@@ -56,8 +55,7 @@ from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
 
 
-@dataclass(slots=True)
-class StageState:
+class StageState(Struct):
     """What the head knows about a stage while it starts. spare: the rank that only receives what
     others hold, 0 for a stage."""
 
@@ -68,8 +66,7 @@ class StageState:
     ready: Ready | Received | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """A new arrangement while the job ran. when: seconds since the epoch; lost: ranks; seconds it
     took; moved: layers that were loaded for it."""
 
@@ -85,8 +82,7 @@ class Change:
         return f"{self.why}: went on after {self.seconds:.2f} s, {layers}"
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """What stages agree on: R, and what runs of several rows cost (see `exact.Widths`)."""
 
     exact: int
@@ -304,7 +300,7 @@ class Assembly:
                     if self._hosts[other].host == self._hosts[rank].host]
             free = min(self._members[other].memory for other in here) \
                 - sum(own.get(other, 0.0) for other in here)
-            rooms[rank] = dataclasses.replace(
+            rooms[rank] = structs.replace(
                 self._members[rank],
                 memory=own.get(rank, 0.0) + max(free, 0.0) / len(here))
         return rooms
@@ -405,7 +401,7 @@ class Assembly:
             self._setup_of(holding), port=name,
             widths=grid.widths, cut=holding.cut, near=len(hosts) == 1,
             holders=tuple(one.slices for one in team) if holding.cut else (),
-            settings=dataclasses.asdict(self._hosts[rank].settings),
+            settings=structs.asdict(self._hosts[rank].settings),
             exact=agreed.exact if agreed else 0, cores=self.threads.get(rank, 0),
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 

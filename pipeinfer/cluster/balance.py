@@ -12,11 +12,12 @@ module knows no HTTP and no engine.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
 
 from pipeinfer.cluster.grid_balance import GridBalance
 from pipeinfer.cluster.placement import judge_of
@@ -40,8 +41,7 @@ _LOST = 0.97  #: times the old speed below which a move is taken back
 _FEW = 64  #: tokens from which on the load that was seen counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+class _Trial(Struct, frozen=True):
     """A move that has to prove itself. rate: judged tokens per second before it, under `judge`."""
 
     before: tuple[Holding, ...]
@@ -53,8 +53,7 @@ class _Trial:
     judge: Judge
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(Struct, frozen=True):
     """What a rebalance would bring. held: the stages then; gain: times the speed; why: in words."""
 
     held: tuple[Holding, ...]
@@ -62,8 +61,7 @@ class Preview:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Better:
+class _Better(Struct, frozen=True):
     """Stages that promise more, and how that is to be proved."""
 
     held: tuple[Holding, ...]
@@ -118,7 +116,7 @@ class Balance:
         if seen.like(trial.seen):
             found, how = seen.speed / trial.seen.speed, "tokens/s"
         else:
-            judge = dataclasses.replace(trial.judge, using=session.assembly.threads)
+            judge = structs.replace(trial.judge, using=session.assembly.threads)
             if self._cut and not self._grid.known:
                 self._trial = trial  # it cannot be told yet
                 return None
@@ -166,7 +164,7 @@ class Balance:
             1.0, session.draft.busy_seconds / worked)
         judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
                          grows=session.assembly.grows)
-        return dataclasses.replace(judge, using=session.assembly.threads), seen
+        return structs.replace(judge, using=session.assembly.threads), seen
 
     # --- steps --------------------------------------------------------------------------------
 

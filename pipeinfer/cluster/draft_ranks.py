@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
@@ -44,7 +45,7 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
     if last - count < least:
         raise UsageError(f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks "
                          f"were started; start at least {count + config.cluster.spares + least}")
-    return [dataclasses.replace(one, settings=dataclasses.replace(one.settings, role="draft"))
+    return [structs.replace(one, settings=structs.replace(one.settings, role="draft"))
             if last - count <= one.rank < last else one for one in hosts]
 
 
@@ -80,7 +81,7 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
     return [DraftSetup(
         ranks, str(path), model.fingerprint, model.n_layers, start, stop,
         **cache_sizes(config, cells), paths=paths_of(config), n_vocab=n_vocab,
-        settings=dataclasses.asdict(hosts[rank].settings),
+        settings=structs.asdict(hosts[rank].settings),
         vocabulary=vocabulary.to_json() if vocabulary and stop == model.n_layers else None)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
 

@@ -25,7 +25,6 @@ no MPI, request, plan or server.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import errno
 import os
@@ -33,8 +32,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct, structs
 
 from pipeinfer.errors import UsageError
 
@@ -74,8 +74,7 @@ SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP}
 _LASTING = (Kind.SLOW, Kind.SLOW_LINK, Kind.CUT_LINK, Kind.LOSE_CANCEL)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """One fault on one rank; `str` gives back what `parse_faults` reads.
 
     kind: what goes wrong
@@ -166,7 +165,7 @@ def _parse(spec: str) -> Fault:
                          "cut-link@1:peer=2")
     if not fault.moment and kind not in _LASTING:
         first = "load" if kind in (Kind.DISK_FULL, Kind.CORRUPT_CACHE) else "decode"
-        fault = dataclasses.replace(fault, moment=first)
+        fault = structs.replace(fault, moment=first)
     return fault
 
 
@@ -174,31 +173,31 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     if key == "load":
         if value and value not in PHASES:
             raise UsageError(f"--fault {spec}: load must be one of {', '.join(PHASES)}")
-        return dataclasses.replace(fault, moment=key, phase=value)
+        return structs.replace(fault, moment=key, phase=value)
     if key == "type":
         if value not in _TYPES:
             raise UsageError(f"--fault {spec}: type must be one of {', '.join(_TYPES)}")
-        return dataclasses.replace(fault, type=value)
+        return structs.replace(fault, type=value)
     if key in ("prefill", "decode", "recovery"):
-        return dataclasses.replace(fault, moment=key,
+        return structs.replace(fault, moment=key,
                                    count=_whole(value, 1, key, spec) if value else 1)
     if key == "layer":
-        return dataclasses.replace(fault, layer=_whole(value, 0, key, spec))
+        return structs.replace(fault, layer=_whole(value, 0, key, spec))
     if key in ("peer", "after"):
         value_of = _whole(value, int(key == "peer"), key, spec)
-        return dataclasses.replace(fault, peer=value_of) if key == "peer" else \
-            dataclasses.replace(fault, after=value_of)
+        return structs.replace(fault, peer=value_of) if key == "peer" else \
+            structs.replace(fault, after=value_of)
     if key == "every":
-        return dataclasses.replace(fault, every=_whole(value, 1, key, spec))
+        return structs.replace(fault, every=_whole(value, 1, key, spec))
     if key == "s":
-        return dataclasses.replace(fault, s=_seconds(value, spec))
+        return structs.replace(fault, s=_seconds(value, spec))
     try:
         ms = float(value)
     except ValueError:
         ms = -1.0
     if not 0 < ms < 1e6:
         raise UsageError(f"--fault {spec}: ms must be a number of milliseconds, such as ms=50")
-    return dataclasses.replace(fault, ms=ms)
+    return structs.replace(fault, ms=ms)
 
 
 def _seconds(value: str, spec: str) -> float:

@@ -6,16 +6,16 @@ and no MPI.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import SamplingConfig
@@ -32,8 +32,7 @@ from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 _request_ids = itertools.count()
 
 
-@dataclass(slots=True)
-class Generated:
+class Generated(Struct):
     """The outcome of a request.
 
     tokens: ids of the output; in reading order where the response has threads
@@ -88,7 +87,7 @@ class Generated:
             "time_to_first_after_prompt": gaps[0] if gaps else None,
             "inter_token_latency_mean": statistics.fmean(gaps) if gaps else None,
             "inter_token_latency_median": statistics.median(gaps) if gaps else None,
-            "acceptance": self.acceptance, **dataclasses.asdict(self.lane),
+            "acceptance": self.acceptance, **structs.asdict(self.lane),
         }
 
 
@@ -186,7 +185,7 @@ def run_request(
     if not prompt:
         raise UsageError("the prompt is empty: write at least one token")
     if params.grammar:
-        params = dataclasses.replace(params, grammar_start=len(prompt))
+        params = structs.replace(params, grammar_start=len(prompt))
     tokenizer, head = session.tokenizer, session.head
     request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
                       frozenset(tokenizer.eog_ids), ignore_eos)

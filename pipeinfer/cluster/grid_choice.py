@@ -6,10 +6,11 @@ Before any port exists; `placement` says when. Knows no runs and no requests.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from pipeinfer.backends.factory import check_teams
 from pipeinfer.cluster.remembered_grid import GridChoice, keep_grid, recall_grid
@@ -149,7 +150,7 @@ def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
 
     for rank in range(1, place.size):
         mpi_startup.say(place.comm, rank, TestLinks())
-    found = [dataclasses.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+    found = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     for rank in range(1, place.size):
         heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
         if isinstance(heard, Measured) and heard.figures:
@@ -169,7 +170,7 @@ def wide_plan(
     check_teams(model.path, teams.ranks, hosts)
     counts: Sequence[int | None] = layers or asked_counts(
         config.cluster, model, teams.leaders, hosts, None)
-    leaders = [dataclasses.replace(one, layers=count)
+    leaders = [structs.replace(one, layers=count)
                for one, count in zip(combined(members, teams), counts, strict=True)]
     plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts,
                      lambda split: estimate(split, policy), timed=timed)
@@ -179,4 +180,4 @@ def wide_plan(
     if cuts is None:
         cuts = [tuple(one.name for one in cut_of(model, shares)) if shares else ()
                 for shares in teams.shares]
-    return dataclasses.replace(plan, teams=teams, cuts=tuple(cuts))
+    return structs.replace(plan, teams=teams, cuts=tuple(cuts))

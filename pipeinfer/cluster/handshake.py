@@ -5,11 +5,12 @@ Knows versions, options and host facts; no model, no plan and no request.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import socket
 import time
+
+from msgspec import structs
 
 from pipeinfer import __version__, host
 from pipeinfer.backends.pytorch.options import missing_packages
@@ -41,7 +42,7 @@ def hello(config: JobConfig, place: Place) -> Hello:
         kernels=llama_kernels(), config=digest.hexdigest(),
         values={k: repr(v)[:80] for k, v in shared.items()},
         asked_backend=config.model.backend, torch_missing=tuple(missing_packages()),
-        facts=Facts(**dataclasses.asdict(facts)), bell=_bell(place))
+        facts=Facts(**structs.asdict(facts)), bell=_bell(place))
 
 
 def _bell(place: Place) -> Bell:
@@ -189,6 +190,6 @@ def _with_settings(config: JobConfig, ranks: list[RankInfo]) -> list[RankInfo]:
         settings = nodes.of(rank.host)
         memory = rank.memory if settings.memory is None else min(rank.memory, settings.memory)
         backend = settings.options(config.given).get("backend", rank.asked_backend)
-        found.append(dataclasses.replace(
+        found.append(structs.replace(
             rank, settings=settings, memory=memory, asked_backend=backend))
     return found

@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
@@ -66,8 +67,7 @@ _FETCH_SECONDS = 24 * 3600.0  #: in which rank 0 may fetch a model, before it me
 _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts as hanging
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedRank:
+class JoinedRank(Struct, frozen=True):
     """This process as a rank of a job: rank 0 leads, every other one serves.
 
     pulse: of its main thread; guard: the process that kills it when it hangs, None where nobody

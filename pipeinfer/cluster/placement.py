@@ -10,12 +10,12 @@ policies beyond what the planner asks, and no requests.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 from pipeinfer.cluster.grid_choice import auto_plan, teams_asked, wide_plan, would_gain
 from pipeinfer.config import ClusterConfig, JobConfig
@@ -42,8 +42,7 @@ from pipeinfer.planning.planner import (
 Hosts = Sequence[RankInfo]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Struct, frozen=True):
     """What the head knows when it has planned.
 
     plan: which rank holds which layers
@@ -178,7 +177,7 @@ def _ask(
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either
                 mpi_startup.say(place.comm, rank, Measure(
-                    dataclasses.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow))
+                    structs.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow))
     answers: dict[int, Measured] = {}
     if 0 in asked:
         answers[0] = _answer(config, place, hosts[0].settings, path, model.fingerprint)
@@ -230,7 +229,7 @@ def await_place(config: JobConfig, place: Place) -> Placed:
                 mpi_startup.say(place.comm, 0, _answer(
                     config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
             case TestLinks():
-                links = [dataclasses.asdict(one) for one in mpi_startup.measure_links(place.comm)]
+                links = [structs.asdict(one) for one in mpi_startup.measure_links(place.comm)]
                 mpi_startup.say(place.comm, 0, Measured({"links": links}))
             case other:
                 raise ProtocolError(f"rank 0 sent {type(other).__name__} before the job began")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from pipeinfer.errors import PipeinferError, PlanError
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
@@ -42,8 +42,7 @@ class _Note(msgspec.Struct, frozen=True):
     stages: tuple[_Stage, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GridChoice:
+class GridChoice(Struct, frozen=True):
     """Stages with the layers of each, and the names of their slices where those are decided."""
 
     teams: Teams
@@ -51,8 +50,7 @@ class GridChoice:
     cuts: tuple[tuple[str, ...], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(Struct, frozen=True):
     """day: of the choice, such as 2026-11-23; choice: None for one rank to a stage."""
 
     day: str

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.grid_drawing import drawing
@@ -79,8 +81,7 @@ if TYPE_CHECKING:
 _POISON = 3  #: stages that fail one after the other without a token between them
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """What is known before any stage loads."""
 
     config: JobConfig
@@ -100,8 +101,7 @@ class Job:
         return self.survey.plan
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedCluster:
+class LoadedCluster(Struct, frozen=True):
     """What stages were loaded for. cells: of each stage's cache, of which `spare` are for guesses;
     chunk: rows of a prompt that travel together; prompt_id: the first sequence id beyond those of
     requests; vocabulary: for grammars, None where no request may have one."""
@@ -173,8 +173,7 @@ class LoadedCluster:
                               self.port, self.hosts, self.vocabulary)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSetup:
+class SchedulerSetup(Struct, frozen=True):
     """What decides about runs, for one config."""
 
     limits: Limits
@@ -185,8 +184,7 @@ class SchedulerSetup:
 _LOOKUP = 1e-3  #: least of a `draft_share`, of proposers without a model
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
+class Sharing(Struct, frozen=True):
     """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
     may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it: the
     draft's weights relative to those of its own, about its time for a guess; else 0."""

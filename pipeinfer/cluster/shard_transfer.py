@@ -24,9 +24,10 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import DraftSetup, PortName, Setup, ShardOffer, ShardWanted
@@ -90,8 +91,7 @@ def source_of(model: ModelFile, start: int, stop: int, piece: str) -> Source:
     return ShardSource(model, start, stop, Slice.parse(piece) if piece else None)
 
 
-@dataclass(slots=True)
-class _Outgoing:
+class _Outgoing(Struct):
     """One stage's shard on its way. Bytes up to `have` are only hashed, the rest is sent."""
 
     source: Source

@@ -7,9 +7,10 @@ a BiTA adapter's few vectors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
@@ -81,8 +82,7 @@ def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, promp
                                      if curve and config.adapt else None, width=width))
 
 
-@dataclass(frozen=True, slots=True)
-class RowSizes:
+class RowSizes(Struct, frozen=True):
     """Room for what proposes from rows of its own: see `InlineProposer`, each the most of any."""
 
     candidates: int = 0
@@ -269,7 +269,7 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
         judge = SpeculationTrial(tried, sure=1 if tried and not likely else _SURE,
                                  hopeless=turns(timing, _GOOD, most) == 0)
         if not judge.speculate:
-            limits = replace(limits, path_min=NEVER)
+            limits = structs.replace(limits, path_min=NEVER)
     controller = Controller(limits, pinned, curve, cells // 2, judge)
     return controller if config.adapt and controller.active else None
 
@@ -283,8 +283,7 @@ def _given(value: float, otherwise: float) -> float:
     return value if value >= 0 else otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """Defaults that depend on what a further row of a run costs."""
 
     draft_max: int

@@ -12,7 +12,6 @@ knows backends and the shard cache, no requests and no policies.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import socket
@@ -20,11 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import msgspec
+from msgspec import Struct, structs
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
@@ -91,8 +90,7 @@ from pipeinfer.transport.lent import LentLoop, Stuck
 Report = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """A loaded shard. piece: name of the slice that it holds of its layers, "" for all of them.
     threads: that decode a single row. received: bytes of it that came from rank 0."""
 
@@ -468,5 +466,5 @@ def joined(parts: list[Part]) -> tuple[Backend, Widths]:
 def worst(parts: list[Part]) -> Widths:
     """What rows are like at worst."""
     curves = zip(*(part.widths.curve for part in parts), strict=True)
-    return dataclasses.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
+    return structs.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
                                curve=tuple(map(max, curves)))

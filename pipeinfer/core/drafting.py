@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import overload
+
+from msgspec import Struct
 
 from pipeinfer.core.types import SamplingParams
 
@@ -50,8 +51,7 @@ class Prefix(Sequence[int]):
         return f"Prefix({list(self)!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class StartDraft:
+class StartDraft(Struct, frozen=True):
     """Ask for proposals below a path.
 
     The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
@@ -85,8 +85,7 @@ ENOUGH = 0.6  #: a first guess of the target's own rows as likely as that needs 
 SURE = 0.95  #: a first guess as likely as that is seldom bettered by a draft
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
 
     confidence: estimated probability that the target chooses it, given that its parent is.

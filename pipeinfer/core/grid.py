@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer.core.control import PortName
 from pipeinfer.errors import ProtocolError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """widths: members of each stage, in order. Node 0 is the head, which is no stage.
 
     Member 0 of a stage leads it: it alone is told of cancellations and answers the head.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipeinfer.core.control import PortMessage
 from pipeinfer.core.types import Choice, FloatArray, Rows, SamplingParams, SeqOp
@@ -46,8 +46,7 @@ class Op(enum.IntEnum):
     PART = 14
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(Struct, frozen=True):
     """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
 
     run_id: of this run
@@ -91,35 +90,30 @@ class Decode:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOps:
+class CacheOps(Struct, frozen=True):
     """Apply sequence operations outside any run (lane end, idle times)."""
 
     ops: tuple[SeqOp, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LaneOpen:
+class LaneOpen(Struct, frozen=True):
     """Announce a lane and the parameters its tokens are chosen with."""
 
     lane: int
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class LaneClose:
+class LaneClose(Struct, frozen=True):
     """Forget a lane; every run that uses it has passed."""
 
     lane: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Struct, frozen=True):
     """Pass it on, report, and leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunFinished:
+class RunFinished(Struct, frozen=True):
     """The choices after the output rows of a run, in row order; spans as in `Decode`."""
 
     run_id: int
@@ -137,16 +131,14 @@ class RunFinished:
         return math.fsum(seconds for _, seconds, _ in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class RunCancelled:
+class RunCancelled(Struct, frozen=True):
     """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
 
     run_id: int
     spans: Spans = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """Runs whose rows are all dead. Advisory, idempotent, travels against the flow."""
 
     run_ids: tuple[int, ...]
@@ -161,8 +153,7 @@ class Verdict(enum.IntEnum):
     FAILED = 3  #: any member: it cannot go on
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(Struct, frozen=True, eq=False):
     """What a member of a wide stage has of one sum, or a verdict without it.
 
     member: which sends it. turn: counts the sums of an epoch, equally at all members. run_id: the
@@ -189,8 +180,7 @@ class Part:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class WorkerFailed(Struct, frozen=True):
     """A node's last words: where it failed, in which run, and its traceback."""
 
     node: int
@@ -201,8 +191,7 @@ class WorkerFailed:
     exit_code: int = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ShardHave:
+class ShardHave(Struct, frozen=True):
     """A stage has the first `offset` bytes of its shard; the first time also their BLAKE2b."""
 
     node: int
@@ -210,16 +199,14 @@ class ShardHave:
     digest: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardChunk:
+class ShardChunk(Struct, frozen=True):
     """Bytes of a shard from `offset` on. Decoded, `data` is a view into the frame."""
 
     offset: int
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class ShardEnd:
+class ShardEnd(Struct, frozen=True):
     """All of a shard was sent; its BLAKE2b."""
 
     digest: bytes

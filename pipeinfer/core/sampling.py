@@ -15,11 +15,11 @@ This module keeps no state and knows no model, tree or draft.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, structs
 
 from pipeinfer.core.noise import contenders, gumbel, shortlist
 from pipeinfer.core.types import ANY, NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
@@ -28,8 +28,7 @@ _DEPTHS = (4.0, 8.0, 12.0, math.inf)  #: how far below the best logit top-p look
 _FAR = 6.0  #: perturbed scores so far behind the best count for little
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(Struct, frozen=True):
     """What is left after truncation: ids int64[k], perturbed scores float64[k], unordered."""
 
     ids: npt.NDArray[np.int64]
@@ -166,7 +165,7 @@ def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, c
               ) -> Choice:
     """What a row names that only proposes: the `count` tokens that come first under the target's
     rule and noise (penalties, bias and grammar left out), with the raw log-probability of each."""
-    plain = replace(params, repeat_last_n=0, logit_bias=())
+    plain = structs.replace(params, repeat_last_n=0, logit_bias=())
     found = candidates(logits, plain, np.zeros(0, np.int32), position, count=count)
     ids, _ = found.ranked(count)
     total = log_total(logits)

@@ -7,11 +7,11 @@ half-open, `[p0, p1)`, and `END` stands for "to the end of the sequence".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
@@ -131,8 +131,7 @@ def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]],
                    tuple([r[2] for r in rows]), views)
 
 
-@dataclass(frozen=True, slots=True)
-class SeqRemove:
+class SeqRemove(Struct, frozen=True):
     """Take `seq_id` off the cells with positions in `[p0, p1)`; a cell with no id is free."""
 
     seq_id: int
@@ -140,8 +139,7 @@ class SeqRemove:
     p1: int = END
 
 
-@dataclass(frozen=True, slots=True)
-class SeqCopy:
+class SeqCopy(Struct, frozen=True):
     """Add id `dst` to the cells that carry `src` at positions in `[p0, p1)`.
 
     Copying never removes: whoever issues it has removed that range of `dst` before, or one
@@ -154,15 +152,13 @@ class SeqCopy:
     p1: int
 
 
-@dataclass(frozen=True, slots=True)
-class SeqKeep:
+class SeqKeep(Struct, frozen=True):
     """Drop every other id from every cell, and every cell that does not carry `seq_id`."""
 
     seq_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class SeqJoin:
+class SeqJoin(Struct, frozen=True):
     """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
     every row that looks through one of their ids, whatever the positions, and belong to the start
     of the sequence: copies and removals have them when their range begins at 0. Of several at one
@@ -177,8 +173,7 @@ class SeqJoin:
 SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True):
     """How the target chooses a token; see `sampling.choose` for the order of the steps.
 
     temperature: 0 is greedy
@@ -228,8 +223,7 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The target's choice after one row: the token, and its raw log-probability if asked for.
 
     The token is NO_TOKEN when a grammar allows none, or when the row's path is not in it.
@@ -240,8 +234,7 @@ class Choice:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One prompt to continue. `eos_ids` end the output (they are not part of it). pool: answers of
     one pool may be guessed from one another; 0: of none."""
 

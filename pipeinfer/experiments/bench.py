@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.core.grid import parse_widths
@@ -81,7 +82,7 @@ def measure(profiles: Profiles, experiment: Experiment) -> dict[str, Any]:
 def figures(built: Built, result: Result) -> dict[str, Any]:
     """What a run showed. tokens_equal: whether they are those of plain decoding."""
     itl = result.itl
-    stats = dataclasses.asdict(result.stats)
+    stats = structs.asdict(result.stats)
     scenario = built.scenario
     plain = scenario.pair.plain(prompt_of(scenario), scenario.tokens)
     return {
@@ -228,7 +229,7 @@ def read_limit(text: str) -> tuple[str, float | int | bool]:
     name, _, value = text.partition("=")
     start = Limits(n_ctx=1)
     defaults: dict[str, int | float | bool] = {
-        f.name: getattr(start, f.name) for f in dataclasses.fields(Limits) if f.name not in _FIXED}
+        f.name: getattr(start, f.name) for f in structs.fields(Limits) if f.name not in _FIXED}
     default = lookup(defaults, name, "limit")
     words = {"true": True, "false": False, "1": True, "0": False}
     try:

@@ -14,9 +14,9 @@ Knows metadata; writes no file, and no planning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, Value
@@ -28,8 +28,7 @@ _EMBEDDING_SCALE, _RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 _WAY_OUT = "run it whole in one process (-np 1)"
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """How an architecture is cut. traps: beginnings of metadata keys that would make a layer depend
     on its place and are dealt with here, or do not matter. period: every so-manyth layer has no
     sliding window, where the file does not say which; 0: layers have none. plain: without a size

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 
 
-@dataclass(frozen=True, slots=True)
-class BitaAdapter:
+class BitaAdapter(Struct, frozen=True):
     """masks: float32[M, n_embd]. keys, values: float32[n_layers, P, kv heads, head size]."""
 
     masks: FloatArray

@@ -13,8 +13,9 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.files import parse_bytes
@@ -25,8 +26,7 @@ MOST_COPIES = 3.0  #: times a model's size that shards of it may take
 LIMIT = "PIPEINFER_CACHE_SIZE"
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """A shard in the cache. model: what the names of one model's shards begin with; size: bytes,
     its checksum's included; used: seconds since the epoch."""
 

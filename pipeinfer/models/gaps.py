@@ -11,7 +11,6 @@ The result is the same up to the error of the kernels. Knows nothing about ranks
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import struct
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
+from msgspec import structs
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
@@ -129,7 +129,7 @@ class GapModel(ModelFile):
                                  "again")
             if self._from == "llama":
                 rows = tensor.shape[1]
-                yield dataclasses.replace(
+                yield structs.replace(
                     tensor, name=".".join((*part[:-1], "bias")), type=_F32, shape=(rows,),
                     nbytes=4 * rows, part=_ZEROS, offset=0)
 

@@ -17,12 +17,12 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 
@@ -43,8 +43,7 @@ _PLAIN = re.compile(r"^[^\x00-\x1f\x7f]+$")
 MOST_LAYERS = 4096  #: more than any model has; lists of this length are made
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(Struct, frozen=True):
     """One tensor: `shape` in ggml's order (row length first), `offset` in bytes from the start of
     part number `part`, `type` a ggml type number."""
 
@@ -67,8 +66,7 @@ class TensorInfo:
         return str(GGMLQuantizationType(self.type).name)
 
 
-@dataclass(frozen=True, slots=True)
-class MetaSpan:
+class MetaSpan(Struct, frozen=True):
     """Where one metadata entry lies in the header: the whole entry, and its value."""
 
     start: int

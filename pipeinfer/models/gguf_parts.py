@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
@@ -21,8 +21,7 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """What of a tensor is taken: rows of `row_bytes` each, in bands `[a, b)` one after the other,
     of each row bytes `[c, d)`."""
 
@@ -31,8 +30,7 @@ class Window:
     span: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorPart(Struct, frozen=True):
     """A tensor of the new file: its name there, and where its bytes come from (source None: zeros;
     window None: all of it). `shape` in ggml's order."""
 
@@ -62,7 +60,7 @@ def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
 def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
     """Several such ranges, one after the other."""
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
-    return replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
+    return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
                    nbytes=count * row_bytes, window=Window(row_bytes, bands, (0, row_bytes)))
 
 
@@ -73,7 +71,7 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
     type_size = row_bytes * block // tensor.shape[0]
     assert low % block == high % block == 0, (tensor.name, columns, block)
     span = (low // block * type_size, high // block * type_size)
-    return replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
+    return structs.replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
                    nbytes=(span[1] - span[0]) * tensor.shape[1],
                    window=Window(row_bytes, ((0, tensor.shape[1]),), span))
 

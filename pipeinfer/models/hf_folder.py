@@ -14,10 +14,11 @@ import math
 import os
 import re
 import struct
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import MOST_LAYERS
@@ -42,8 +43,7 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """One tensor: its file, type, shape (rows first), and where its bytes are in the file."""
 
     name: str

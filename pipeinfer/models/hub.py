@@ -19,7 +19,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +44,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models import hub_files
@@ -83,8 +83,7 @@ class Unreachable(ModelError):
     """The hub did not answer, or broke off."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(Struct, frozen=True):
     """A model in the hub's cache. path: of its first part; name: `user/repo:quant`."""
 
     path: Path

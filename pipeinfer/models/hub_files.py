@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 
@@ -22,8 +23,7 @@ _NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 _MOST_NAMES = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """A model of a repository: by its quantisation, by its file, or the preferred one."""
 
     repo: str

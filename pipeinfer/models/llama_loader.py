@@ -12,10 +12,11 @@ Knows packages and files; loads nothing.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipeinfer.errors import BackendError
 from pipeinfer.models.llama_platform import COMPILE, why_no_wheel, why_not_here
@@ -26,8 +27,7 @@ CHOICES = ("", "native", "prebuilt")
 LIBRARY_VARIABLE = "PIPEINFER_LLAMA_LIBRARY"
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(Struct, frozen=True):
     """A package that brings the library. module: its name for Python; file: the library in it;
     layouts: version -> how its structs are laid out (see `llama_c`)."""
 
@@ -47,8 +47,7 @@ PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
                    (("2026.10.11549", "moe cache"),))
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(Struct, frozen=True):
     """A library that can be loaded. layout: of its structs; compiled: for this host, by a user;
     stamp: tells builds of one name apart."""
 

@@ -9,8 +9,9 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 
@@ -21,8 +22,7 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 _OLLAMA_SYSTEM = "/usr/share/ollama/.ollama/models"  #: of the service that its installer makes
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """A model by name. place: whose store it lies in."""
 
     name: str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, structs
 
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
 from pipeinfer.errors import ModelError, UsageError
@@ -23,8 +23,7 @@ __all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch",
 DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: what `auto` means, where somebody decides on it
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(Struct, frozen=True):
     """A model file, or a Hugging Face folder. name: for clients; draft: comes along with it."""
 
     path: Path
@@ -129,7 +128,7 @@ def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
     if wanted is None:
         raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
                          "user/repo:quant")
-    found = hub.find(dataclasses.replace(wanted, file=file), offline=offline)
+    found = hub.find(structs.replace(wanted, file=file), offline=offline)
     return Named(found.path, found.name)
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
@@ -191,7 +192,7 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
         rows = own.shape[-1] if first or last else 1
         return [all_of(tensors[_EMBEDDING], _EMBEDDING) if first
                 else zeros(_EMBEDDING, (width, rows)),
-                replace(own, name=_OUTPUT) if last else zeros(_OUTPUT, (width, rows))]
+                structs.replace(own, name=_OUTPUT) if last else zeros(_OUTPUT, (width, rows))]
     if not first:
         return [own] if last else [TensorPart(_EMBEDDING, _F32, (width, 1), width * 4, None)]
     parts = [all_of(tensors[_EMBEDDING], _EMBEDDING)]

@@ -13,8 +13,9 @@ Knows one model and one slice; `slices` decides where to cut.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import architectures
@@ -59,8 +60,7 @@ _REASONS = {
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """Of every layer: query heads, KV heads, elements of a head's key and value, FFN columns; rows
     of the output head. head_block, ff_block: what columns of attn_output and of ffn_down are cut
     at, the blocks of all layers together. new_names: of tensors within a layer, where a slice has

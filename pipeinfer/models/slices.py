@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer.errors import PlanError, ProtocolError
 from pipeinfer.models.gguf import ModelFile
@@ -31,8 +32,7 @@ _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
                    r"\.f(\d{1,9})-(\d{1,9})\.v(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Struct, frozen=True):
     """What one slice holds of every layer and of the output head; all ranges are `[a, b)`.
 
     heads: KV heads. ff: FFN columns. vocab: rows of the output head. queries: query heads of the

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
@@ -32,8 +32,7 @@ _SAME = 1 + 1e-9
 Predict = Callable[[Arrangement], float]
 
 
-@dataclass(frozen=True, slots=True)
-class GridPlan:
+class GridPlan(Struct, frozen=True):
     """Stages in order with the layers of each. tokens: per second, as judged; others: the speeds of
     the best plans of other shapes, for `why`."""
 
@@ -244,8 +243,7 @@ def _level(cluster: Cluster, stages: Sequence[Team]) -> tuple[int, ...] | None:
 # --- dynamic programming ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(Struct, frozen=True):
     """Hosts start to stop - 1 of an order as one stage: fixed seconds, those of each layer, what
     the last stage has besides, and the most layers (of the first, the last, any other stage)."""
 

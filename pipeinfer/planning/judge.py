@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TypeAlias
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.planning.partition import Split
@@ -30,8 +31,7 @@ _GROWTH = 0.9  #: twice the threads take 1 / 2**_GROWTH of the time
 _MOST = 0.99  #: acceptance beyond which streaks are not taken for longer
 
 
-@dataclass(frozen=True, slots=True)
-class LoadMix:
+class LoadMix(Struct, frozen=True):
     """What a pipeline is used for.
 
     streams: requests at once. prompt_rows: rows of prompts per output token; told so, and not as a
@@ -45,8 +45,7 @@ class LoadMix:
     chunk: int = CHUNK
 
 
-@dataclass(frozen=True, slots=True)
-class StageTime:
+class StageTime(Struct, frozen=True):
     """What a stage takes, alone on its cores.
 
     seconds: computing a run of one row. curve: (rows, time relative to one row), ascending.
@@ -70,8 +69,7 @@ class StageTime:
         return self.computing(rows) + self.sums + self.row_sums * (rows - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(Struct, frozen=True):
     """Stages in order. link: seconds of one hop, for each further row `row_link` more; draft: per
     guess, 0 where it costs nothing; cores: of each pool that stages share."""
 
@@ -197,16 +195,14 @@ def _guessing(arrangement: Arrangement, acceptance: float, streams: int, size: i
 # --- ranks ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(Struct, frozen=True):
     """Where a rank computes. cores: its own."""
 
     host: str
     cores: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
+class Judge(Struct, frozen=True):
     """Tells splits apart by `score`.
 
     seats: of each rank. cores: of each host, as far as stages may use them. mixes: the loads that
@@ -258,7 +254,7 @@ class Judge:
 
     def under(self, *mixes: LoadMix) -> Judge:
         """The same for other loads."""
-        return replace(self, mixes=mixes)
+        return structs.replace(self, mixes=mixes)
 
 
 def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequence[int]

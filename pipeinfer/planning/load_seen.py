@@ -6,7 +6,8 @@ Pure: whoever watches tells times and counts.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.planning.judge import LoadMix
@@ -17,8 +18,7 @@ _ALIKE = 1.25  #: loads whose streams and prompts are within this factor can be 
 _FEW_TOKENS = 64  #: a speed that rests on fewer is none
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(Struct, frozen=True):
     """Sums over a time: seconds with runs in flight, streams times seconds, rows of prompts, output
     tokens."""
 
@@ -52,8 +52,7 @@ class Seen:
         return all(max(pair) <= min(pair) * _ALIKE for pair in near)
 
 
-@dataclass(slots=True)
-class LoadWatch:
+class LoadWatch(Struct):
     """Adds up; told of every change of what is in flight. worked: seconds since the beginning."""
 
     worked: float = 0.0

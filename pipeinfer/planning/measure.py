@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import math
 import os
@@ -20,12 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from msgspec import Struct, structs
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend
@@ -46,8 +45,7 @@ _HEAD_SHARE = 0.25  #: likewise, for the output matrix
 _SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not worth a measurement
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Struct, frozen=True):
     """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer (or
     a few that belong together) of which a row reads `layer_bytes` bytes. head: seconds of the
     output matrix for one row, 0 if not measured.
@@ -70,7 +68,7 @@ class Figures:
 
     def to_json(self) -> dict[str, Any]:
         """For the wire and the disk."""
-        return dataclasses.asdict(self)
+        return structs.asdict(self)
 
 
 def from_json(data: Any) -> Figures:
@@ -88,8 +86,7 @@ def from_json(data: Any) -> Figures:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Hollow:
+class Hollow(Struct, frozen=True):
     """A model that this host has no file of, as far as measuring needs it.
 
     layers, reads: the middle layer `[start, stop)` and what a row reads of it, in bytes. header,
@@ -114,7 +111,7 @@ class Hollow:
 
     def to_json(self) -> dict[str, Any]:
         """The header as plain data for JSON; its bytes in base64."""
-        return {**dataclasses.asdict(self), "header": base64.b64encode(self.header).decode()}
+        return {**structs.asdict(self), "header": base64.b64encode(self.header).decode()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hollow:

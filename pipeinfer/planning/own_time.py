@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """Of a stage: whose cores it computes on, and how many threads it keeps busy."""
 
     pool: str
     threads: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Struct, frozen=True):
     """A stage was at work; start: seconds since any epoch."""
 
     stage: int

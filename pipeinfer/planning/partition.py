@@ -7,13 +7,12 @@ Pure: costs and sizes come from whoever calls; units of cost are theirs (bytes o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct, structs
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.paths import Matrix, best_path, least_maximum
@@ -24,8 +23,7 @@ LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be lef
 _SAME = 1e-9  #: totals that differ by less, relatively, are equal
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """A rank that can hold a stage: `overhead + cost * per_cost` seconds, `memory` bytes.
 
     layers: a count that is set from outside (0 leaves the rank out). optional: it may be left out.
@@ -39,8 +37,7 @@ class Member:
     optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """What is to be placed: per layer its cost and its bytes (weights and cache).
 
     first_*: what the stage with layer 0 has besides; last_*: likewise the last layer's. scratch:
@@ -68,8 +65,7 @@ class Load:
                 + self.last_bytes * (stop == len(self.sizes)))
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """Layers per rank in order, 0 for a rank that is left out; its seconds and bytes likewise."""
 
     counts: tuple[int, ...]
@@ -241,7 +237,7 @@ def choose(
     for index in sorted(spare, key=lambda i: -members[i].per_cost):
         if members[index].per_cost <= fastest * SAME_SPEED:
             break
-        trial[index] = dataclasses.replace(members[index], layers=0)
+        trial[index] = structs.replace(members[index], layers=0)
         out[index] = (
             f"takes {members[index].per_cost / fastest:.1f} times as long as the fastest rank; "
             "faster without it")

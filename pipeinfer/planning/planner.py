@@ -10,13 +10,13 @@ average. Looks at headers and at what hosts told about themselves; loads nothing
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import backends_of
 from pipeinfer.config import ClusterConfig, JobConfig
@@ -74,8 +74,7 @@ def _widest(model: Any) -> int:
 # --- plans ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Stages in order: `ranks[i]` holds layers `ranges[i]`. Seconds are relative unless `timed`.
 
     candidates: ranks that may hold a stage
@@ -188,7 +187,7 @@ def with_head(load: Load, figures: Iterable[Figures]) -> Load:
     with one matrix wastes no time between operations, as a layer does.
     """
     found = [one.head / one.per_byte for one in figures if one.head > 0]
-    return dataclasses.replace(load, last_cost=statistics.median(found)) if found else load
+    return structs.replace(load, last_cost=statistics.median(found)) if found else load
 
 
 def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
@@ -286,7 +285,7 @@ def _plan_of(
 ) -> Plan:
     equal = _equal(load, members)
     plain = _equal(load, [
-        member if member.layers == 0 else dataclasses.replace(member, layers=None)
+        member if member.layers == 0 else structs.replace(member, layers=None)
         for member in members])
     if config.split == "equal" or all(m.layers is not None for m in members):
         split = equal
@@ -364,8 +363,8 @@ def _share_out(
         for count in sorted(counts, reverse=many):
             shared = list(trial)
             for turn, i in enumerate(here):
-                shared[i] = dataclasses.replace(members[i], memory=room / count) \
-                    if turn < count else dataclasses.replace(members[i], layers=0)
+                shared[i] = structs.replace(members[i], memory=room / count) \
+                    if turn < count else structs.replace(members[i], layers=0)
             with contextlib.suppress(PlanError):
                 chosen, trial = choose(load, shared, predict), shared
                 break

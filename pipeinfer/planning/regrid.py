@@ -11,11 +11,11 @@ measured it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct, structs
 
 from pipeinfer.planning.partition import Load, level
 from pipeinfer.planning.replan import FOLD, HEALTHY, Holding, Verdict
@@ -29,8 +29,7 @@ _Team = tuple[Holding, ...]
 _Grid = tuple[_Team, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GridRoom:
+class GridRoom(Struct, frozen=True):
     """What limits who may hold what.
 
     shares: of a layer's work, for each slice of a cut. memory: bytes by rank. bytes_of: what a
@@ -150,7 +149,7 @@ def _places(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterato
         if speeds[one] == speeds[other]:
             continue
         swap = {one: other, other: one}
-        yield tuple(tuple(dataclasses.replace(member, rank=swap.get(member.rank, member.rank))
+        yield tuple(tuple(structs.replace(member, rank=swap.get(member.rank, member.rank))
                           for member in team) if any(member.rank in swap for member in team)
                     else team for team in grid)
 
@@ -177,7 +176,7 @@ def _with(grid: _Grid, at: int, own: Mapping[int, frozenset[int]]) -> _Grid:
     """The grid with these slices by rank in one stage, the member with the first slice leading."""
     one = grid[at][0]
     holders = sorted((tuple(sorted(slices)), rank) for rank, slices in own.items() if slices)
-    team = tuple(dataclasses.replace(one, rank=rank, member=member, slices=slices)
+    team = tuple(structs.replace(one, rank=rank, member=member, slices=slices)
                  for member, (slices, rank) in enumerate(holders))
     return (*grid[:at], team, *grid[at + 1:])
 
@@ -190,5 +189,5 @@ def _shifted(grid: _Grid, barred: frozenset[tuple[int, int]]) -> Iterator[_Grid]
         for cut in (left[0].stop - 1, left[0].stop + 1):
             if left[0].start < cut < right[0].stop and barred.isdisjoint(
                     {(left[0].start, cut), (cut, right[0].stop)}):
-                yield (*grid[:at], tuple(dataclasses.replace(one, stop=cut) for one in left),
-                       tuple(dataclasses.replace(one, start=cut) for one in right), *grid[at + 2:])
+                yield (*grid[:at], tuple(structs.replace(one, stop=cut) for one in left),
+                       tuple(structs.replace(one, start=cut) for one in right), *grid[at + 2:])

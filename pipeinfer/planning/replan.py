@@ -11,13 +11,12 @@ Pure: costs, sizes and memory come from whoever calls.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, structs
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import (
@@ -42,8 +41,7 @@ _PART = 0.9  #: of a stage's time that may be overhead
 WORTH_MOVING = 1.25  #: times the speed for which more layers are moved than a loss makes necessary
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Struct, frozen=True):
     """A rank and the layers `[start, stop)` that it holds.
 
     member: of its stage; 0 leads. cut: names of the slices of these layers, none where the layers
@@ -90,7 +88,7 @@ def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding,
     ranks = [holding.rank for holding in held]
 
     def seated(chosen: Sequence[int]) -> list[Member]:
-        return [dataclasses.replace(
+        return [structs.replace(
             members[rank], layers=None,
             per_cost=members[rank].per_cost * judge.faster(rank, None)) for rank in chosen]
 
@@ -112,7 +110,7 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
     model."""
     n = len(load.costs)
     moved = [_moved(n, holding) for holding in order]
-    times = [stage_times(load, dataclasses.replace(
+    times = [stage_times(load, structs.replace(
         members[holding.rank], layers=None, optional=True), bounded=True) for holding in order]
     least = least_sum([np.where(np.isfinite(t), m, np.inf)
                        for m, t in zip(moved, times, strict=True)])
@@ -144,8 +142,7 @@ class Judges(Protocol):
         as things are now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """The best stages, and how many times as fast as now they are judged to be.
 
     speeds: seconds per cost of each rank on its own cores, as measured or taken for it.
@@ -176,7 +173,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
     known = dict.fromkeys(spares, middling) | back | speeds
 
     def seated(chosen: Sequence[int], holders: Sequence[int] | None) -> list[Member]:
-        return [dataclasses.replace(
+        return [structs.replace(
             members[rank], overhead=overhead, layers=None,
             per_cost=known[rank] * judge.faster(rank, holders)) for rank in chosen]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.planning.judge import Curve, StageTime, relative
 
@@ -19,8 +20,7 @@ EXCHANGE = 28e-6  #: seconds; measured by messages between two ranks of a host, 
 PEER = 2e-6  #: seconds; assumed
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Struct, frozen=True):
     """A machine, or a socket of one. per_cost: seconds per unit of cost for one row, with all its
     cores; overhead: seconds of each run; memory: bytes; curve: as in `StageTime`."""
 
@@ -31,16 +31,14 @@ class Host:
     curve: Curve = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(Struct, frozen=True):
     """Between two hosts: seconds one way, bytes per second."""
 
     latency: float
     bandwidth: float
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(Struct, frozen=True):
     """Wires by pairs of hosts, `usual` for those that are not named."""
 
     usual: Wire
@@ -60,8 +58,7 @@ class Network:
         return Wire(max(wire.latency for wire in wires), min(wire.bandwidth for wire in wires))
 
 
-@dataclass(frozen=True, slots=True)
-class SumCost:
+class SumCost(Struct, frozen=True):
     """What a sum costs besides the wire. item: bytes of a value on the wire. exchange: seconds of
     processor time of an exchange, peer: of each further member. See docs/wide-planning.md for
     where the figures come from."""
@@ -85,8 +82,7 @@ class SumCost:
         return min(whole, parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """How a layer can be shared out.
 
     groups: KV groups, in the smallest numbers that end at a block of the quantisation. heads:
@@ -113,8 +109,7 @@ class Cut:
         return tuple(width for width in range(1, most + 1) if self.allows(width))
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
+class Team(Struct, frozen=True):
     """Members of a stage. hosts: their indices; pieces, blocks: of each member; layer: seconds of
     a layer's computing for one row; head: of the output matrix per unit of cost; attention, feed:
     what each member computes in the two parts of a layer, as shares of the whole layer; wire: the

@@ -6,9 +6,9 @@ same ones. Pure: memory and speeds come from whoever calls.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct, structs
 
 from pipeinfer.core.grid import deal, grouped, parse_widths
 from pipeinfer.errors import PlanError, UsageError
@@ -17,8 +17,7 @@ from pipeinfer.planning.partition import Member
 from pipeinfer.planning.replan import Holding
 
 
-@dataclass(frozen=True, slots=True)
-class Teams:
+class Teams(Struct, frozen=True):
     """ranks: of each stage, the leader first. shares: of each stage's slices; empty where its
     layers stay whole."""
 
@@ -91,7 +90,7 @@ def combined(members: Mapping[int, Member], teams: Teams) -> list[Member]:
     found = []
     for team in teams.ranks:
         here = [members[rank] for rank in team]
-        found.append(dataclasses.replace(
+        found.append(structs.replace(
             here[0], per_cost=1 / sum(1 / max(one.per_cost, 1e-12) for one in here),
             memory=min(one.memory for one in here) * len(here)))
     return found
@@ -171,7 +170,7 @@ def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int]
                 waiting.append(gone)
             else:
                 free.remove(stand_in)
-                alive.append(dataclasses.replace(gone, rank=stand_in))
+                alive.append(structs.replace(gone, rank=stand_in))
         for gone in waiting if alive else ():
             able = [one for one in alive if room(one.rank, _both(one, gone))]
             if not able:
@@ -183,12 +182,11 @@ def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int]
     while empty := [one for one in stages if not one.alive]:
         if not any(_joined(stages, one, room) for one in empty):
             raise PlanError(_lack(empty[0].before))
-    return tuple(dataclasses.replace(one, member=member)
+    return tuple(structs.replace(one, member=member)
                  for team in stages for member, one in enumerate(team.alive))
 
 
-@dataclass(slots=True)
-class _Team:
+class _Team(Struct):
     """A stage before a loss, and who holds it afterwards."""
 
     before: list[Holding]
@@ -201,7 +199,7 @@ def _joined(stages: list[_Team], empty: _Team, room: Callable[[int, Holding], bo
     at, layers = stages.index(empty), empty.before[0]
     beside = [stages[k] for k in (at - 1, at + 1) if 0 <= k < len(stages) and stages[k].alive]
     for team in sorted(beside, key=lambda one: one.alive[0].stop - one.alive[0].start):
-        wider = [dataclasses.replace(one, start=min(one.start, layers.start),
+        wider = [structs.replace(one, start=min(one.start, layers.start),
                                      stop=max(one.stop, layers.stop)) for one in team.alive]
         if wider[0].cut == layers.cut and all(room(one.rank, one) for one in wider):
             team.alive = wider
@@ -218,4 +216,4 @@ def _lack(gone: Sequence[Holding]) -> str:
 
 
 def _both(one: Holding, other: Holding) -> Holding:
-    return dataclasses.replace(one, slices=tuple(sorted({*one.slices, *other.slices})))
+    return structs.replace(one, slices=tuple(sorted({*one.slices, *other.slices})))

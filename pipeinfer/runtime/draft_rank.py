@@ -12,12 +12,13 @@ model and knows no proposer.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
@@ -196,7 +197,7 @@ class DraftRank:
             with contextlib.suppress(BackendError):  # no room: the last one makes some
                 hidden = layers.decode(run.rows, run.hidden)
         after = setup.ranks[setup.ranks.index(self._rank) + 1]
-        self._port.post(after, dataclasses.replace(run, hidden=hidden, skipped=hidden is None))
+        self._port.post(after, structs.replace(run, hidden=hidden, skipped=hidden is None))
 
     def _next_hidden(self, run_id: int) -> FloatArray | None:
         """What the ranks before make of the rows of a run; None where they had no room."""
@@ -242,8 +243,8 @@ class PartedBackend:
         self._own, self._others, self._port, self._next_hidden = own, others, port, next_hidden
         self._ops: list[SeqOp] = []
         self._run = 0
-        self.info = dataclasses.replace(own.info, layers=(0, own.info.layers[1]), first=True)
-        self.capabilities = dataclasses.replace(own.capabilities, embedding_rows=False)
+        self.info = structs.replace(own.info, layers=(0, own.info.layers[1]), first=True)
+        self.capabilities = structs.replace(own.capabilities, embedding_rows=False)
 
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,

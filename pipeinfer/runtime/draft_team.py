@@ -8,9 +8,10 @@ as good as certain. Knows no models.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
+
+from msgspec import structs
 
 from pipeinfer.core.drafting import SURE, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
@@ -76,7 +77,7 @@ class DraftTeam:
                 self._held[found.job_id] = found
                 continue
             self._note(found.job_id)
-            return dataclasses.replace(found, more=awaited)
+            return structs.replace(found, more=awaited)
         while (found := self._better.take()) is not None:
             self._learn(found)
             self._go_on()
@@ -88,7 +89,7 @@ class DraftTeam:
                 self._quick.stop(found.job_id)
                 return found if found.proposals or held is None else held
             if found.proposals:
-                return dataclasses.replace(found, further=True)
+                return structs.replace(found, further=True)
         self._go_on()
         return None
 

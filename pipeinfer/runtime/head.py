@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from pipeinfer.core.control import Pace, Progress, Ready, Received, Report, Standing
 from pipeinfer.core.drafting import StartDraft
@@ -73,8 +74,7 @@ from pipeinfer.transport.base import Envelope, Port
 _LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has left
 
 
-@dataclass(slots=True)
-class HeadStats:
+class HeadStats(Struct):
     """busy: seconds handling events and instructions, the draft's own compute not included."""
 
     busy: float = 0.0

@@ -11,10 +11,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.backends.team import Team
@@ -72,8 +72,7 @@ class Fate(enum.StrEnum):
     SKIPPED = "skipped"  #: cancelled before it started
 
 
-@dataclass(slots=True)
-class StageStats:
+class StageStats(Struct):
     """Times in seconds; waited: for other members of a wide stage, which is no part of compute.
     `events` (run id, start, end, fate, rows, waited) only when tracing."""
 

@@ -10,13 +10,13 @@ the lane's other ids; then the run's id is free again. It decides nothing about 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import field
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.scheduler.token_tree import Node, Tree
 
 
-@dataclass(slots=True)
 class BufferedTree(Tree):
     """See the module docstring; the frontier's first id is the canonical one.
 

@@ -8,7 +8,7 @@ useless draft is found out within a few dozen tokens and a useful one is trusted
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 _BINS = 10
 _PRIOR = 4.0  #: trials that the claim itself is worth
@@ -18,8 +18,7 @@ _TRIED = 6.0  #: trials after which a claim's worth is known
 _RECENT = 32.0  #: trials over which claims are averaged
 
 
-@dataclass(slots=True)
-class Calibration:
+class Calibration(Struct):
     """Counts of trials and hits by claimed confidence, for first guesses and for alternatives."""
 
     _trials: list[list[float]] = field(

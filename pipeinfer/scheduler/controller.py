@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
@@ -40,8 +41,7 @@ TUNABLE = frozenset({Ablation.CANCEL, Ablation.ALTERNATIVES})
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """What a pipeline takes, in seconds.
 
     slowest: of a run of one row at the slowest stage
@@ -116,8 +116,7 @@ def linear(row_cost: float) -> Curve:
     return ((2, 1.0 + row_cost),)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """What the controller chooses between. size 0: no speculation."""
 
     size: int
@@ -210,8 +209,7 @@ def in_flight(timing: Timing, size: int) -> int:
     return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
 
 
-@dataclass(slots=True)
-class _Mean:
+class _Mean(Struct):
     """A running mean that starts at its first value."""
 
     value: float = 0.0
@@ -222,8 +220,7 @@ class _Mean:
         self.count += 1
 
 
-@dataclass(slots=True)
-class Controller:
+class Controller(Struct):
     """Hears of runs and drafts, and says which limits to use from now on.
 
     limits: the starting point
@@ -373,7 +370,7 @@ class Controller:
                    and getattr(self.limits, name) != value}
         if not changes:
             return None
-        self.limits = replace(self.limits, **changes)
+        self.limits = structs.replace(self.limits, **changes)
         return self.limits
 
     def _credit(self, timing: Timing, size: int) -> int:

@@ -9,7 +9,7 @@ matter. This module knows no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 _MEMORY = 0.97  #: weight of the past at each question
 _LOSS = 1.0  #: tokens that a trial of the models may cost
@@ -17,8 +17,7 @@ _KNOWN = 24  #: questions without a rest after which the next rest is a short on
 _FIRST, _MOST = 24, 384  #: questions of a rest; each in a row is twice as long
 
 
-@dataclass(slots=True)
-class DraftWorth:
+class DraftWorth(Struct):
     """The models' account; questions that no model was asked for do not count.
 
     balance: tokens, of which the past fades. rest: questions to go without the models. patience:

@@ -6,8 +6,9 @@ Whoever executes instructions feeds what comes of them back as events; nothing h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request, Rows, SamplingParams, SeqOp
@@ -16,8 +17,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Struct, frozen=True):
     """A new request. output: tokens that it has brought before and that are not emitted again;
     they are replayed, as after the loss of a cluster that had computed them. decompose: makes the
     decomposer of a response with threads, None for an ordinary one."""
@@ -27,16 +27,14 @@ class Submit:
     decompose: Callable[[], Decomposer] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunDone:
+class RunDone(Struct, frozen=True):
     """A run came back: the choices after its output rows, or None when it was skipped."""
 
     run_id: int
     choices: tuple[Choice, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(Struct, frozen=True):
     """A draft job ended with these proposals (none: nothing was confident enough).
 
     rows, seconds: what it evaluated for them and how long that took. more: a better draft may
@@ -51,16 +49,14 @@ class Drafted:
     further: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True):
     """End a request now: the client left, a stop string matched, the user interrupted."""
 
     request_id: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(Struct, frozen=True):
     """The stages are others, with empty caches, and know no lane: whatever was in flight is lost.
 
     limits: from now on. The context, the chunk and the room of the caches are those of before.
@@ -77,8 +73,7 @@ Event: TypeAlias = Submit | RunDone | Drafted | Abort | Restart
 # --- instructions -----------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class LaneStats:
+class LaneStats(Struct):
     """Counters of one lane; every issued node and run is counted once.
 
     guesses_tested: accepted positions at which a speculated child was there to be compared.
@@ -107,8 +102,7 @@ class LaneStats:
     attended: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class IssueRun:
+class IssueRun(Struct, frozen=True):
     """Send a run into the pipeline. lanes: that of each row."""
 
     run_id: int
@@ -119,44 +113,38 @@ class IssueRun:
     speculative: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SendOps:
+class SendOps(Struct, frozen=True):
     """Send operations that no run carries."""
 
     ops: tuple[SeqOp, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLane:
+class OpenLane(Struct, frozen=True):
     """Announce a lane to the stages."""
 
     lane: int
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class CloseLane:
+class CloseLane(Struct, frozen=True):
     """Tell the stages to forget a lane."""
 
     lane: int
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRuns:
+class CancelRuns(Struct, frozen=True):
     """Signal that these runs are useless."""
 
     run_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StopDraft:
+class StopDraft(Struct, frozen=True):
     """The proposals of this job are no longer wanted; it need not answer."""
 
     job_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(Struct, frozen=True):
     """An output token of a request, in reading order.
 
     Of a response with threads: the thread that brought it, and what the reader sees of it (UTF-8,
@@ -170,8 +158,7 @@ class Emit:
     text: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """The terminal event of a request. reason: stop, length, context, or that of an Abort."""
 
     request_id: int
@@ -179,8 +166,7 @@ class Finish:
     stats: LaneStats
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """The terminal event of a request that failed."""
 
     request_id: int
@@ -193,8 +179,7 @@ Instruction: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToNode:
+class ToNode(Struct, frozen=True):
     """An instruction for one of several nodes that each hold the whole model."""
 
     node: int

@@ -13,8 +13,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec import Struct, field
 
 from pipeinfer.scheduler.token_tree import PLANNED, Node
 
@@ -23,8 +24,7 @@ _PRUNE = 256  #: entries at which decided ones are swept out
 _Heap: TypeAlias = list[tuple[float, int, Node]]
 
 
-@dataclass(slots=True)
-class GuessQueue:
+class GuessQueue(Struct):
     """Planned nodes, and nodes of which no draft has said what follows (leaves), of one lane."""
 
     _planned: _Heap = field(default_factory=list)

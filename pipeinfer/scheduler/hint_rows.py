@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.scheduler.lanes import Lane, Run
@@ -18,8 +19,7 @@ from pipeinfer.scheduler.token_tree import PLANNED, Node
 from pipeinfer.strategies.proposers.base import Anchor, InlineProposer
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(Struct):
     """Hints that were asked for together. nodes: anchors first. run: that they go out with."""
 
     number: int
@@ -27,8 +27,7 @@ class _Batch:
     run: Run | None = None
 
 
-@dataclass(slots=True)
-class _Asked:
+class _Asked(Struct):
     """key: how the proposer knows the lane. told: tokens that it has been told. planned: the last
     batch. batches: in flight, the oldest first. at: position of the last token that had hints.
     fresh: whether results have come in since it was asked last."""

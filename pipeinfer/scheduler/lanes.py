@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.messages import NO_RUN
@@ -15,8 +16,7 @@ from pipeinfer.scheduler.token_tree import Node, Tree
 from pipeinfer.strategies.decomposers.base import Decomposer
 
 
-@dataclass(slots=True, eq=False)
-class QueuedRequest:
+class QueuedRequest(Struct, eq=False):
     """A request on its way to a lane.
 
     order: of submission
@@ -36,8 +36,7 @@ class QueuedRequest:
     past: dict[int, list[Choice]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class Run:
+class Run(Struct, eq=False):
     """A run in flight.
 
     run_id: its number
@@ -94,8 +93,7 @@ class Run:
         return list(dict.fromkeys(self.owners))
 
 
-@dataclass(slots=True, eq=False)
-class Lane:
+class Lane(Struct, eq=False):
     """One causal thread of one request.
 
     The fields from `thread` to `path_id` matter for responses with threads.

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
-@dataclass(slots=True, eq=False)
-class Block:
+class Block(Struct, eq=False):
     """One chunk of a prompt. stop: position behind it. computed: every stage has its cells."""
 
     tokens: tuple[int, ...]

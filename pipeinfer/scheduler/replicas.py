@@ -16,8 +16,9 @@ piece for the same reason. Pure, like the scheduler.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import NO_TOKEN, Choice, Request, make_rows
@@ -50,8 +51,7 @@ from pipeinfer.strategies.proposers.lookahead import Lookahead, trie
 _AHEAD = 2  #: pieces of a prompt that are out at a time
 
 
-@dataclass(slots=True)
-class _Replica:
+class _Replica(Struct):
     """Of one request. tree: what it has computed, and this step's guesses. length: accepted tokens
     that its frontier has reached. tops: rows whose choices continue its columns."""
 
@@ -63,8 +63,7 @@ class _Replica:
     tops: list[Node] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Queued:
+class _Queued(Struct):
     """A request, what it has brought by now, which is not emitted again, and its figures."""
 
     request: Request
@@ -72,8 +71,7 @@ class _Queued:
     stats: LaneStats = field(default_factory=LaneStats)
 
 
-@dataclass(slots=True)
-class _Task:
+class _Task(Struct):
     """A request at work. replicas: what each has of it. pieces: of the prompt, not issued yet;
     reading: runs of those that are out. waiting: runs that the step waits for. opened: `rows` knows
     it."""

@@ -8,9 +8,9 @@ decomposer's affair (`decomposers`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.noise import thread_key
 from pipeinfer.core.types import Choice
@@ -35,8 +35,7 @@ from pipeinfer.strategies.decomposers.base import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class Response:
+class Response(Struct, eq=False):
     """One response and its threads.
 
     ticket: its request
@@ -100,7 +99,7 @@ class Threads:
         response = Response(ticket, ticket.decompose(), past=ticket.past, muted=len(ticket.output))
         response.lanes[MAIN] = lane
         self.responses[ticket.order] = response
-        lane.own = dataclasses.replace(ticket.request, params=dataclasses.replace(
+        lane.own = structs.replace(ticket.request, params=structs.replace(
             ticket.request.params, bans=response.decomposer.bans))
 
     def accepted(self, lane: Lane, choice: Choice, survivor: Node | None,
@@ -285,9 +284,9 @@ class Threads:
         if fork.keep + len(fork.tokens) >= limits.n_ctx:
             self._execute(response, response.decomposer.ended(fork.thread))
             return True
-        own = dataclasses.replace(
+        own = structs.replace(
             ticket.request, prompt=(*parent.accepted[:fork.keep], *fork.tokens),
-            params=dataclasses.replace(params, key=thread_key(params.key, fork.thread),
+            params=structs.replace(params, key=thread_key(params.key, fork.thread),
                                        bans=fork.bans))
         lane = self._state.admission.fork(parent, own, fork.thread, fork.keep)
         lane.step = step

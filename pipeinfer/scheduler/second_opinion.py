@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+
+from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal
 from pipeinfer.scheduler.guess_queue import GuessQueue
@@ -25,7 +26,7 @@ def beyond(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal]
                                    or queue.child(at, chain[agreed].token)):
         at, agreed = known, agreed + 1
     rest = chain[agreed:] if at.open else []
-    return at, tuple(dataclasses.replace(one, parent=k - 1) for k, one in enumerate(rest))
+    return at, tuple(structs.replace(one, parent=k - 1) for k, one in enumerate(rest))
 
 
 def merged(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal], planned: Sequence[Node]
@@ -42,6 +43,6 @@ def merged(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal], planned:
                 (node for node in planned if node.parent is parent and node.token == one.token),
                 None)
             if known is None:
-                yield dataclasses.replace(one, parent=-1), parent
+                yield structs.replace(one, parent=-1), parent
                 known = planned[-1]
         where.append(known)

@@ -6,8 +6,9 @@ Plain data; what a knob does is the scheduler's affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from pipeinfer.core.policy import Ablation, Policy
 
@@ -17,8 +18,7 @@ def row_price(costs: Sequence[float]) -> float:
     return min((cost / size for size, cost in enumerate(costs, 1)), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The settings of the scheduler.
 
     n_ctx: positions that a lane may use

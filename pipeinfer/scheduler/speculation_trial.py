@@ -9,7 +9,7 @@ clock: it is told times, in seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 WINDOW = 24  #: tokens of a span that is measured
 _SETTLE = 4  #: tokens after a change that do not count: guesses in flight drain, or fill the pipe
@@ -18,8 +18,7 @@ _FIRST, _MOST = 3, 48  #: spans of the better kind before the other is tried aga
 _MARGIN = 1.02  #: how much faster plain decoding has to be
 
 
-@dataclass(slots=True)
-class _Kind:
+class _Kind(Struct):
     """Speeds of both kinds at some number of requests, tokens per second; 0: not tried.
 
     promising: whether guesses are expected to pay, which counts until both were tried. left: spans
@@ -78,8 +77,7 @@ class _Kind:
             self.trying = self.left <= 0
 
 
-@dataclass(slots=True)
-class SpeculationTrial:
+class SpeculationTrial(Struct):
     """`speculate` says what to do now.
 
     promising: whether guesses are expected to pay; where they are not, plain decoding begins.

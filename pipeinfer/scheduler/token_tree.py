@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.core.drafting import Proposal
 from pipeinfer.core.messages import NO_RUN
@@ -25,8 +26,7 @@ from pipeinfer.scheduler.sequence_pool import SequencePool
 PLANNED = -2  #: `run_id` of a node that has not been issued
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(Struct, eq=False):
     """A token of the tree, issued or planned.
 
     A planned one has no ids, its `run_id` is PLANNED, and its parent does not list it yet.
@@ -116,8 +116,7 @@ class Node:
         return tokens[::-1]
 
 
-@dataclass(slots=True)
-class Tree:
+class Tree(Struct):
     """The tree of one lane; `lane` names it to the pool."""
 
     lane: int

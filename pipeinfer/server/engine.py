@@ -6,11 +6,11 @@ no client; the HTTP process at the other end of the link knows those.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any, assert_never
 
 import click
+from msgspec import structs
 
 from pipeinfer import __version__
 from pipeinfer.cluster.generate import decomposition_of
@@ -167,7 +167,7 @@ class Engine:
                 return Token(request_id, choice.token, speculated, choice.logprob, choice.top, text)
             case Finish(request_id, reason, stats):
                 self._open.discard(request_id)
-                return Ended(request_id, reason, dataclasses.asdict(stats))
+                return Ended(request_id, reason, structs.asdict(stats))
             case Refuse(request_id, error):
                 self._open.discard(request_id)
                 kind = "context" if isinstance(error, ContextOverflow) else "request"
@@ -243,7 +243,7 @@ class Engine:
                        "cores": one.cores} for one in session.hosts],
             "bits": session.bits,
             "spares": list(assembly.spares), "lost": sorted(assembly.lost),
-            "changes": [dataclasses.asdict(change) for change in assembly.changes],
+            "changes": [structs.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,
         }
 

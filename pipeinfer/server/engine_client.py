@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import socket
@@ -15,6 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
+
+from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
@@ -326,7 +327,7 @@ class Hub:
             generation.asker.event("resume", tokens=len(generation.tokens),
                                    same_arithmetic=generation.same_bits)
         one.handed, one.bits = True, bits
-        self._send(dataclasses.replace(one.frame, output=tuple(generation.tokens)))
+        self._send(structs.replace(one.frame, output=tuple(generation.tokens)))
 
     def _lost(self, reason: str) -> None:
         """The engine has gone, or says that it cannot go on."""

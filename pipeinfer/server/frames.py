@@ -7,14 +7,14 @@ the field. Knows what is said, neither sockets nor who acts on it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ProtocolError
@@ -28,24 +28,21 @@ T = TypeVar("T")
 # --- from rank 0 ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(Struct, frozen=True):
     """How far the stages are: by name, as /health shows it."""
 
     op: ClassVar[str] = "loading"
     stages: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """Requests are taken. facts: what is served by whom, as /props shows it."""
 
     op: ClassVar[str] = "ready"
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Struct, frozen=True):
     """Other stages have taken over; facts from now on."""
 
     op: ClassVar[str] = "changed"
@@ -53,8 +50,7 @@ class Changed:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(Struct, frozen=True):
     """An output token of request `id`. top: the likeliest tokens with their log-probabilities.
     seen: what the reader sees of it, None for its own text."""
 
@@ -66,8 +62,7 @@ class Token:
     seen: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The end of request `id`. reason: stop, length, context, or that of an abort."""
 
     id: int
@@ -75,8 +70,7 @@ class Ended:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Request `id` ends without an answer. kind: one of those in `errors.for_failure`."""
 
     id: int
@@ -87,16 +81,14 @@ class Refused:
 NewsItem: TypeAlias = Token | Ended | Refused
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(Struct, frozen=True):
     """What has come out, of any requests, in order."""
 
     op: ClassVar[str] = "news"
     items: tuple[NewsItem, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(Struct, frozen=True):
     """The scheduler's figures at a time (seconds since 1970)."""
 
     op: ClassVar[str] = "status"
@@ -104,16 +96,14 @@ class Status:
     figures: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(Struct, frozen=True):
     """Runs that have gone through the pipeline, for those who watch it."""
 
     op: ClassVar[str] = "runs"
     items: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rebalanced:
+class Rebalanced(Struct, frozen=True):
     """What came of the Rebalance of this id. stages: of a preview, as in the facts of Ready."""
 
     op: ClassVar[str] = "rebalanced"
@@ -124,24 +114,21 @@ class Rebalanced:
     gain: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(Struct, frozen=True):
     """No request is taken any more; those that run get so many seconds."""
 
     op: ClassVar[str] = "draining"
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """The job cannot go on, and the server says why."""
 
     op: ClassVar[str] = "failed"
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(Struct, frozen=True):
     """The last frame of a job that ends as it should."""
 
     op: ClassVar[str] = "bye"
@@ -150,8 +137,7 @@ class Bye:
 # --- from the HTTP process --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """The first frame of an HTTP process that was there before rank 0. url: where it listens; empty
     when it wants a listening socket along with its settings."""
 
@@ -159,8 +145,7 @@ class Welcome:
     url: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Struct, frozen=True):
     """A request under an id of its own. prompt: token ids; decompose: for a response in threads;
     output: tokens that an earlier rank 0 has brought, and that do not come again; pool: whose other
     answers it may be guessed from, 0 for nobody's."""
@@ -176,8 +161,7 @@ class Submit:
     pool: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True):
     """Nobody waits for this request any more."""
 
     op: ClassVar[str] = "abort"
@@ -185,16 +169,14 @@ class Abort:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(Struct, frozen=True):
     """Somebody watches the pipeline, or nobody any more."""
 
     op: ClassVar[str] = "watch"
     on: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Rebalance:
+class Rebalance(Struct, frozen=True):
     """A client asks to redistribute the layers; or, for a preview, what that would change."""
 
     op: ClassVar[str] = "rebalance"
@@ -266,7 +248,7 @@ class FrameReader(Generic[T]):
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return structs.asdict(value)
 
 
 def _plain(value: Any) -> Any:
@@ -291,22 +273,21 @@ _ROWS: dict[str, type[NewsItem]] = {_TOKEN: Token, _ENDED: Ended, _REFUSED: Refu
 
 
 def _read(kind: type[Any], data: dict[str, Any], where: str) -> Any:
-    """A dataclass from its fields. Raises ProtocolError."""
+    """A struct from its fields. Raises ProtocolError."""
     hints = _hints(kind)
     if unknown := data.keys() - hints.keys():
         raise ProtocolError(f"{where}: unknown field {min(unknown)[:40]!r}")
-    for f in dataclasses.fields(kind):
-        if f.name not in data and f.default is f.default_factory is dataclasses.MISSING:
+    for f in structs.fields(kind):
+        if f.name not in data and f.required:
             raise ProtocolError(f"{where}.{f.name} is missing")
     return kind(**{name: _check(hints[name], value, f"{where}.{name}")
                    for name, value in data.items()})
 
 
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
+    """The types of a struct's fields."""
     if kind not in _HINTS:
-        hints = typing.get_type_hints(kind)
-        _HINTS[kind] = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+        _HINTS[kind] = {f.name: f.type for f in structs.fields(kind)}
     return _HINTS[kind]
 
 
@@ -323,8 +304,8 @@ def _check(hint: Any, value: Any, where: str) -> Any:
         return None if value is None else _check(inner[0], value, where)
     if origin is dict and isinstance(value, dict):
         return value
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _read(typing.cast("type[Any]", hint), value, where)
+    if isinstance(hint, type) and issubclass(hint, Struct) and isinstance(value, dict):
+        return _read(hint, value, where)
     if origin is tuple and isinstance(value, list):
         return _tuple(inner, value, where)
     raise _wrong(value, _name(hint), where)

@@ -9,7 +9,6 @@ environment. This module knows processes and sockets, no HTTP.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import ipaddress
 import os
@@ -22,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
+
+from msgspec import structs
 
 from pipeinfer.errors import ClusterError, UsageError
 from pipeinfer.server.frames import GREETING, HEADER, Failed, Kinds, decode, encode
@@ -188,4 +189,4 @@ def url_of(listener: socket.socket, settings: Settings) -> str:
 def _for_url(settings: Settings, url: str) -> Settings:
     """On a loopback address only the names of this host are taken."""
     local = ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
-    return dataclasses.replace(settings, check_hosts=True) if local else settings
+    return structs.replace(settings, check_hosts=True) if local else settings

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer.errors import UsageError
 
@@ -14,8 +15,7 @@ _NUMBERS = {"requests-per-minute": ("per_minute", _MOST), "at-once": ("at_once",
             "connections": ("connections", _MOST)}  #: to the field, and the highest value
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(Struct, frozen=True):
     """What one key may do. scopes: "ask" for answers, "watch" the server, "change" what it does;
     per_minute, at_once: requests for answers; tokens_per_minute: of prompts and answers;
     connections: requests of any kind that are open at a time. 0 for any number."""

@@ -7,10 +7,11 @@ HTTP and no engine.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
@@ -55,7 +56,7 @@ class Asked:
     def params_of(self, index: int, n_prompt: int) -> SamplingParams:
         """The params of choice number `index`, with its noise and where its grammar begins."""
         start = n_prompt if self.params.grammar else 0
-        return dataclasses.replace(
+        return structs.replace(
             self.params, key=noise_key(self.seed, index % self.n), grammar_start=start)
 
 
@@ -82,7 +83,7 @@ async def completion(
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     params = _sampling(request, settings, tokenizer, n_logprobs)
     shared = _common(request, settings)
-    params = dataclasses.replace(params, grammar=await constrain(request, grammars))
+    params = structs.replace(params, grammar=await constrain(request, grammars))
     return Asked(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
                  echo=bool(request.echo), params=params, **shared)
 
@@ -96,7 +97,7 @@ async def conversation(
     params = _sampling(request, settings, tokenizer, n_logprobs)
     template = tokenizer.chat_template or ""
     offered = chat.tools_of(request, template, tokenizer)
-    params = dataclasses.replace(params, grammar=await constrain(
+    params = structs.replace(params, grammar=await constrain(
         request, grammars, offered.grammar if offered else ""))
     decompose = None
     if method := chat.method_of(request, settings, params, offered):
@@ -123,7 +124,7 @@ def _sampling(
                               if (given := getattr(request, name)) is not None}
     if request.logit_bias is not None:
         values["logit_bias"] = _biases(request.logit_bias, tokenizer)
-    return dataclasses.replace(settings.defaults, n_logprobs=n_logprobs, **values)
+    return structs.replace(settings.defaults, n_logprobs=n_logprobs, **values)
 
 
 def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+from msgspec import Struct, field
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.server.keys import Allowance
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """The first frame to the HTTP process.
 
     model: path of the model, whose vocabulary is read
@@ -45,7 +45,7 @@ class Settings:
     model: str
     name: str
     any_name: bool = False
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str, ...] = ()
     allowances: tuple[Allowance, ...] = ()
     parallel: int = 16
     queue: int = 64
@@ -69,6 +69,9 @@ class Settings:
     otlp: str = ""
     certificate: str = ""
     private_key: str = ""
+
+    def __repr__(self) -> str:
+        return f"Settings({self.model!r}, {self.name!r})"  # keys do not belong into logs
 
     @property
     def most_open(self) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
 
 from pipeinfer.config import OwnOption
 from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
@@ -32,8 +33,7 @@ class Need(enum.Enum):
     ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
 
 
-@dataclass(frozen=True, slots=True)
-class ProposerSetup:
+class ProposerSetup(Struct, frozen=True):
     """What a proposer is made of.
 
     options: values of its own options
@@ -61,8 +61,7 @@ class ProposerSetup:
     width: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ProposerSpec:
+class ProposerSpec(Struct, frozen=True):
     """A way to guess. It has either `worker` or `inline`.
 
     name: value of --proposer
@@ -99,8 +98,7 @@ class ProposerSpec:
             raise ValueError(f"proposer {self.name} has no option that names its adapter")
 
 
-@dataclass(frozen=True, slots=True)
-class DecomposerSetup:
+class DecomposerSetup(Struct, frozen=True):
     """What the decomposer of one response is made of.
 
     vocabulary: of the model
@@ -139,8 +137,7 @@ class Writer(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class DecomposerSpec:
+class DecomposerSpec(Struct, frozen=True):
     """A way to split a response into threads.
 
     name: value of --decomposer

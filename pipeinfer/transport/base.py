@@ -15,8 +15,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
+
+from msgspec import Struct, field
 
 from pipeinfer.core import codec
 from pipeinfer.core.control import Order
@@ -31,8 +32,7 @@ class Dismissed(Exception):
     """The job goes on, or ends, without this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Which rank holds which node, `rank_of[node]`, from an epoch on."""
 
     rank_of: tuple[int, ...]
@@ -43,8 +43,7 @@ class Layout:
         return [node for node, owner in enumerate(self.rank_of) if owner == rank]
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(Struct, frozen=True):
     """A received message and the node that sent it (-1 where the transport cannot tell)."""
 
     source: int
@@ -52,8 +51,7 @@ class Envelope:
     n_bytes: int
 
 
-@dataclass(slots=True)
-class Traffic:
+class Traffic(Struct):
     """What a port has sent: messages and bytes, per tag."""
 
     messages: dict[Tag, int] = field(default_factory=dict)

@@ -12,10 +12,10 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+from msgspec import Struct
 
 from pipeinfer.errors import RequestError
 
@@ -32,8 +32,7 @@ class HttpFailure(RequestError):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A whole answer. headers: names in lower case."""
 
     status: int

@@ -6,11 +6,11 @@ import contextlib
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
+from msgspec import Struct, field
 
 from pipeinfer.core.control import Bell
 from pipeinfer.errors import ProtocolError
@@ -27,16 +27,14 @@ SHARE = 0.125  #: of the time already waited that the next sleep takes
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
-@dataclass(slots=True)
-class Neighbours:
+class Neighbours(Struct):
     """The ranks of this host and this rank's bell; names[rank] is the bell of a neighbour."""
 
     bell: Doorbell
     names: dict[int, str]
 
 
-@dataclass(slots=True)
-class MpiJob:
+class MpiJob(Struct):
     """What one process keeps of the job it belongs to; there is one, `JOB`.
 
     bell, bell_name: this rank's doorbell, made by `own_bell`. neighbours: made by `meet`, None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from pipeinfer.cluster import grid_choice
 from pipeinfer.cluster.grid_choice import auto_plan
@@ -76,7 +75,7 @@ def test_a_choice_that_does_not_fit_any_more_is_made_anew(cluster):
 def test_what_is_written_is_looked_at_before_it_is_believed(cluster, tmp_path):
     first, _ = cluster([1.0, 1.0, 1.0])
     hosts = [RankInfo(rank, name) for rank, name in enumerate("habc")]
-    with_one_slice_less = [dataclasses.replace(one, cut=one.cut[:-1], slices=(0,))
+    with_one_slice_less = [structs.replace(one, cut=one.cut[:-1], slices=(0,))
                            for one in first.held]
     keep_grid(cluster.model, hosts, [1, 2, 3], type("Plan", (), {"held": with_one_slice_less}))
     with pytest.raises(PlanError, match=r"no slice|not all of the model"):
@@ -94,8 +93,8 @@ def test_slices_cannot_be_asked_for_and_chosen(cluster):
 def test_what_tokens_depend_on_is_which_layers_are_cut_how(cluster):
     first, _ = cluster([1.0, 1.0, 1.0])
     cut = first.held[0].cut
-    split = [dataclasses.replace(one, start=a, stop=b) for a, b in ((0, 5), (5, 12))
+    split = [structs.replace(one, start=a, stop=b) for a, b in ((0, 5), (5, 12))
              for one in first.held]
     assert cut_layers(split) == [(0, 12, cut)]  # how many stages there are changes no bit
-    other = [dataclasses.replace(one, cut=cut[::-1]) if one.start else one for one in split]
+    other = [structs.replace(one, cut=cut[::-1]) if one.start else one for one in split]
     assert cut_layers(other) == [(0, 5, cut), (5, 12, cut[::-1])]

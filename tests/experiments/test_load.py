@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.experiments.emulation.load import simulate_load
@@ -21,11 +22,11 @@ def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", 
     built = build(load_profiles(), Experiment(cluster, pair, nodes=nodes, tokens=TOKENS,
                                               prompt=32, limits=(("chunk", 16),)))
     timing = Timing(1.0, len(built.scenario.stages), built.curve, 0.0, 0.0)
-    limits = replace(built.scenario.limits, parallel=16, alone=speculation == "on",
+    limits = structs.replace(built.scenario.limits, parallel=16, alone=speculation == "on",
                      share=groups(timing, 16, 16))
     if speculation == "off":
-        limits = replace(limits, policy=Policy.ITERATIVE)
-    scenario = replace(built.scenario, limits=limits)
+        limits = structs.replace(limits, policy=Policy.ITERATIVE)
+    scenario = dataclasses.replace(built.scenario, limits=limits)
     result = simulate_load(scenario, clients, 2, Controller(limits, built.pinned, built.curve))
     assert len(result.outputs) == 2 * clients
     for request_id, tokens in result.outputs.items():
@@ -64,8 +65,9 @@ def test_lanes_share_runs_as_far_as_that_fills_the_pipeline():
 
 def test_queueing_is_not_taken_for_time_on_the_way():
     """Else more runs would be sent, which queue longer, and so on."""
-    controller = Controller(replace(build(load_profiles(), Experiment("c", "dolphin-tinyllama",
-                            nodes=8)).scenario.limits, policy=Policy.ITERATIVE, parallel=16))
+    built = build(load_profiles(), Experiment("c", "dolphin-tinyllama", nodes=8))
+    controller = Controller(structs.replace(built.scenario.limits, policy=Policy.ITERATIVE,
+                                            parallel=16))
     for k in range(40):
         spans = [[1.5 + k, 0.04], [1.6 + k, 0.04]]
         controller.run_returned(1, 0.04, 0.08, 0.75, gaps(1.0 + k, 1.7 + k, spans))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama, llama_c, llama_loader, llama_platform
@@ -177,7 +177,7 @@ def test_a_library_with_another_layout_is_refused():
     """As if the other library's structs were expected of this one."""
     wrong = {"plain": "moe cache", "moe cache": "plain"}[LIBRARY.layout]
     with pytest.raises(BackendError, match="lays out llama_context_params differently") as caught:
-        llama_c.bind(dataclasses.replace(LIBRARY, layout=wrong))
+        llama_c.bind(structs.replace(LIBRARY, layout=wrong))
     assert "\n" not in str(caught.value)
     assert set(llama_c.bind(LIBRARY)) >= {"llama_decode", "llama_context_params"}
 
@@ -186,7 +186,7 @@ def test_what_is_no_library_is_refused(tmp_path):
     path = tmp_path / "libllama.so"
     path.write_bytes(b"nothing")
     with pytest.raises(BackendError, match=r"cannot be loaded: .*libllama\.so"):
-        llama_c.bind(dataclasses.replace(LIBRARY, path=path))
+        llama_c.bind(structs.replace(LIBRARY, path=path))
 
 
 def test_a_function_that_the_library_lacks():

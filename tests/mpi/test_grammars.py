@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import choose
@@ -62,7 +62,7 @@ def plain(loop, vocabulary, prompt, params):
 
 @pytest.mark.parametrize("np", [full(1), 4])
 def test_tokens_under_a_grammar_are_those_of_a_plain_loop(tmp_path, wanted, np):
-    todo = [{"prompt": PROMPT, "params": dataclasses.asdict(params), "limits": limits,
+    todo = [{"prompt": PROMPT, "params": structs.asdict(params), "limits": limits,
              "count": COUNT, "ignore_eos": False}
             for params, _ in wanted
             for limits in ({"policy": "iterative"}, {"policy": "speculative", "branches": 3},

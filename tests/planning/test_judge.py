@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.planning import judge as judge_module
@@ -225,7 +225,7 @@ def test_a_stage_of_one_layer_is_not_taken_for_a_slow_rank():
 
 def test_a_stage_with_all_threads_is_not_moved_to_another_idle_rank_of_its_host():
     """What it takes was measured with the threads that the other one would get, too."""
-    grown = dataclasses.replace(judge(ONE, grows=True), using={1: 2})
+    grown = structs.replace(judge(ONE, grows=True), using={1: 2})
     found = rebalance(REAL, RANKS, [Holding(1, 0, 30)], [6.3e-3], (2, 3), grown,
                       {2: 0.0, 3: 0.0})
     assert (found.held, found.gain) == ((Holding(1, 0, 30),), 1.0)

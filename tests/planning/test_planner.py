@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipeinfer.cli import main, terminal
 from pipeinfer.cluster.placement import members_of

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import Load
@@ -85,7 +85,7 @@ def test_layers_move_between_stages_that_are_cut_alike_only():
     found = moved(held, {1: 3.0, 2: 3.0}, EQUAL)
     (left, *_), (right, *_) = stages_of(found.held)
     assert (left.stop, right.start) == (4, 4)
-    other = tuple(dataclasses.replace(one, cut=cut(2, "x")) if one.start else one for one in held)
+    other = tuple(structs.replace(one, cut=cut(2, "x")) if one.start else one for one in held)
     stays = moved(other, {1: 3.0, 2: 3.0}, EQUAL)
     assert cut_layers(stays.held) == cut_layers(other)
     barred = frozenset((0, stop) for stop in range(1, 8))

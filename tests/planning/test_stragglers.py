@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.core.grid import Grid
@@ -201,7 +201,7 @@ def test_where_memory_leaves_no_choice_nothing_changes():
 
 
 def test_counts_that_a_user_set_do_not_hold_a_slow_stage():
-    who = {rank: dataclasses.replace(member, layers=4)
+    who = {rank: structs.replace(member, layers=4)
            for rank, member in members(12.0, 12.0, 12.0).items()}
     found, gain = dealt(EVEN, [0.4, 1.2, 0.4], who=who)
     assert found == [(1, 0, 5), (2, 5, 7), (3, 7, 12)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.planning.partition import Member
@@ -155,7 +155,7 @@ def test_a_stage_that_has_lost_everybody_is_joined_to_a_neighbour_with_the_same_
 
 
 def test_layers_that_are_cut_otherwise_are_never_taken():
-    held = [dataclasses.replace(one, cut=CUT[::-1]) if one.rank == 3 else one
+    held = [structs.replace(one, cut=CUT[::-1]) if one.rank == 3 else one
             for one in grid((2, 1))]
     with pytest.raises(PlanError, match=r"layers 4 to 7.*--spares"):
         retake(held, {3}, [], anyone)

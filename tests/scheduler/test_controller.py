@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning.judge import relative
@@ -44,7 +43,7 @@ def test_speed_by_hand():
     assert speed(EIGHT, 0.0, Setting(1), second=0.0) == pytest.approx(1 / EIGHT.latency(1))
     assert speed(EIGHT, 0.5, Setting(0)) == pytest.approx(1 / EIGHT.latency(1))
     assert speed(EIGHT, 1.0, Setting(1)) == pytest.approx(1 / 0.1, rel=0.15)
-    slow_draft = replace(EIGHT, draft=0.3)
+    slow_draft = structs.replace(EIGHT, draft=0.3)
     assert speed(slow_draft, 1.0, Setting(1)) == pytest.approx(1 / 0.3, rel=0.15)
     # 79 %, chain: (1 + g) tokens per latency + g slots, the first guess a slot later
     g = 0.79 / 0.21
@@ -69,7 +68,7 @@ def test_speed_is_between_a_token_per_cycle_and_one_per_row(acceptance, size, jo
 def test_dear_rows_mean_single_guesses_and_cheap_rows_bigger_runs():
     dear = told().advise(0.79, 0.4)
     assert (dear.draft_max, dear.join_tip) == (1, False)
-    cheap = replace(EIGHT, curve=linear(0.01), draft=0.002)
+    cheap = structs.replace(EIGHT, curve=linear(0.01), draft=0.002)
     assert told(timing=cheap).advise(0.79, 0.4).draft_max >= 4
 
 
@@ -86,7 +85,7 @@ def test_a_useless_draft_is_listened_to_and_not_followed():
 
 def test_the_credit_fills_the_pipeline_whatever_the_links_take():
     assert in_flight(EIGHT, 1) == 9
-    far = replace(EIGHT, transit=0.6)
+    far = structs.replace(EIGHT, transit=0.6)
     limits = told(timing=far).advise(0.79, 0.4)
     assert limits.credit == in_flight(far, limits.draft_max) >= 13
     limits = told(timing=far, max_rows=5).advise(0.79, 0.4)
@@ -97,7 +96,7 @@ def test_the_credit_fills_the_pipeline_whatever_the_links_take():
     ("draft_max", 3), ("join_tip", True), ("credit", 5), ("path_min", 0.3), ("alternatives", 4),
 ])
 def test_what_the_user_set_stays(name, value):
-    start = replace(LIMITS, **{name: value})
+    start = structs.replace(LIMITS, **{name: value})
     controller = told(start, pinned=frozenset({name}))
     limits = controller.advise(0.79, 0.4) or start
     assert getattr(limits, name) == value
@@ -111,10 +110,11 @@ def test_no_advice_before_measurements_or_without_a_change():
 
 
 @pytest.mark.parametrize("limits", [
-    replace(LIMITS, policy=Policy.ITERATIVE), replace(LIMITS, policy=Policy.SPECULATIVE),
-    replace(LIMITS, policy=Policy.PUBLISHED),
-    replace(LIMITS, ablations=frozenset({Ablation.ASYNC})),
-    replace(LIMITS, ablations=frozenset({Ablation.CANCEL, Ablation.CONTINUOUS})),
+    structs.replace(LIMITS, policy=Policy.ITERATIVE),
+    structs.replace(LIMITS, policy=Policy.SPECULATIVE),
+    structs.replace(LIMITS, policy=Policy.PUBLISHED),
+    structs.replace(LIMITS, ablations=frozenset({Ablation.ASYNC})),
+    structs.replace(LIMITS, ablations=frozenset({Ablation.CANCEL, Ablation.CONTINUOUS})),
 ])
 def test_what_the_model_does_not_describe_is_left_alone(limits):
     controller = told(limits)
@@ -125,14 +125,14 @@ def test_what_the_model_does_not_describe_is_left_alone(limits):
 @pytest.mark.parametrize("ablation", [Ablation.CANCEL, Ablation.ALTERNATIVES])
 def test_a_component_alone_is_switched_off(ablation):
     """The controller goes on, or `--ablate` would compare two changes at once."""
-    advised = told(replace(LIMITS, ablations=frozenset({ablation}))).advise(0.7, 0.4)
+    advised = told(structs.replace(LIMITS, ablations=frozenset({ablation}))).advise(0.7, 0.4)
     assert advised is not None
     assert advised.draft_max == told(LIMITS).advise(0.7, 0.4).draft_max
 
 
 def test_a_joined_tip_with_a_useless_draft_is_given_up():
     """No run of a single row ever comes back there."""
-    controller = Controller(replace(LIMITS, join_tip=True), curve=linear(0.2))
+    controller = Controller(structs.replace(LIMITS, join_tip=True), curve=linear(0.2))
     for _ in range(8):
         controller.run_returned(4, 0.16, 0.16, 0.161)
         controller.drafted(3, 0.03)
@@ -166,7 +166,7 @@ def test_cutoff_falls_with_depth():
 
 
 FOURS = Timing(1.0, 1.0, ((2, 1.5), (3, 2.3), (4, 1.55), (5, 2.2), (8, 2.6)), 0.0, 0.02)
-DEAR = replace(FOURS, curve=((2, 2.6), (4, 3.4), (8, 4.2)))
+DEAR = structs.replace(FOURS, curve=((2, 2.6), (4, 3.4), (8, 4.2)))
 
 
 def test_in_turns_the_width_is_where_the_curve_is_low():
@@ -177,7 +177,7 @@ def test_in_turns_the_width_is_where_the_curve_is_low():
 
 def test_in_turns_dear_rows_or_a_dear_draft_mean_none():
     assert turns(DEAR, 0.7, 15) == 0
-    assert turns(replace(FOURS, draft=1.0), 0.7, 15) == 0
+    assert turns(structs.replace(FOURS, draft=1.0), 0.7, 15) == 0
 
 
 def test_guesses_cost_what_their_rows_take_beyond_the_first():
@@ -192,15 +192,15 @@ def test_guesses_cost_what_their_rows_take_beyond_the_first():
 @given(st.floats(0.05, 0.95), st.integers(1, 15))
 def test_the_cutoff_in_turns_is_a_probability_that_falls_with_the_price(acceptance, size):
     dear, cheap = least_confidence(DEAR, acceptance, size), least_confidence(
-        replace(FOURS, curve=((2, 1.01), (16, 1.05))), acceptance, size)
+        structs.replace(FOURS, curve=((2, 1.01), (16, 1.05))), acceptance, size)
     assert 0.0 <= cheap <= dear <= 0.4
 
 
 def test_advice_in_turns_follows_the_times_and_what_the_user_set():
-    limits = replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
+    limits = structs.replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
     advice = told(limits, FOURS).advise(0.7, 0.4)
     assert (advice.tree_max, advice.draft_max) == (3, 3)
-    priced = told(replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
+    priced = told(structs.replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
     assert priced.costs == costs(FOURS.curve, 7)
     assert (priced.tree_max, priced.draft_max) == (7, 7)  # as many as sure guesses are worth
     assert priced.p_min == least_hope(priced.costs, FOURS.draft / FOURS.latency(1))

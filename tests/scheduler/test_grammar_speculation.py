@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.grid import Grid
@@ -150,7 +150,7 @@ def test_what_ends_is_valid(compiled):
     params = SamplingParams(1.0, key=noise_key(1), grammar=compiled[0], grammar_start=len(PROMPT))
     ended = 0
     for seed in range(12):
-        tokens = plain(replace(params, key=noise_key(seed)))
+        tokens = plain(structs.replace(params, key=noise_key(seed)))
         text = b"".join(VOCABULARY.tokens[t] for t in tokens).decode()
         if len(tokens) < COUNT:
             ended += 1
@@ -179,7 +179,7 @@ def test_a_parser_that_gives_up_ends_its_own_request_only(compiled, monkeypatch)
     monkeypatch.setattr(grammar, "_limits", lambda: tight)
     pipeline = Pipeline(1, Limits(n_ctx=128, exact_width=4, parallel=2, **POLICIES["pipeinfer"]))
     good = SamplingParams(grammar=compiled[1], grammar_start=len(PROMPT))
-    pipeline.head.submit(Request(1, PROMPT, 20, replace(good, grammar=wide)))
+    pipeline.head.submit(Request(1, PROMPT, 20, structs.replace(good, grammar=wide)))
     pipeline.head.submit(Request(2, PROMPT, 20, good, frozenset(VOCABULARY.end_ids)))
     ends, tokens = {}, []
     while len(ends) < 2:

@@ -3,11 +3,10 @@ cutoffs, the accepted token's run in every round."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
@@ -19,12 +18,12 @@ from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import examples
 from tests.support.simulated import Pipeline, plain
 
-START = replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6, partitions=6),
-                **PUBLISHED)
+START = structs.replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6,
+                               partitions=6), **PUBLISHED)
 
 
 def without(ablation):
-    return replace(START, ablations=frozenset({ablation}))
+    return structs.replace(START, ablations=frozenset({ablation}))
 
 
 def long_run(limits, accuracy=0.8, **options):
@@ -43,8 +42,9 @@ def long_run(limits, accuracy=0.8, **options):
 @examples(150)
 def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitions, kept,
                                                    ablations, factors, accuracy, seed):
-    limits = replace(START, exact_width=width, credit=credit, partitions=partitions, kept=kept,
-                     ablations=ablations, p_recovery=factors[0], p_decay=factors[1], parallel=2)
+    limits = structs.replace(START, exact_width=width, credit=credit, partitions=partitions,
+                             kept=kept, ablations=ablations, p_recovery=factors[0],
+                             p_decay=factors[1], parallel=2)
     pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed)
     for k in range(3):
         pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
@@ -182,12 +182,13 @@ def cutoffs(limits, answers):
 
 def test_recovery_asks_more_of_every_further_run():
     assert cutoffs(START, (3, 3, 3)) == [0.1, 0.1, 0.1]
-    assert cutoffs(replace(START, p_recovery=0.4), (3,) * 5) == [0.1, 0.5, 0.9]  # then it waits
+    asks_more = structs.replace(START, p_recovery=0.4)
+    assert cutoffs(asks_more, (3,) * 5) == [0.1, 0.5, 0.9]  # then it waits
 
 
 def test_decay_asks_less_after_every_empty_draft():
     assert cutoffs(START, (0, 0)) == [0.1]  # without it: until a result is back
-    assert cutoffs(replace(START, p_min=0.4, p_decay=0.15), (0,) * 6) == [0.4, 0.25, 0.1]
+    assert cutoffs(structs.replace(START, p_min=0.4, p_decay=0.15), (0,) * 6) == [0.4, 0.25, 0.1]
 
 
 def test_the_tree_is_a_chain():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
@@ -101,7 +101,7 @@ def repeats(path, n_vocab, salt=0):
     [(5, 3, 2), (4, 4, 3), (1, 3, 4), (7, 2, 5), (0, 4, 3)], [64, 12]))
 def test_steps_tokens_and_pool_are_those_of_one_node(monkeypatch, setting, width):
     monkeypatch.setattr(simulated, "next_token", repeats)
-    limits = dataclasses.replace(LIMITS, exact_width=width)
+    limits = structs.replace(LIMITS, exact_width=width)
     request = Request(0, (1, 2, 3, 4, 5, 6), 70)
     alone = Watched(*setting)
     single = Pipeline(limits, n_vocab=13, rows=alone, drafts=False)
@@ -153,7 +153,7 @@ def test_columns_and_candidates_are_dealt_out_in_chunks():
             state.window.levels = [[10, 11, 12, 13], [20, 21, 22, 23, 24], [30, 31, 32, 33, 34]]
             state.pool.tails = {7: {(70, 71, 72): None, (60, 61, 62): None, (50, 51, 52): None}}
 
-    scheduler = ReplicaScheduler(dataclasses.replace(LIMITS, exact_width=32), Prepared(
+    scheduler = ReplicaScheduler(structs.replace(LIMITS, exact_width=32), Prepared(
         5, 4, 3, prompt_pool=False), 2)
     out = scheduler.handle(Submit(Request(0, (1, 2), 50)))
     runs = [i.instruction for i in out if isinstance(i.instruction, IssueRun)]
@@ -167,7 +167,7 @@ def test_columns_and_candidates_are_dealt_out_in_chunks():
 
 
 def test_a_replica_that_did_not_win_computes_the_accepted_tokens_with_its_next_step():
-    limits = dataclasses.replace(LIMITS, exact_width=8)
+    limits = structs.replace(LIMITS, exact_width=8)
     rows = Lookahead(0, 3, 2, prompt_pool=False)
     scheduler = ReplicaScheduler(limits, rows, 2)
     scheduler.handle(Submit(Request(0, (1, 2), 50)))
@@ -202,7 +202,7 @@ def test_a_replica_that_did_not_win_computes_the_accepted_tokens_with_its_next_s
 def test_every_interleaving_gives_the_plain_tokens(data, nodes, seed, window, ngram, most, width,
                                                    partitions):
     n_vocab = data.draw(st.sampled_from([2, 3, 11]))
-    limits = dataclasses.replace(LIMITS, exact_width=width, partitions=partitions,
+    limits = structs.replace(LIMITS, exact_width=width, partitions=partitions,
                                  parallel=data.draw(st.sampled_from([1, 1, 3])),
                                  n_ctx=data.draw(st.sampled_from([40, 300])),
                                  chunk=data.draw(st.sampled_from([1, 4, 64])))
@@ -250,14 +250,14 @@ def test_what_an_earlier_job_has_brought_does_not_come_again():
     job.drain()
     assert job.output[0] == wanted[12:]
     job.output[1] = []
-    job.feed(Submit(dataclasses.replace(request, request_id=1), tuple(wanted)))
+    job.feed(Submit(structs.replace(request, request_id=1), tuple(wanted)))
     job.drain()
     assert (job.output[1], job.finished[1]) == ([], "length")
 
 
 def test_several_requests_take_turns():
     """Each has a step out at a time, so a short one ends long before a long one that was first."""
-    limits = dataclasses.replace(LIMITS, parallel=3, chunk=4, cells=600)
+    limits = structs.replace(LIMITS, parallel=3, chunk=4, cells=600)
     job = Replicas(limits, Lookahead(2, 3, 2), 2, n_vocab=11)
     todo = [Request(0, tuple(range(10)) * 4, 100, ignore_eos=True),
             Request(1, (1, 2, 3), 12, ignore_eos=True), Request(2, (4, 5), 12, ignore_eos=True),
@@ -281,7 +281,7 @@ def test_several_requests_take_turns():
 
 
 def test_requests_that_do_not_fit_together_wait():
-    limits = dataclasses.replace(LIMITS, parallel=4, cells=150)
+    limits = structs.replace(LIMITS, parallel=4, cells=150)
     job = Replicas(limits, Lookahead(2, 3, 2), 2, n_vocab=11)
     for k in range(3):
         job.submit(Request(k, (1, 2, k), 70, ignore_eos=True))
@@ -294,7 +294,7 @@ def test_requests_that_do_not_fit_together_wait():
 @pytest.mark.parametrize(("guess_rows", "at_work"), [(0, 4), (32, 4), (24, 3)])
 def test_requests_whose_candidates_do_not_fit_wait(guess_rows, at_work):
     """Four of 50 tokens fill the cells; beyond these there are twice `guess_rows` for 16 each."""
-    limits = dataclasses.replace(LIMITS, parallel=4, cells=200, guess_rows=guess_rows)
+    limits = structs.replace(LIMITS, parallel=4, cells=200, guess_rows=guess_rows)
     job = Replicas(limits, Lookahead(0, 3, 2), 2, n_vocab=11)
     for k in range(4):
         job.submit(Request(k, (1, 2, 3, 4, k), 45, ignore_eos=True))

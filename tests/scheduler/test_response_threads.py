@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Choice, Request
@@ -126,7 +126,7 @@ def test_every_interleaving_gives_the_reference(method, limits):
 def test_lookahead_works_inside_threads(method):
     issued = 0
     for seed in range(12):
-        limits = dataclasses.replace(LIMITS["speculative" if seed % 3 else "pipeinfer"],
+        limits = structs.replace(LIMITS["speculative" if seed % 3 else "pipeinfer"],
                                      partitions=30)
         pipeline = run(method, limits, [seed], order=seed, n_stages=1 + seed % 4,
                        rows=Lookahead(3, 3, 2), drafts=bool(seed % 2))

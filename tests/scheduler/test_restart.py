@@ -3,11 +3,11 @@ have got without, each of them once."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request
@@ -164,7 +164,7 @@ def test_preemption_and_losses_together():
 def test_guesses_of_lookahead_survive_no_loss_and_change_nothing():
     for seed in range(12):
         rng = random.Random(seed)
-        limits = dataclasses.replace(LIMITS["pipeinfer"], partitions=30)
+        limits = structs.replace(LIMITS["pipeinfer"], partitions=30)
         pipeline = LossyPipeline(limits, n_vocab=N_VOCAB, seed=seed, rows=Lookahead(3, 3, 2),
                                  drafts=bool(seed % 2))
         asked = asked_of(rng)
@@ -265,7 +265,7 @@ def test_nothing_is_sent_for_what_the_old_stages_held():
 
 def test_other_sizes_may_come_with_the_new_stages():
     pipeline = halfway()
-    pipeline.lose(3, dataclasses.replace(pipeline.scheduler.limits, exact_width=2, credit=5))
+    pipeline.lose(3, structs.replace(pipeline.scheduler.limits, exact_width=2, credit=5))
     pipeline.drain()
     assert pipeline.scheduler.limits.exact_width == 2
     assert pipeline.output[0] == plain(BASE[:10], 20, N_VOCAB)
@@ -273,7 +273,7 @@ def test_other_sizes_may_come_with_the_new_stages():
 
 
 def test_order_of_submission_is_kept():
-    limits = dataclasses.replace(LIMITS["iterative"], parallel=2)
+    limits = structs.replace(LIMITS["iterative"], parallel=2)
     pipeline = LossyPipeline(limits, n_vocab=N_VOCAB, seed=3)
     for i in range(5):
         pipeline.submit(Request(i, (1, 2, i), 6))

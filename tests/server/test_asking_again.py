@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 
 import pytest
 import requests
+from msgspec import structs
 
 from pipeinfer.experiments.rig.server_peer import SECONDS
 from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Submit
@@ -213,7 +213,7 @@ def test_another_model_takes_up_nothing(door):
     door.killed()
     other = door.folder / "other.gguf"
     other.symlink_to(door.settings.model)
-    door.enter(dataclasses.replace(door.settings, model=str(other)))
+    door.enter(structs.replace(door.settings, model=str(other)))
     answer = door.ask(f"/v1/completions/{name}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "other_model")
     rest(door)

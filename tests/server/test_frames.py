@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 import typing
@@ -10,6 +9,7 @@ import typing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct, structs
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server import frames
@@ -52,10 +52,10 @@ def anything(hint):
             return st.dictionaries(st.text(), values, max_size=3)
         case kind if kind is float:
             return st.floats(allow_nan=False)
-        case kind if dataclasses.is_dataclass(kind):
+        case kind if issubclass(kind, Struct):
             hints = typing.get_type_hints(kind)
             return st.builds(kind, **{f.name: anything(hints[f.name])
-                                      for f in dataclasses.fields(kind)})
+                                      for f in structs.fields(kind)})
         case kind:
             return st.from_type(kind)
 
@@ -100,7 +100,7 @@ def sample(hint):
     """A right value for a field, and wrong ones."""
     kind = next((a for a in typing.get_args(hint) if types.NoneType in typing.get_args(hint)), hint)
     kind = typing.get_origin(kind) or kind
-    if dataclasses.is_dataclass(kind):
+    if issubclass(kind, Struct):
         fields = {"method": "pasta"} if kind is Specification else {}
         return fields, WRONG[None]
     return RIGHT[kind], WRONG[kind]
@@ -118,9 +118,9 @@ def test_a_damaged_field_is_named(kind, name, hint):
     for value in sample(hint)[1]:
         with pytest.raises(ProtocolError, match=rf"{kind.op}\.{name}"):
             decode(json.dumps(whole | {name: value}).encode(), KINDS)
-    field = next(f for f in dataclasses.fields(kind) if f.name == name)
+    field = next(f for f in structs.fields(kind) if f.name == name)
     del whole[name]
-    if field.default is field.default_factory is dataclasses.MISSING:
+    if field.required:
         with pytest.raises(ProtocolError, match=rf"{kind.op}\.{name} is missing"):
             decode(json.dumps(whole).encode(), KINDS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.policy import Policy
@@ -195,7 +195,7 @@ def test_a_group_that_found_no_room_proposes_what_it_can():
 def test_visible_sets(width):
     """M=2, triangle k=2: 12 rows, in one run or the masks in one behind."""
     proposer = Bita(MASK, 2, 2, PROMPT_ID)
-    scheduler = Scheduler(dataclasses.replace(SYNCHRONOUS, exact_width=width), proposer,
+    scheduler = Scheduler(structs.replace(SYNCHRONOUS, exact_width=width), proposer,
                           drafts=False)
     out = scheduler.handle(Submit(Request(0, (1, 2), 50)))
     runs = [i for i in out if isinstance(i, IssueRun)]
@@ -256,7 +256,7 @@ class WithMasks(Pipeline):
 def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
                                                    top, accuracy, seed):
     rows = Bita(MASK, masks, top, None, shape, data.draw(st.sampled_from([0, 6, 16])))
-    limits = dataclasses.replace(limits, parallel=data.draw(st.sampled_from([1, 1, 2])),
+    limits = structs.replace(limits, parallel=data.draw(st.sampled_from([1, 1, 2])),
                                  partitions=data.draw(st.sampled_from([0, 3, 40])))
     pipeline = WithMasks(limits, n_stages=n_stages, n_vocab=data.draw(st.sampled_from([3, 11])),
                          accuracy=accuracy, seed=seed, rows=rows, drafts=drafts)
@@ -281,7 +281,7 @@ class LossyMasks(lossy.Lossy, WithMasks):
 def test_batches_in_flight_are_forgotten_with_the_stages_that_had_them():
     """Losses, and a cache that is too small, with masks behind guesses."""
     preempted = guessed = 0
-    limits = dataclasses.replace(lossy.LIMITS["small cache"], partitions=30, alone=True)
+    limits = structs.replace(lossy.LIMITS["small cache"], partitions=30, alone=True)
     for seed in range(3):
         rng = random.Random(seed)
         rows = Bita(MASK, 2, 3, None, rng.choice([*Shape]), rng.choice([0, 6]))
@@ -305,7 +305,7 @@ def test_batches_in_flight_are_forgotten_with_the_stages_that_had_them():
 def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
     """The longest path is accepted in every step once there are masks, whatever a run's width."""
     for width in (64, 8):
-        pipeline = WithMasks(dataclasses.replace(SYNCHRONOUS, exact_width=width), n_vocab=500,
+        pipeline = WithMasks(structs.replace(SYNCHRONOUS, exact_width=width), n_vocab=500,
                              accuracy=1.0, rows=Bita(MASK, 3, 3, None), drafts=False)
         pipeline.rng.choice = lambda options: 0 if options == [0, 0, 1] else options[0]
         pipeline.submit(Request(0, (1, 2, 3), 81))
@@ -365,7 +365,7 @@ def test_a_tree_that_is_cut_takes_one_run_per_step():
     """And nearly as few steps: only paths without a group behind them need one more."""
     runs = {}
     for width in (0, 16):
-        pipeline = WithMasks(dataclasses.replace(SYNCHRONOUS, exact_width=16), n_vocab=500,
+        pipeline = WithMasks(structs.replace(SYNCHRONOUS, exact_width=16), n_vocab=500,
                              accuracy=0.7, rows=Bita(MASK, 3, 3, None, width=width), drafts=False)
         pipeline.submit(Request(0, (1, 2, 3), 81))
         pipeline.drain()
@@ -407,7 +407,7 @@ def test_files_that_are_no_adapter(tmp_path):
         read.check(2, 9)
     save_file({"masks": np.ones((3, 8), np.float16)}, tmp_path / "part")
     (tmp_path / "noise").write_bytes(b"hello")
-    nan = dataclasses.replace(good, masks=np.full((3, 8), np.nan, np.float32))
+    nan = structs.replace(good, masks=np.full((3, 8), np.nan, np.float32))
     save_bita(tmp_path / "nan", nan)
     for name, says in (("none", "no such file"), ("part", "it lacks"), ("noise", "cannot be"),
                        ("nan", "not finite numbers")):

@@ -6,11 +6,10 @@ own results show whether its rows see what they should.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.cli.options import parse
 from pipeinfer.core.policy import Policy
@@ -138,7 +137,7 @@ def visible(runs):
 @pytest.mark.parametrize("width", [32, 16])
 def test_visible_sets_of_a_window_with_two_candidates(width):
     """W=5, N=4, G=2: 21 rows; at most 16 rows that verify push the window into a run behind."""
-    scheduler = Scheduler(dataclasses.replace(SYNCHRONOUS, exact_width=width),
+    scheduler = Scheduler(structs.replace(SYNCHRONOUS, exact_width=width),
                           Prepared(5, 4, 2, prompt_pool=False), drafts=False)
     first = scheduler.handle(Submit(Request(0, (1, 2), 50)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
@@ -225,7 +224,7 @@ def test_tokens_steps_and_pool_of_a_direct_implementation(monkeypatch, window, s
     monkeypatch.setattr(simulated, "next_token", repeats)
     monkeypatch.setitem(globals(), "next_token", repeats)
     proposer = Watched(window, size, most)
-    pipeline = Pipeline(dataclasses.replace(SYNCHRONOUS, exact_width=width), n_vocab=13,
+    pipeline = Pipeline(structs.replace(SYNCHRONOUS, exact_width=width), n_vocab=13,
                         rows=proposer, drafts=False)
     request = Request(0, (1, 2, 3, 4, 5, 6), 80)
     pipeline.submit(request)
@@ -253,7 +252,7 @@ def test_every_interleaving_gives_the_plain_tokens(data, limits, rows, n_stages,
                                                    seed, parallel):
     """Alone and with a draft, with cancellations that arrive at any time."""
     n_vocab = data.draw(st.sampled_from([2, 3, 11]))
-    limits = dataclasses.replace(limits, parallel=parallel, exact_width=data.draw(
+    limits = structs.replace(limits, parallel=parallel, exact_width=data.draw(
         st.sampled_from([1, 2, 4, 16])))
     pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed,
                         rows=rows, drafts=drafts)

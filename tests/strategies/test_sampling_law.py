@@ -8,10 +8,10 @@ flight), chi-square with pooled rare cells, and a negative control.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.noise import noise_key
@@ -84,7 +84,7 @@ def test_the_joint_law_of_three_tokens(law, policy):
     counts: dict[tuple[int, ...], int] = {}
     speculated = 0
     for seed in range(DRAWS):
-        out = driver.generate(PROMPT, replace(SAMPLING, key=noise_key(seed)), COUNT)
+        out = driver.generate(PROMPT, structs.replace(SAMPLING, key=noise_key(seed)), COUNT)
         text = tuple(token for token, _ in out)
         counts[text] = counts.get(text, 0) + 1
         speculated += sum(s for _, s in out)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp import routers
@@ -157,7 +157,7 @@ class LlamaCppBackend:
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             sliced = bool(metadata(model, "pipeinfer.piece"))
             if keeps_state(model):  # a decode that was stopped could not be taken back
-                options = replace(options, layer_callbacks=False)
+                options = structs.replace(options, layer_callbacks=False)
             architecture = metadata(model, "general.architecture")
             entry = _ENTRIES.get(architecture, "")
             mixture = int(metadata(model, f"{architecture}.expert_count") or 0) > 0

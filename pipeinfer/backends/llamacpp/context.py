@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from msgspec import Struct, structs
 
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
@@ -39,8 +40,7 @@ FLASH = {"auto": -1, "off": 0, "on": 1}
 MAX_SEQS = 255  #: llama.cpp's 256, less one that `cellorder` needs
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaOptions:
+class LlamaOptions(Struct, frozen=True):
     """How llama.cpp runs a shard; names follow its own flags.
 
     n_gpu_layers (-ngl): layers of this shard to offload, -1 all. flash_attn, type_k, type_v (-ctk,
@@ -110,7 +110,7 @@ class LlamaOptions:
             if kind_k not in ("f16", "f32") and reads_halves_fast():
                 exact = "f16"
             kind_v = exact if treats_rows_alone else "f16"
-        return replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
+        return structs.replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
 
     def exact_limit(self, n_ctx: int, n_threads: int) -> int:
         """Most rows that attention (not the matrices) treats as it treats one; needs `resolved`.

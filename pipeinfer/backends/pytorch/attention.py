@@ -9,11 +9,11 @@ layers pass (scaling, soft cap, window), and no weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.backends.pytorch.cells import BLOCK, CellTable, Group, Indices
@@ -45,8 +45,7 @@ class CellStore:
                    for table in (self.keys, self.values) for t in table.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One attention call. rows: which of the decode's rows (None: all, in order). cells: a slice,
     indices [L] that all rows share, or [n, L]. mask: added to the scores, [n, 1, 1, L], or
     [1, 1, n, L] when `wide`."""
@@ -57,8 +56,7 @@ class Call:
     wide: bool
 
 
-@dataclass(slots=True)
-class Reading:
+class Reading(Struct):
     """What attention needs to know about one decode of `n` rows.
 
     taken: the rows' own cells, a slice where they lie together. calls are made per window when the

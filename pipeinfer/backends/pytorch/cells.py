@@ -10,10 +10,10 @@ numpy only: knows no model, no tensor of keys and no run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipeinfer.core.types import ALL_SEQS, Rows
 from pipeinfer.errors import BackendError
@@ -25,8 +25,7 @@ Mask = npt.NDArray[np.bool_]
 BLOCK = 64  #: lists of cells are padded to a multiple, so that equal paths give equal shapes
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """Rows that read one list: row `rows[i]` sees the first `lengths[i]` of `cells`."""
 
     rows: list[int]
@@ -34,8 +33,7 @@ class Group:
     lengths: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sorted:
+class _Sorted(Struct, frozen=True):
     """The cells of a view by position (learned prefix cells first), and what exempts them."""
 
     cells: Indices

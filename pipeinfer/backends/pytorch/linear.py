@@ -6,10 +6,10 @@ unchanged. Knows no layers beyond their number, no cells and no ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.nn.functional import linear
 
 from pipeinfer.backends.llamacpp.layer_probe import PartSum, place_of
@@ -19,8 +19,7 @@ class Left(Exception):
     """A sum said to leave the decode. Not an error: whoever decodes catches it."""
 
 
-@dataclass(slots=True)
-class Tiling:
+class Tiling(Struct):
     """Rows of one product (0: all together), and whether it holds for the decode at hand."""
 
     rows: int
@@ -31,8 +30,7 @@ class Tiling:
         return -(-n // self.rows) * self.rows if self.active else n
 
 
-@dataclass(slots=True)
-class Summing:
+class Summing(Struct):
     """Who adds up parts (None: parts are taken for sums), and the real rows of the decode at hand.
     """
 

@@ -6,9 +6,10 @@ Everybody who only chooses a backend (options, plans, the head) stays free of th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from msgspec import Struct, structs
 
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
@@ -23,8 +24,7 @@ _TILES = {("cpu", "float32"): 3, ("cpu", "bfloat16"): 0, ("cuda", "float32"): 16
           ("cuda", "bfloat16"): 16}
 
 
-@dataclass(frozen=True, slots=True)
-class TorchOptions:
+class TorchOptions(Struct, frozen=True):
     """device: auto, cpu, cuda or cuda:N. dtype: of weights, cache and arithmetic. tile: rows of
     one matrix product; None takes what keeps decodes exact, 0 lets them vary. validate: check that
     rows continue their sequences, as llama.cpp would.
@@ -49,7 +49,7 @@ class TorchOptions:
         if dtype == "auto":
             dtype = "float32" if kind == "cpu" else "bfloat16"
         tile = _TILES.get((kind, dtype), 0) if self.tile is None else self.tile
-        return replace(self, device=device, dtype=dtype, tile=tile)
+        return structs.replace(self, device=device, dtype=dtype, tile=tile)
 
 
 def itemsize(dtype: str, device: str) -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct, field
 from safetensors import SafetensorError, safe_open
 from transformers import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -49,8 +49,7 @@ class TensorSource(Protocol):
         """Whether the file has a tensor of this name."""
 
 
-@dataclass(slots=True)
-class Shard:
+class Shard(Struct):
     """The modules of a shard. layers: which of `n_layers` it holds."""
 
     config: Any

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for
 from pipeinfer.core.policy import Ablation, Policy
@@ -237,10 +239,10 @@ def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experi
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )
     if policy is Policy.PUBLISHED:
-        base = replace(base, **PUBLISHED)
+        base = structs.replace(base, **PUBLISHED)
     unknown = [name for name in chosen if not hasattr(base, name)]
     if unknown:
         raise UsageError(f"there is no limit named {', '.join(unknown)}")
     if not all(math.isfinite(value) for value in chosen.values()):
         raise UsageError("limits must be finite numbers")
-    return replace(base, **chosen), frozenset(chosen)
+    return structs.replace(base, **chosen), frozenset(chosen)

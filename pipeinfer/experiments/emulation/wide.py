@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec import structs
+
 from pipeinfer.cluster.sizing import by_turns
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
@@ -195,7 +197,7 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
     limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
     drafting = draft_time(ground.draft, ground.drafter)
     if turns and not pinned:
-        limits = dataclasses.replace(limits, take_turns=True, **by_turns(
+        limits = structs.replace(limits, take_turns=True, **by_turns(
             curve, drafting(1) / slowest, limits.exact_width, weighed=True))
     scenario = Scenario(
         virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,

@@ -13,14 +13,14 @@ included); positions are the scheduler's affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from msgspec import Struct
 
 MAIN = 0  #: the thread that every response begins with
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(Struct, frozen=True):
     """A new thread that sees the first `keep` tokens of `parent` (and what was joined to it), and
     begins with `tokens`, which nobody chose. bans: see `SamplingParams.bans`."""
 
@@ -31,8 +31,7 @@ class Fork:
     bans: tuple[tuple[int, int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(Struct, frozen=True):
     """Go on with a thread that waits, or with the one whose token was accepted just now: append
     `tokens`, which nobody chose (none: only what waited). skip: all of that stands so many
     positions further on."""
@@ -42,31 +41,27 @@ class Feed:
     skip: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(Struct, frozen=True):
     """The next token of the thread stands `count` positions further on."""
 
     thread: int
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """The token just accepted is not evaluated until a `Feed` of this thread."""
 
     thread: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """Forget all but the first `keep` tokens of a thread; it waits for a `Feed`."""
 
     thread: int
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """What `others`, all that wait to be joined, have in their caches becomes visible to
     `thread`; they are over."""
 
@@ -74,8 +69,7 @@ class Join:
     others: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True):
     """The thread is over. evaluate: its last token is evaluated, and `settled` says when that is
     under way; the thread then waits to be joined."""
 
@@ -86,8 +80,7 @@ class Close:
 Action: TypeAlias = Fork | Feed | Skip | Hold | Cut | Join | Close
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What the reader gets next: `text` (UTF-8, maybe part of a character), and which token of
     which thread brought it (number among the chosen ones, from 0)."""
 
@@ -96,8 +89,7 @@ class Piece:
     text: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Struct, frozen=True):
     """What decomposers need of a tokenizer: token to bytes, text to tokens (tags become single
     tokens where the vocabulary has them)."""
 
@@ -110,8 +102,7 @@ class Vocabulary:
         return tokens[0] if len(tokens) == 1 and self.piece(tokens[0]) == text.encode() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Specification:
+class Specification(Struct, frozen=True):
     """Which decomposer a response gets, as plain data that goes from process to process.
 
     method: its name. What a method's `open` leaves for its `make`: plain, tokens of an ordinary

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.types import ANY
@@ -56,8 +57,7 @@ class Positions(enum.StrEnum):
     ORACLE_10X = "oracle-10x"
 
 
-@dataclass(frozen=True, slots=True)
-class Spacing:
+class Spacing(Struct, frozen=True):
     """A `Positions` with what it needs: count for fixed, block lengths (tags included) for
     oracles."""
 
@@ -80,8 +80,7 @@ class Spacing:
                 return UNIT * max(1, round(self.lengths[block] / UNIT))
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(Struct):
     """A promise and its thread. length: tokens, tags included. start: position of the first."""
 
     thread: int

@@ -16,7 +16,8 @@ title; a block without any stays as the text that it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
@@ -30,8 +31,7 @@ _DOTS = (ELLIPSIS, "....", "...", "..", " ...", "\u2026")
 _LONGEST_TITLE = 64  #: tokens after which a title is no title
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
+class Markers(Struct, frozen=True):
     """The method's markers as tokens. dots: what may not stand for a step's content."""
 
     step: tuple[int, ...]
@@ -66,8 +66,7 @@ def _written(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
     return ()
 
 
-@dataclass(slots=True)
-class _Tail:
+class _Tail(Struct):
     """The newest tokens' texts, in which markers are looked for."""
 
     pieces: list[bytes] = field(default_factory=list)
@@ -100,8 +99,7 @@ class _Tail:
         return 0
 
 
-@dataclass(slots=True)
-class _Branch:
+class _Branch(Struct):
     """A step: its first tokens (`####`, title, colon) and those that the model chose."""
 
     thread: int

@@ -6,7 +6,7 @@ PDOS, so only its rule for the length of a step is taken over.
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec import structs
 
 from pipeinfer.strategies.decomposers import pdos
 
@@ -14,6 +14,6 @@ TEXT = pdos.TEXT + """
 
 Only keep a minimum draft for each step, with 5 words at most."""
 
-SPEC = dataclasses.replace(
+SPEC = structs.replace(
     pdos.SPEC, name="cod-pdos", help="pdos with Chain-of-Draft's rule: 5 words for each step",
     text=TEXT)

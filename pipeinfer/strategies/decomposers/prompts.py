@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from pipeinfer.config import JobConfig, SamplingConfig, SpeculationConfig
 from pipeinfer.core.types import SamplingParams
@@ -23,8 +24,7 @@ from pipeinfer.strategies.decomposers.factory import vocabulary_of
 
 _PREFIX = "pipeinfer.decompose."
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(Struct, frozen=True):
     """How a response begins. prompt: tokens of the main thread; decompose: how it goes on, None
     for an ordinary response."""
 

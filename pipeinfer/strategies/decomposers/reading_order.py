@@ -7,14 +7,14 @@ methods of decomposition.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import TypeAlias
+
+from msgspec import Struct, field, structs
 
 from pipeinfer.strategies.decomposers.base import Action, Piece
 
 
-@dataclass(slots=True, eq=False)
-class Stream:
+class Stream(Struct, eq=False):
     """Parts in reading order. held: so many of the last ones may still change; over: none will."""
 
     parts: list[Part] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Stream:
         """What the reader sees of a part that he has not got."""
         part = self.parts[index]
         assert isinstance(part, Piece)
-        self.parts[index] = replace(part, text=text)
+        self.parts[index] = structs.replace(part, text=text)
 
     def text(self, start: int, stop: int | None = None) -> bytes:
         """The text of the pieces from number `start` on, before number `stop`."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipeinfer.strategies.decomposers.base import (
     MAIN,
@@ -26,8 +27,7 @@ from pipeinfer.strategies.spec import DecomposerSetup, DecomposerSpec, Writer
 _POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(Struct, frozen=True):
     """plain: the prompt of an ordinary answer. point: the prompt for (outline, number, point), as
     tokens; lead: text that the reader sees before a point's expansion; first: how the outline
     begins, as part of its prompt."""

@@ -8,8 +8,9 @@ ranks, sequence ids of the target or cutoffs beyond those in its job.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
@@ -39,8 +40,7 @@ class Proposer(Protocol):
         """Release memory, models and threads; nothing may be called afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
+class Anchor(Struct, frozen=True):
     """A row that is verified in this step. parent: index of an earlier one, -1 of the tip, which
     comes first."""
 
@@ -48,8 +48,7 @@ class Anchor:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class HintRow:
+class HintRow(Struct, frozen=True):
     """A row that is there for hints. parent: index among the anchors and, after these, the hints
     before it; its position follows its parent's. wanted: its choice is asked for. sees: sequence
     ids that it looks through besides its own (torch only)."""

@@ -19,7 +19,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -38,8 +39,7 @@ class Shape(enum.StrEnum):
     CHAIN = "chain"  #: the likeliest of each level, one group of masks behind the current token
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(Struct):
     """Groups of masks that went out together.
 
     at: index in the path of what the anchors hang below, or of the tip. below: tokens between, see
@@ -55,8 +55,7 @@ class _Batch:
     tops: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Lane:
+class _Lane(Struct):
     """tokens: the path. out: batches by number, not answered. heard: the last ones that were."""
 
     tokens: list[int]

@@ -7,9 +7,10 @@ out, and the others' first tokens stay as alternatives. This module knows no mod
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, runtime_checkable
+
+from msgspec import structs
 
 from pipeinfer.core.drafting import SURE, Proposal, StartDraft
 from pipeinfer.strategies.proposers.base import Proposer
@@ -84,7 +85,7 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
     best = _shared(best, others)
     if best[0].token == others[0].token:
         doubt = (1.0 - best[0].confidence) * (1.0 - others[0].confidence)
-        best = (dataclasses.replace(best[0], confidence=1.0 - doubt), *best[1:])
+        best = (structs.replace(best[0], confidence=1.0 - doubt), *best[1:])
     named = {p.token for p in best if p.parent < 0}
     alternatives = [p for p in best if p.alternative]
     room = most - sum(p.parent < 0 for p in alternatives)
@@ -108,5 +109,5 @@ def _shared(best: tuple[Proposal, ...], others: tuple[Proposal, ...]) -> tuple[P
                 one.alternative or other.alternative:
             break
         count, at = count + 1, count
-    return tuple(dataclasses.replace(one, paid=one.paid and others[k].paid) if k < count else one
+    return tuple(structs.replace(one, paid=one.paid and others[k].paid) if k < count else one
                  for k, one in enumerate(best))

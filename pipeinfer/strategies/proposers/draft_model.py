@@ -10,11 +10,11 @@ neither llama.cpp nor threads: it works on any whole-model backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -32,16 +32,14 @@ _KEEP_RANKINGS = 64  #: positions back for which a copied path keeps its candida
 _RANKED = 8  #: candidates that are kept after a token
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(Struct, frozen=True):
     """The best candidates after a row: ids, and confidence that each is the target's choice."""
 
     ids: list[int]
     confidences: list[float]
 
 
-@dataclass(slots=True)
-class _Path:
+class _Path(Struct):
     """A cached path: its draft sequence id, tokens, and candidates after positions near its end.
 
     lane: whose guesses it holds; candidates depend on the lane's parameters. agreed: how many of
@@ -56,8 +54,7 @@ class _Path:
     used: int = 0
 
 
-@dataclass(slots=True)
-class _Branch:
+class _Branch(Struct):
     """One open path below the job's tip: its draft sequence id, leaf and candidates."""
 
     seq_id: int

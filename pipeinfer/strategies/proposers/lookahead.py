@@ -13,7 +13,8 @@ row. Pure: knows no run, sequence id, clock or random source.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -27,8 +28,7 @@ from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 FIRST, LATER, OTHER = 0.5, 0.75, 0.12
 
 
-@dataclass(slots=True)
-class Pool:
+class Pool(Struct):
     """N-grams by their first token: at most `most` tails for each, the newest last. made: whole
     n-grams that only windows have brought."""
 
@@ -65,8 +65,7 @@ class Pool:
         return list(self.tails.get(token, ()))[::-1]
 
 
-@dataclass(slots=True)
-class Window:
+class Window(Struct):
     """The levels of one lane, oldest first.
 
     Level 0 has columns 1, 2, ...: its column 0 is the current token. Later levels start at column
@@ -134,8 +133,7 @@ class Window:
         return found
 
 
-@dataclass(slots=True)
-class _Lane:
+class _Lane(Struct):
     """tokens: the path. current, tops: of the window that is out. choice: what the next step does.
     named: by how many tokens there were, what the pool had then, see `Worth.learn`."""
 

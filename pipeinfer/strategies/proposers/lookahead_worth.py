@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from pipeinfer.strategies.proposers.base import common_prefix
 
 Tail: TypeAlias = tuple[int, ...]
@@ -20,8 +22,7 @@ _RATE = 1 / 32  #: weight of a new step among those before it
 _EVERY, _PROBE = 96, 16  #: of so many steps, so many use everything, to see what it would bring
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """What a step does: verify so many candidates, and whether its window goes along."""
 
     candidates: int

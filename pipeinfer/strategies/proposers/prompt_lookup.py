@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
+
+from msgspec import Struct, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.strategies.proposers.answer_pool import AnswerPool
@@ -42,8 +43,7 @@ _PRIOR = 8.0  #: trials that those count for
 _MEMORY = 0.995  #: weight that what was learnt keeps at each new trial of its kind
 
 
-@dataclass(slots=True)
-class Claims:
+class Claims(Struct):
     """How often continuations were right, by tokens that agree and by agreement of the places.
     first: what is assumed before anything is learnt."""
 
@@ -123,8 +123,7 @@ class PromptLookup:
         return index
 
 
-@dataclass(slots=True)
-class _Pool:
+class _Pool(Struct):
     answers: AnswerPool = field(default_factory=AnswerPool)
     claims: Claims = field(default_factory=lambda: Claims(_POOL_CLAIMS))
 
@@ -138,8 +137,7 @@ def _latest(known: dict[int, T], key: int, most: int, make: Callable[[], T]) -> 
     return one
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(Struct):
     """A match, and how far it is trusted. ahead: tokens that follow its text, where that is the
     path's own, so that a copy may run into the guesses, and then into itself."""
 

@@ -9,15 +9,15 @@ token that does not depend on the texts. This module knows no models and no lane
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 SEEDS = 4  #: tokens of the longest run that is looked up
 PLACES = 16  #: places that are remembered of each run
 LONGEST = 64  #: tokens that are compared at most
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """Places that continue a path, the one that agrees longest first, then the newest.
 
     text, start: the text of the first place, and the index of the token that follows there.
@@ -33,8 +33,7 @@ class Match:
     agreed: bool | None
 
 
-@dataclass(slots=True)
-class TextIndex:
+class TextIndex(Struct):
     """The tokens of texts, each of which only grows. tokens: by the text's number."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)

@@ -7,11 +7,12 @@ wanted). Rank 0 writes tokens and figures.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
 from pathlib import Path
+
+from msgspec import structs
 
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
@@ -43,7 +44,7 @@ def main() -> None:
                 if "ablations" in change:
                     change["ablations"] = frozenset(map(Ablation, change["ablations"]))
                 session.head.drain(60)
-                limits = dataclasses.replace(base, **change)
+                limits = structs.replace(base, **change)
                 session.head.reconfigure(limits, Controller(limits, max_rows=64) if adapt else None)
                 prompt = case["prompt"]
                 if isinstance(prompt, str):
