@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow,
 
 @pytest.fixture(scope="module")
 def asked(pytestconfig):
-    """200 requests (in the sample 50), many of which start alike, and their tokens by a plain
+    """200 requests (in the sample 24), many of which start alike, and their tokens by a plain
     loop."""
     target = campaigns.EMBEDDED / "target.gguf"
     tokenizer = open_tokenizer(target)
-    count = 200 if pytestconfig.getoption("full") else 50
+    count = 200 if pytestconfig.getoption("full") else 24
     requests = campaigns.some_requests(count, 5, tokenizer, longest=32)
     tokenizer.close()
     loop = PlainLoop(target, n_ctx=1024)

@@ -8,19 +8,20 @@ from benchmarks.serving import malformed
 from pipeinfer.experiments.rig.server_peer import front
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.server.frames import Refused
+from tests.support.sample import full
 
 pytestmark = pytest.mark.slow
-CASES = 300
 
 
-def test_no_malformed_request_brings_a_500_or_an_undescribed_answer():
+@pytest.mark.parametrize("cases", [120, full(300)])
+def test_no_malformed_request_brings_a_500_or_an_undescribed_answer(cases):
     with front(EMBEDDED / "target.gguf", queue=200) as server:
-        tally = malformed.run(server.url, CASES)
+        tally = malformed.run(server.url, cases)
     assert tally.failures == []
-    assert tally.cases >= CASES
+    assert tally.cases >= cases
     assert set(tally.kinds) == {"by hand", "positive", "negative"}
-    assert tally.statuses[200] > 20
-    assert tally.statuses[400] > 100
+    assert tally.statuses[200] > cases // 15
+    assert tally.statuses[400] > cases // 3
 
 
 def test_what_is_wrong_would_be_noticed():

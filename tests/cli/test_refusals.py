@@ -89,7 +89,7 @@ def test_doctor_fails_for_a_model_that_cannot_be_split_and_warns_of_one_process(
     assert "without guesses" in found["model"]["detail"]
 
 
-@pytest.mark.parametrize(("command", "more"), [(plan_command, ["--grids", "--hosts", "3"]),
+@pytest.mark.parametrize(("command", "more"), [(plan_command, ["--grids", "--hosts", "2"]),
                                                (bench_command, ["--grid", "2", "--nodes", "3",
                                                                 "--tokens", "8"])])
 def test_grids_of_a_model_that_is_not_sliced_are_said_to_be_emulated_only(command, more):

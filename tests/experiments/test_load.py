@@ -34,16 +34,18 @@ def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", 
     return result
 
 
-@pytest.mark.parametrize("pair", ["dolphin-tinyllama", full("goliath-xwin7b")])
-def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(pair):
+@pytest.mark.parametrize(("pair", "counts"), [
+    ("dolphin-tinyllama", (1, 4, 16)), full("dolphin-tinyllama", (1, 2, 4, 8, 16)),
+    full("goliath-xwin7b", (1, 2, 4, 8, 16))])
+def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(pair, counts):
     speeds = {}
-    for clients in (1, 2, 4, 8, 16):
+    for clients in counts:
         auto, on, off = (load(clients, s, pair=pair).tokens_per_second
                          for s in ("auto", "on", "off"))
         assert auto > 0.95 * max(on, off), (clients, auto, on, off)
         speeds[clients] = auto
-    assert speeds[1] < speeds[2] < speeds[4] < speeds[16]
-    assert speeds[8] > 0.95 * speeds[4]
+    assert speeds[1] < speeds.get(2, speeds[4]) <= speeds[4] < speeds[16]
+    assert speeds.get(8, speeds[16]) > 0.95 * speeds[4]
 
 
 def test_lanes_share_runs_as_far_as_that_fills_the_pipeline():

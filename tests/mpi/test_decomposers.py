@@ -78,15 +78,15 @@ def test_nothing_is_lost_of_forty_items(tmp_path, backend, ranks):
         assert texts(found, method) == [text], method
 
 
-@pytest.mark.parametrize(("ranks", "threads", "methods"), [
-    (2, 1, ("pasta", "skeleton")), full(2, 1, TORCH[:5]), full(3, 2, TORCH[:5]),
-    full(4, 40, TORCH[:5])])
+@pytest.mark.parametrize(("backend", "way", "ranks", "threads", "methods"), [
+    ("llamacpp", "sampled", 2, 1, LLAMA[1:4]), full("torch", "greedy", 2, 1, TORCH[:5]),
+    full("torch", "greedy", 3, 2, TORCH[:5]), full("torch", "greedy", 4, 40, TORCH[:5])])
 def test_text_does_not_depend_on_how_many_threads_are_at_work(
-        alone, tmp_path, ranks, threads, methods):
-    found = compare(tmp_path, ranks, "torch", methods, "--temp", "0",
+        alone, tmp_path, backend, way, ranks, threads, methods):
+    found = compare(tmp_path, ranks, backend, methods, *WAYS[way],
                     "--decompose-threads", str(threads))
     for method in methods:
-        assert texts(found, method) == texts(alone("torch", "greedy"), method), method
+        assert texts(found, method) == texts(alone(backend, way), method), method
 
 
 def test_threads_take_fewer_steps_than_plain_decoding(alone):

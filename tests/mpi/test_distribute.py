@@ -156,7 +156,7 @@ def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares,
     hosts = [tmp_path / name for name in (*stages, *("left", "right")[:spares])]
     last = len(stages)
     command = [*FAULTY, str(last), "kill", *REQUEST, "--distribute", "--spares", str(spares),
-               *head_stage]
+               "--split", "equal", *head_stage]
     code, out, err = spread(head, hosts, command)
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens

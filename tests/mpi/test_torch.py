@@ -23,7 +23,7 @@ from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "class Stack:\n    def __init__(self):\n" * 6, 24
@@ -145,6 +145,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     assert answer["tokens"] == plain([whole], tokenizer.encode(PROMPT), 10, SamplingParams())
 
 
+@FULL
 def test_a_folder_is_served(folder):
     ask = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     with serve(2, "-m", str(folder), "-md", str(EMBEDDED / "draft.gguf"), "-c", "512", "-t", "1",

@@ -18,6 +18,8 @@ from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
+            "What are the grades of Anna and Ben?")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def todo(limits):
 
 
 @pytest.mark.parametrize(("source", "slices", "ranks", "more"), [
-    ("folder", "2", 3, {"grid": "1x2"}),
+    full("folder", "2", 3, {"grid": "1x2"}),
     full("gguf", "3", 4, {"grid": "1x3", "sum_path": "messages"}),
     full("folder", "3:1", 3, {"grid": "1x2", "slices": "3:1", "dtype": "bfloat16"})])
 def test_every_policy_gives_the_tokens_of_the_slices_on_one_rank(
@@ -53,11 +55,12 @@ def test_every_policy_gives_the_tokens_of_the_slices_on_one_rank(
 
 @pytest.mark.parametrize("method", ["pasta", full("pdos")])
 def test_joins_and_free_positions_reach_the_slices(tmp_path, method):
-    found = []
+    asked, found = tmp_path / "asked.jsonl", []
+    asked.write_text(json.dumps({"question": QUESTION}) + "\n")
     for ranks, options in ((1, ("--slices", "2")), (3, ("--grid", "1x2"))):
         folder = tmp_path / str(ranks)
         found.append(texts(compare(folder, ranks, "torch", [method], "--temp", "0", "--device",
-                                   "cpu", *options), method))
+                                   "cpu", "--prompts", str(asked), *options), method))
     assert found[0] == found[1]
     assert all(text.strip() for text in found[0])
 

@@ -9,6 +9,10 @@ export class Follower {
     this.following = true;
     this.top = 0;
     box.addEventListener("scroll", () => this.scrolled(), { passive: true });
+    // While text comes fast the end may be set again before the scroll is told of.
+    box.addEventListener("wheel", ({ deltaY }) => {
+      if (deltaY < 0 && box.scrollTop > 0) this.following = false;
+    }, { passive: true });
     // Told after each layout, whatever has grown: whether the reader was at the end must be known
     // from before, since afterwards the end is somewhere else.
     const sizes = new ResizeObserver(() => this.keep());
