@@ -41,6 +41,13 @@ ALONE = {
         "moves between ranks beside it, when and where to in tests/cluster/test_grid_balance.py",
     "tests/mpi/test_torch_wide.py::test_stages_of_a_grid_may_be_on_different_backends":
         "ranks on different backends in tests/mpi/test_torch.py, grids on torch beside it",
+    "tests/mpi/test_torch_wide.py::test_every_policy_gives_the_tokens_of_the_slices_on_one_rank":
+        "slices on torch over ranks beside it, every policy over slices in tests/mpi/test_wide.py",
+    "tests/mpi/test_torch.py::test_a_folder_is_served":
+        "the command line with a folder beside it, a server in tests/mpi/test_serve.py",
+    "tests/namespaces/test_cut.py::"
+    "test_two_stages_that_do_not_hear_each_other_go_on_without_one_of_them":
+        "such a link in tests/mpi/test_recovery.py, two members beside it",
     "tests/namespaces/test_namespaces.py::test_settings_of_single_hosts":
         "tests/test_nodes.py, a host of the nodes file in tests/mpi/test_plans.py",
     "tests/mpi/test_hub.py::test_a_model_in_parts_is_the_model":
