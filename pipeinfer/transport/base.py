@@ -11,7 +11,6 @@ belongs to the epoch it was sent in, frames of earlier ones are dropped, frames 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Collection
@@ -130,7 +129,10 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put is reentrant
+        # Taken but when it rings: releasing it is reentrant. SimpleQueue is, too, but its `get`
+        # may wait for ever when the timeout is short.
+        self._silence = threading.Lock()
+        self._silence.acquire()
 
     def is_set(self) -> bool:
         """Whether it was set since it was cleared."""
@@ -140,19 +142,18 @@ class Wakeup:
         """End a wait, now or when it begins; from any thread."""
         if not self._is_set:
             self._is_set = True
-            self._rings.put(None)
+            with contextlib.suppress(RuntimeError):  # it rings already
+                self._silence.release()
 
     def clear(self) -> None:
         """Forget all rings that have not been waited for."""
-        while not self._rings.empty():
-            self._rings.get_nowait()
+        self._silence.acquire(blocking=False)
         self._is_set = False
 
     def wait(self, timeout: float) -> bool:
         """Sleep until it is set, at most `timeout` seconds; whether it is."""
         if not self._is_set:
-            with contextlib.suppress(queue.Empty):
-                self._rings.get(timeout=max(timeout, 0.0))
+            self._silence.acquire(timeout=max(timeout, 0.0))
         return self._is_set
 
 

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from pipeinfer.transport.base import Wakeup
 
 STORM = """
@@ -72,3 +74,12 @@ def test_no_ring_is_lost_between_threads():
             seen[0] = sent[0]
     thread.join()
     assert seen[0] == 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_the_shortest_wait_ends():
+    """One in some thousand of `queue.SimpleQueue` does not."""
+    for timeout in (1e-6, 1e-5):
+        for _ in range(30_000):
+            assert not Wakeup().wait(timeout)
