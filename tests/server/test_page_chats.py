@@ -269,7 +269,8 @@ def test_without_a_draft_nothing_speaks_of_guesses(page):
     page.until("/token \\d+/.test(document.querySelector('#legend').textContent)")
     tab.evaluate("document.querySelector('.answer .text').remove()")  # the model's own words
     for text in (empty, tab.inner_text("body")):
-        assert not re.search(r"guess|draft", text, re.IGNORECASE)
+        found = re.search(r".*(guess|draft).*", text, re.IGNORECASE)
+        assert found is None, found[0]
     assert not tab.is_visible("#acceptance-chart")
     tab.click("#open-settings")
     assert not tab.is_visible("#mark")
