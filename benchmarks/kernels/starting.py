@@ -10,7 +10,6 @@ PYTHONPATH at its checkout.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from functools import partial
 
 import click
 
+from benchmarks.peers.contest import shown, spread
 from pipeinfer.experiments.rig.launch import run
 
 _COMMAND = ["generate", "-p", "hello", "-n", "4", "--temp", "0"]
@@ -32,8 +32,8 @@ def main(ranks: str, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for count in map(int, ranks.split(",")):
             wall, busy = zip(*_timed(partial(_start, count, folder), rounds), strict=True)
-            click.echo(f"{count} rank{'s' * (count > 1)}: {_spread(wall)} s, processors "
-                       f"{_spread(busy)} s")
+            click.echo(f"{count} rank{'s' * (count > 1)}: {shown(spread(wall))} s, processors "
+                       f"{shown(spread(busy))} s")
 
 
 def _start(ranks: int, cache: str) -> None:
@@ -51,10 +51,6 @@ def _timed(action: Callable[[], None], rounds: int) -> Iterator[tuple[float, flo
         after = os.times()
         yield (time.monotonic() - began, after.children_user + after.children_system
                - before.children_user - before.children_system)
-
-
-def _spread(values: tuple[float, ...]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

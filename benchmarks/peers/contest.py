@@ -134,16 +134,16 @@ def lines(found: Mapping[Entry, Sequence[Measured]]) -> list[Line]:
             continue
         reference = _reference(entry, speeds) if entry.ours else None
         made.append(Line(
-            entry.group, entry.name, len(own), _spread(own), reference.name if reference else "",
-            _spread([a / b for a, b in zip(own, speeds[reference], strict=False)])
+            entry.group, entry.name, len(own), spread(own), reference.name if reference else "",
+            spread([a / b for a, b in zip(own, speeds[reference], strict=False)])
             if reference else None))
     return made
 
 
 def table(found: Sequence[Line]) -> str:
     """The lines for people."""
-    cells = [(line.name, _shown(line.speed) or "failed",
-              f"{_shown(line.ratio)} of {line.reference}" if line.ratio else "") for line in found]
+    cells = [(line.name, shown(line.speed) or "failed",
+              f"{shown(line.ratio)} of {line.reference}" if line.ratio else "") for line in found]
     names, speeds = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     rows, group = [], ""
     for line, (name, speed, ratio) in zip(found, cells, strict=True):
@@ -154,8 +154,9 @@ def table(found: Sequence[Line]) -> str:
     return "\n".join(rows)
 
 
-def _shown(spread: tuple[float, float, float] | None) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*spread) if spread else ""
+def shown(found: tuple[float, float, float] | None) -> str:
+    """A spread for people."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(*found) if found else ""
 
 
 def _reference(entry: Entry, speeds: Mapping[Entry, Sequence[float]]) -> Entry | None:
@@ -164,7 +165,8 @@ def _reference(entry: Entry, speeds: Mapping[Entry, Sequence[float]]) -> Entry |
     return max(peers, key=lambda other: statistics.median(speeds[other]), default=None)
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, least, most)."""
     return statistics.median(values), min(values), max(values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from msgspec import structs
@@ -44,8 +45,10 @@ def test_more_clients_get_more_tokens_and_auto_is_as_good_as_the_better_choice(p
                          for s in ("auto", "on", "off"))
         assert auto > 0.95 * max(on, off), (clients, auto, on, off)
         speeds[clients] = auto
-    assert speeds[1] < speeds.get(2, speeds[4]) <= speeds[4] < speeds[16]
-    assert speeds.get(8, speeds[16]) > 0.95 * speeds[4]
+    rising = [speeds[clients] for clients in counts if clients != 8]
+    assert all(fewer < more for fewer, more in itertools.pairwise(rising))
+    if 8 in counts:
+        assert speeds[8] > 0.95 * speeds[4]
 
 
 def test_lanes_share_runs_as_far_as_that_fills_the_pipeline():

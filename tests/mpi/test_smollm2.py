@@ -34,6 +34,7 @@ def test_it_answers_coherently_and_the_same_over_ranks(question, words):
     assert over_ranks["tokens"] == alone["tokens"]
     assert over_ranks["stats"]["reason"] == "stop"
     text = over_ranks["text"].lower()
+    assert text.startswith(words[0])
     assert all(word in text for word in words)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.namespaces import Cluster
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "class Queue:\n    def __init__(self):\n"
@@ -82,7 +82,8 @@ def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
 
 
-@pytest.mark.parametrize("at_once", [full(False), full(True)])
+@FULL
+@pytest.mark.parametrize("at_once", [False, True])
 def test_two_stages_that_do_not_hear_each_other_go_on_without_one_of_them(undisturbed, at_once):
     """The head hears both and every stage waits: it asks them how far they are."""
     with Cluster(4) as cluster:

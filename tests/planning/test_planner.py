@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 
 from pipeinfer.cli import main, terminal
 from pipeinfer.cluster.placement import members_of
@@ -194,8 +194,8 @@ def test_what_sets_the_layers():
     assert ask(layers="6, 0, 6") == [6, 0, 6]
     assert ask(whole=(2, 4, 6)) == [2, 4, 6]
     assert ask(whole=(2, 4, 6), layers="4,4,4") == [4, 4, 4]
-    where[2] = replace(where[2], settings=NodeSettings(role="spare"))
-    where[3] = replace(where[3], settings=NodeSettings(layers=5))
+    where[2] = structs.replace(where[2], settings=NodeSettings(role="spare"))
+    where[3] = structs.replace(where[3], settings=NodeSettings(layers=5))
     assert ask() == [None, 0, 5]
     assert ask(layers="6,6") == [6, 0, 6]
     for layers, error, says in (("6,x,6", UsageError, "give counts such as"),
