@@ -3,7 +3,7 @@
 import { described, failed } from "./changes.js";
 import { Chart } from "./charts.js";
 import { element } from "./element.js";
-import { FATES, Runs } from "./runs.js";
+import { FATES, Runs, words } from "./runs.js";
 import { Timeline } from "./timeline.js";
 
 const LOAD_SECONDS = 3;
@@ -86,7 +86,7 @@ export class Pipeline {
     const names = [...new Map(stages.map((stage) => [stage.stage, stage])).values()];
     const count = `${names.length} stage${names.length === 1 ? "" : "s"}`;
     document.body.classList.toggle("plain", !this.guesses);
-    this.timeline.setStages(stages);
+    this.timeline.setStages(stages, this.guesses);
     for (const place of document.querySelectorAll(".stage-count")) place.textContent = count;
     const layers = names.map((stage) => stage.layers[1] - stage.layers[0]);
     $("facts").textContent = [
@@ -143,10 +143,11 @@ export class Pipeline {
 
   showLegend() {
     const fates = FATES.filter(([, , , ofGuesses]) => this.guesses !== false || !ofGuesses);
-    $("legend").replaceChildren(...fates.map(([style, text]) => {
-      const words = style === "plain" && this.guesses === false ? "token" : text;
+    const called = words(this.guesses !== false);
+    $("legend").replaceChildren(...fates.map(([style]) => {
       const count = this.runs.counts[style];
-      return element("li", style, count ? `${words} ${count.toLocaleString("en")}` : words);
+      return element("li", style,
+        count ? `${called[style]} ${count.toLocaleString("en")}` : called[style]);
     }));
   }
 }

@@ -9,6 +9,13 @@ export const FATES = [
   ["prompt", "prompt", "prompt"],
   ["open", "not decided yet", ""],
 ];
+
+// The words for each outcome, where guesses are made or not: without them every token is plain.
+export function words(guesses) {
+  const all = Object.fromEntries(FATES.map(([style, text]) => [style, text]));
+  return guesses ? all : { ...all, plain: "token" };
+}
+
 const BY_NAME = Object.fromEntries(FATES.map(([style, , name]) => [name, style]));
 const KEEP_SECONDS = 90;
 const MOST = 20000;

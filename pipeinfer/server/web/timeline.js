@@ -1,8 +1,7 @@
 // Stages as lanes on a canvas, runs as bars that move through them. Knows runs, no server.
 
-import { FATES } from "./runs.js";
+import { FATES, words } from "./runs.js";
 
-const NAMES = Object.fromEntries(FATES.map(([style, text]) => [style, text]));
 const LEFT = 64; // where time begins, in pixels: the lanes' names are before it
 const AXIS = 18;
 const STAYS = 12; // seconds for which a change of the stages is kept in sight
@@ -13,6 +12,7 @@ export class Timeline {
   constructor({ canvas, tip, text, runs }) {
     Object.assign(this, { canvas, tip, text, runs });
     this.stages = [];
+    this.words = words(true);
     this.span = 0; // seconds, 0: by the runs
     this.held = null; // right edge while it is held
     this.bars = [];
@@ -33,8 +33,10 @@ export class Timeline {
     this.draw(true);
   }
 
-  setStages(stages) {
+  setStages(stages, guesses) {
+    this.words = words(guesses);
     this.stages = stages.filter((stage) => !stage.member); // members of a stage work in step
+    this.describe();
     this.draw(true);
   }
 
@@ -42,7 +44,8 @@ export class Timeline {
     const style = getComputedStyle(document.documentElement);
     const get = (name) => style.getPropertyValue(`--${name}`).trim();
     this.colours = Object.fromEntries(
-      [...Object.keys(NAMES), "ink", "soft", "line", "sunk", "danger"].map((name) => [name, get(name)]));
+      [...FATES.map(([style]) => style), "ink", "soft", "line", "sunk", "danger"]
+        .map((name) => [name, get(name)]));
     this.draw(true);
   }
 
@@ -210,7 +213,7 @@ export class Timeline {
         + (bar.waited > 0 ? `, ${(1000 * bar.waited).toPrecision(3)} ms of it waiting for members` : "")
       : `\nstage ${bar.k + 1}: skipped`;
     this.tip.textContent = `run ${run.id}, ${run.rows} row${run.rows === 1 ? "" : "s"} `
-      + `(${KINDS[run.kind] ?? run.kind})\n${NAMES[run.style]}${work}`;
+      + `(${KINDS[run.kind] ?? run.kind})\n${this.words[run.style]}${work}`;
     this.tip.style.left = `${Math.min(px + 12, box.width - this.tip.offsetWidth - 4)}px`;
     this.tip.style.top = `${py + 14}px`;
   }
@@ -220,8 +223,8 @@ export class Timeline {
     const right = this.edge();
     const seconds = this.seconds();
     const seen = this.runs.between(right - seconds, right);
-    const parts = FATES.map(([style, text]) => [seen.filter((r) => r.style === style).length, text])
-      .filter(([count]) => count).map(([count, text]) => `${count} ${text}`);
+    const parts = FATES.map(([style]) => [seen.filter((r) => r.style === style).length, style])
+      .filter(([count]) => count).map(([count, style]) => `${count} ${this.words[style]}`);
     const lost = this.runs.changes.filter(({ to }) => to >= right - seconds);
     this.text.textContent = lost.map(({ text }) => `${text}. `).join("") + `The last ${seconds.toPrecision(2)} seconds: ${seen.length} runs`
       + (parts.length ? `, of them ${parts.join(", ")}.` : ".");
