@@ -6,6 +6,7 @@ a BiTA adapter's few vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,21 @@ from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.locate import find
 from pipeinfer.scheduler.controller import (
+    GOOD,
     NEVER,
     Controller,
     Curve,
     Timing,
     alternatives_for,
-    costs,
     cutoff,
     groups,
     least_confidence,
-    least_hope,
-    longest,
     turns,
+    weighed_by,
 )
 from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
-from pipeinfer.scheduler.speculation_trial import SpeculationTrial
+from pipeinfer.scheduler.speculation_trial import WINDOW, SpeculationTrial
+from pipeinfer.scheduler.turns_trial import TurnsTrial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
@@ -44,7 +45,7 @@ JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/optio
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
-_USUAL, _GOOD = 0.7, 0.9  #: acceptance that is expected of a draft, and that few surpass
+_USUAL = 0.7  #: acceptance that is expected of a draft
 _CHEAP = 0.05  #: of a token's time, for which a draft is asked that may be better than most
 _SURE = 8  #: spans in which an expectation is believed before the contrary is tried
 _ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
@@ -241,14 +242,14 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> 
     weighed: whether every guess has to be worth its row. curve, draft_share: see `limits_for`.
     """
     timing = _at_load(curve, draft_share)
-    if weighed:
-        prices, size = costs(curve, exact - 1), longest(timing, exact - 1)
-        values: dict[str, Any] = {
-            "costs": prices, "p_min": least_hope(prices, draft_share), "draft_price": draft_share}
-    else:
+    if not weighed:
         size = turns(timing, _USUAL, exact - 1) or 1
-        values = {"p_min": least_confidence(timing, _USUAL, size)}
-    return values | {"draft_max": size, "tree_max": size}
+        return {"p_min": least_confidence(timing, _USUAL, size),
+                "draft_max": size, "tree_max": size}
+    values = weighed_by(timing, exact - 1)
+    if not turns(timing, GOOD, exact - 1):
+        values["draft_price"] = math.inf  # not even good guesses would pay for the models
+    return values
 
 
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
@@ -261,17 +262,29 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
     """
     trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
-    judge = SpeculationTrial() if trial else None
+    judge: SpeculationTrial | TurnsTrial | None = SpeculationTrial() if trial else None
     if judge is not None and limits.take_turns:
-        timing, most = _at_load(curve, draft_share), limits.exact_width - 1
-        likely = turns(timing, _USUAL, most) > 0
-        tried = likely or (draft_share <= _CHEAP and bool(limits.costs))
-        judge = SpeculationTrial(tried, sure=1 if tried and not likely else _SURE,
-                                 hopeless=turns(timing, _GOOD, most) == 0)
+        judge = _judge_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
         if not judge.speculate:
             limits = structs.replace(limits, path_min=NEVER)
-    controller = Controller(limits, pinned, curve, cells // 2, judge)
+    controller = Controller(limits, pinned, curve, cells // 2, judge, draft_share)
     return controller if config.adapt and controller.active else None
+
+
+def _judge_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool
+                    ) -> SpeculationTrial | TurnsTrial:
+    """What finds out whether guesses pay where draft and target take turns.
+
+    free: whether something names guesses without a model, which goes on where models do not pay.
+    """
+    weighed, most = bool(limits.costs), limits.exact_width - 1
+    timing = _at_load(curve, 0.0 if free and weighed else draft_share)
+    likely, hopeless = turns(timing, _USUAL, most) > 0, turns(timing, GOOD, most) == 0
+    if not weighed:
+        return SpeculationTrial(likely, sure=_SURE, hopeless=hopeless)
+    if likely or free or draft_share <= _CHEAP:
+        return TurnsTrial(hopeless=hopeless)
+    return TurnsTrial(rest=_SURE * WINDOW, hopeless=hopeless)
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:
@@ -322,9 +335,9 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
 
 def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     """The config with what the text itself repeats as a proposer, before the draft, where nobody
-    has said who guesses and it costs next to nothing: over several ranks, and without a draft over
-    several stages. On one rank a wrong guess takes time from the right tokens, and the paper's
-    policy knows the draft alone."""
+    has said who guesses and it costs next to nothing: over several stages, beside a draft, and on
+    one rank, where every guess has to be worth its row. The paper's policy knows the draft alone.
+    """
     own = config.speculation
     asked = own.proposer or own.speculation == "off" or own.layout == "replicate" \
         or registry.named(own) or config.model.draft_model == NO_DRAFT \
@@ -332,7 +345,8 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     grid = config.cluster.grid
     most = ranks if config.cluster.head_stage else ranks - 1
     stages = len(parse_widths(grid)) if grid not in ("", "auto") else most
-    if asked or ranks < 2 or (draft is None and stages < 2):
+    alone = ranks < 2 and own.policy != Policy.SPECULATIVE  # whose guesses are not weighed
+    if asked or (ranks < 2 and not alone) or (draft is None and stages < 2 and not alone):
         return config
     return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
 

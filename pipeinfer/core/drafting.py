@@ -60,7 +60,8 @@ class StartDraft(Struct, frozen=True):
     alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
     output when the target chooses them. shift: by how much the target's positions exceed those of
     the path. pool: whose other answers may be guessed from, 0 for nobody's. free_only: no model is
-    to be evaluated for it.
+    to be evaluated for it. free_max, free_min: max_tokens and p_min of proposers that evaluate no
+    model; 0 and None: theirs are no others.
     """
 
     job_id: int
@@ -79,6 +80,8 @@ class StartDraft(Struct, frozen=True):
     shift: int = 0
     pool: int = 0
     free_only: bool = False
+    free_max: int = 0
+    free_min: float | None = None
 
 
 ENOUGH = 0.6  #: a first guess of the target's own rows as likely as that needs no second opinion

@@ -22,6 +22,7 @@ from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
+from pipeinfer.scheduler.turns_trial import TurnsTrial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
 _MEMORY = 0.9  #: weight of the past in a running mean
@@ -31,6 +32,7 @@ _LONGEST = 512  #: guesses in a row that are right, at the most
 _SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
+GOOD = 0.9  #: acceptance that few drafts surpass
 _ALMOST_SURE = 0.95  #: acceptance of the longest chains that are drafted in turns
 _LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
 NEVER = 1.1  #: a cutoff at which the draft is not even asked
@@ -100,6 +102,17 @@ def least_hope(prices: tuple[float, ...], drafting: float) -> float:
     once and three times were slower, on drafts of 45, 50 and 79 %.
     """
     return round(min(row_price(prices) + 2.0 * drafting, _ALMOST_SURE), 2)
+
+
+def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
+    """Values of limits where draft and target take turns and every guess, up to `most`, has to be
+    worth its row. What no model was asked for has bounds without a model's time."""
+    prices, share = costs(timing.curve, most), timing.draft / timing.latency(1)
+    size, price = longest(timing, most), max(round(share, 3), 0.001)  # 0 would mean: do not judge
+    return {"tree_max": size, "draft_max": size, "costs": prices,
+            "p_min": least_hope(prices, share), "draft_price": price,
+            "free_max": longest(structs.replace(timing, draft=0.0), most),
+            "free_min": least_hope(prices, 0.0)}
 
 
 def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
@@ -229,13 +242,16 @@ class Controller(Struct):
         rows have come back
     max_rows: maximum rows in flight, for which the stages' caches have room
     trial: finds out whether guesses pay, where the draft shares processors with stages
+    draft_share: seconds of a token of the draft's models, in runs of one row; used until one has
+        been measured
     """
 
     limits: Limits
     pinned: Collection[str] = ()
     curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
-    trial: SpeculationTrial | None = None
+    trial: SpeculationTrial | TurnsTrial | None = None
+    draft_share: float = 0.0
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
     _transit: list[float] = field(default_factory=list)
@@ -291,8 +307,9 @@ class Controller(Struct):
             return None
         points = dict(self.curve)
         points |= {rows: mean.value for rows, mean in self._wide.items() if mean.count > 1}
-        return Timing(self._slowest.value, self._computed.value, tuple(sorted(points.items())),
-                      self._on_the_way(), self._draft.value)
+        way, computed = self._on_the_way(), self._computed.value
+        draft = self._draft.value if self._draft.count else self.draft_share * (computed + way)
+        return Timing(self._slowest.value, computed, tuple(sorted(points.items())), way, draft)
 
     def _on_the_way(self) -> float:
         """Time between stages, without queueing.
@@ -341,25 +358,22 @@ class Controller(Struct):
         }, timing)
 
     def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
-        most = min(self.limits.exact_width - 1, SIZES[-1] - 1)
-        weighed = bool(self.limits.costs)  # then each guess is, and the width is for the best
-        size = longest(timing, most) if weighed else turns(timing, acceptance, most)
-        if self.trial is not None and not weighed:
-            self.trial.expect(size > 0)
-        size = max(size, 1)  # whether guesses pay at all the trial finds out
-        before, likely = self.limits.tree_max, _ALMOST_SURE if weighed else acceptance
-        now, then = (_pace(timing, likely, one) for one in (before, size))
-        if before <= most and then < _SWITCH * now:
-            size = before
-        wanted: dict[str, Any] = {"tree_max": size, "draft_max": size}
-        if weighed:
-            wanted["costs"] = prices = costs(timing.curve, most)
-            share = timing.draft / timing.latency(1)
-            wanted["p_min"] = least_hope(prices, share)
-            if self.limits.draft_price:
-                wanted["draft_price"] = max(round(share, 3), 0.001)  # 0 would mean: do not judge
+        limits, most = self.limits, min(self.limits.exact_width - 1, SIZES[-1] - 1)
+        if limits.costs:  # then each guess is weighed, and the width is for the best
+            wanted, likely = weighed_by(timing, most), _ALMOST_SURE
+            if not (self._draft.count and limits.draft_price):
+                del wanted["draft_price"]
         else:
-            wanted["p_min"] = round(least_confidence(timing, acceptance, size), 2)
+            size, likely = turns(timing, acceptance, most), acceptance
+            if isinstance(self.trial, SpeculationTrial):
+                self.trial.expect(size > 0)
+            size = max(size, 1)  # whether guesses pay at all the trial finds out
+            wanted = {"tree_max": size, "draft_max": size,
+                      "p_min": round(least_confidence(timing, acceptance, size), 2)}
+        before = limits.tree_max
+        now, then = (_pace(timing, likely, one) for one in (before, wanted["tree_max"]))
+        if before <= most and then < _SWITCH * now:
+            wanted |= {"tree_max": before, "draft_max": before}
         return self._change(wanted, timing)
 
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:

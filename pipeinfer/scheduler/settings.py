@@ -57,7 +57,9 @@ class Limits(Struct, frozen=True):
     costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
         token: what guesses have to be worth to be issued; empty: all are
     draft_price: of a token of the draft's models, in runs of one row: what their guesses have to
-        bring beyond their rows for the models to be asked; 0: always are
+        bring beyond their rows for the models to be asked; 0: always are; infinity: never
+    free_max, free_min: tree_max and p_min of guesses that cost no model, where draft and target
+        take turns; 0 and None: theirs are no others
     """
 
     n_ctx: int
@@ -88,6 +90,8 @@ class Limits(Struct, frozen=True):
     take_turns: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
+    free_max: int = 0
+    free_min: float | None = None
 
     @property
     def synchronous(self) -> bool:

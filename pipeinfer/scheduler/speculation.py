@@ -57,7 +57,7 @@ class Speculation:
     def warm_up(self, lane: Lane) -> None:
         """Let the draft read the prompt while the stages do."""
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
-                len(self.state.lanes) == 1:
+                self.limits.draft_price < math.inf and len(self.state.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
             self.state.emit(lane.warm_up)
 
@@ -111,8 +111,8 @@ class Speculation:
                 self._open_answers.popitem(last=False)
         if node is lane.waiting_tip:
             limits = self.limits
-            self._issue_tree(lane, node, planned,
-                             limits.tree_max if limits.synchronous else limits.draft_max)
+            self._issue_tree(lane, node, planned, max(limits.tree_max, limits.free_max)
+                             if limits.synchronous else limits.draft_max)
             return
         node.ranked = True
         lane.reserve.add(planned)
@@ -414,7 +414,7 @@ class Speculation:
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
         suffix = tuple(node.path_from(lane.tree.frontier))
         lane.job = self._job(lane, suffix, size, self._depth_left(lane, node),
-                             self.limits.draft_price > 0.0 and not self.worth.ask())
+                             self._without_models())
         lane.job_node = node
         self.state.emit(lane.job)
 
@@ -426,8 +426,13 @@ class Speculation:
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
-            lane.request.pool, free_only,
+            lane.request.pool, free_only, self.limits.free_max, self.limits.free_min,
         )
+
+    def _without_models(self) -> bool:
+        """Whether the draft's models are left out of the next question."""
+        price = self.limits.draft_price
+        return price == math.inf or (price > 0.0 and not self.worth.ask())
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
         """Tip and tree of at most `size` guesses in one run, and the hints if they fit, else in

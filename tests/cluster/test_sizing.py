@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,7 +73,9 @@ def test_speculation():
 
 @pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
     ({}, DRAFT, 2, ("prompt-lookup", "draft")),
-    ({}, DRAFT, 1, ()),
+    ({}, DRAFT, 1, ("prompt-lookup", "draft")),
+    ({}, None, 1, ("prompt-lookup",)),
+    ({"policy": "speculative"}, DRAFT, 1, ()),
     ({}, None, 3, ("prompt-lookup",)),
     ({}, None, 2, ()),
     ({"head_stage": True}, None, 2, ("prompt-lookup",)),
@@ -129,6 +132,20 @@ def test_where_no_width_is_expected_to_pay_a_cheap_draft_is_heard_all_the_same()
     assert not controller.trial.speculate
     assert controller.limits.path_min > 1.0
     assert not shared(FOURS, exact=1)[0].speculates
+
+
+def test_models_that_cannot_pay_are_left_out_and_what_the_text_repeats_goes_on():
+    limits, controller = shared(FOURS, share=0.9)
+    assert controller.trial.hopeless
+    limits, controller = shared(FOURS, share=0.9, proposer=("prompt-lookup", "draft"))
+    assert controller.trial.speculate
+    assert limits.draft_price == math.inf
+    assert (limits.free_max, limits.free_min) == (7, least_hope(limits.costs, 0.0))
+    assert limits.free_min < limits.p_min
+    limits, _ = shared(FOURS, share=0.02, proposer=("prompt-lookup", "draft"))
+    assert limits.draft_price == 0.02
+    dear = tuple((rows, float(rows)) for rows, _ in FOURS)
+    assert shared(dear, proposer=("prompt-lookup",))[1].trial.hopeless
 
 
 @pytest.mark.parametrize("options", [{"credit": 4}, {"tip": "joined"}, {"path_min": 0.1},

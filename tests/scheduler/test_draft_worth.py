@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
@@ -45,7 +47,7 @@ def test_models_are_asked_again_where_the_text_becomes_theirs():
     assert questions(worth, 60, right=0) < 60  # and are found out again
 
 
-@pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False)])
+@pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False), (math.inf, False)])
 def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, asked):
     scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
                                  costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
@@ -60,7 +62,7 @@ def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, a
         free.append(job.free_only)
         guesses = () if job.free_only else (Proposal(-1, 9, 0.9, paid=True),)
         said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
-    assert not free[0]
+    assert free[0] == (price == math.inf)
     assert all(not one for one in free) == asked
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
@@ -78,6 +79,16 @@ def test_how_far_a_copy_is_trusted_is_learnt_from_what_was_accepted():
     repeats = [5, 1, 2, 3, 4] * 4
     turns = [x for k in range(5) for x in (5, 1, 2, 3, 10 + k)]
     assert claim_after(repeats) > fresh > claim_after(turns)
+
+
+def test_what_costs_no_model_has_bounds_of_its_own():
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    asked = job(text, most=2, p_min=0.99)
+    assert PromptLookup().propose(asked, lambda: False) == ()
+    own = structs.replace(asked, free_max=4, free_min=0.5)
+    found = PromptLookup().propose(own, lambda: False)
+    assert [p.token for p in found if not p.alternative] == [4, 5, 6, 7]
+    assert PromptLookup().propose(structs.replace(own, max_tokens=0), lambda: False) == ()
 
 
 def test_nothing_where_nothing_repeats():

@@ -308,6 +308,11 @@ class Simulation:
         for run in self.scheduler.runs.values():
             if run.cancelled:
                 self.died.setdefault(run.run_id, self.now)
+        if self.controller is not None and isinstance(event, RunDone):
+            limits = self.controller.progress(self.scheduler.totals.accepted, self.now,
+                                              *self.scheduler.concurrency)
+            if limits is not None:
+                self.scheduler.tune(limits)
 
     def _execute(self, item: Instruction) -> None:
         match item:

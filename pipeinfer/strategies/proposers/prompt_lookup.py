@@ -161,9 +161,11 @@ class _Place(Struct):
 def _continue(job: StartDraft, places: Sequence[_Place]) -> tuple[Proposal, ...]:
     """What followed at the first place, and what else followed, as alternatives."""
     chain: list[Proposal] = []
-    for k, token in enumerate(places[0].tokens(min(job.max_tokens, job.max_depth))):
+    most = min(job.free_max or job.max_tokens, job.max_depth)
+    least = job.p_min if job.free_min is None else job.free_min
+    for k, token in enumerate(places[0].tokens(most)):
         claim = places[0].claim(k)
-        if token in job.stop_ids or claim < job.p_min:
+        if token in job.stop_ids or claim < least:
             break
         chain.append(Proposal(k - 1, token, claim))
     if not chain:

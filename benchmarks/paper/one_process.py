@@ -1,0 +1,120 @@
+"""What guesses bring on one process, where draft and target take turns on the same cores.
+
+    python -m benchmarks.paper.one_process [SEEDS]
+
+In virtual time, with what rows of a run cost on some processors and files, and with durations that
+vary as a shared machine's do. Texts are a real pair's (`record_texts`); every answer is compared
+with plain decoding's. Speeds are geometric means over the texts of a kind, as times of plain
+decoding with the same disturbances.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.paper.texts import DRAFT, LOOKUP, PAPER, TEXTS
+from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for
+from pipeinfer.config import JobConfig
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import CURVE_ROWS
+from pipeinfer.experiments.emulation.recorded import RecordedPair, Text, load
+from pipeinfer.experiments.emulation.virtual import (
+    Overheads,
+    Scenario,
+    VirtualStage,
+    Wire,
+    prompt_of,
+    simulate,
+)
+from pipeinfer.planning.judge import relative
+
+_JITTER = 0.1  #: a duration is longer by half of that on average, and now and then by more
+_DRIFT = 0.01  #: by which the machine's speed changes from one run to the next
+_SLOWEST = 1.3
+_OVERHEADS = Overheads(hop=50e-6, head=150e-6, poll=0.0)  # nothing is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """seconds: of a run of one row. costs: of `CURVE_ROWS` rows, relative to that. share: a
+    draft's token, relative to that. exact: R."""
+
+    seconds: float
+    costs: tuple[float, ...]
+    share: float
+    exact: int
+
+
+#: measured when the file was loaded, docs/benchmarks.md#one-process
+MACHINES: Mapping[str, Machine] = {
+    "0.43 B Q4_0, Zen 3": Machine(26e-3, (1.645, 2.252, 2.288, 2.486, 3.939, 7.247), 0.05, 7),
+    "SmolLM2 Q4_1, Zen 3": Machine(11e-3, (1.79, 2.408, 2.5, 3.479, 4.239, 8.038), 0.35, 16),
+    "cheap rows": Machine(30e-3, (1.05, 1.1, 1.15, 1.2, 1.5, 2.2), 0.05, 16),
+}
+LEVERS: Mapping[str, tuple[str, ...]] = {
+    "draft": (DRAFT,), "lookup": (LOOKUP,), "lookup and draft": (LOOKUP, DRAFT)}
+
+
+def weather(seed: int) -> Callable[[float], float]:
+    """Durations as they turn out, in the order in which they are asked for."""
+    dice, pace = random.Random(seed), 1.0
+
+    def turned_out(seconds: float) -> float:
+        nonlocal pace
+        pace = min(max(pace * (1.0 + dice.gauss(0.0, _DRIFT)), 1.0 / _SLOWEST), _SLOWEST)
+        return seconds * pace * (1.0 + dice.expovariate(2.0 / _JITTER))
+
+    return turned_out
+
+
+def speed(machine: Machine, text: Text, proposers: tuple[str, ...], seed: int) -> float:
+    """Tokens per second of an answer in virtual time; no proposers: plain decoding."""
+    pair, luck = RecordedPair(text), weather(seed)
+    curve = tuple(zip(CURVE_ROWS, machine.costs, strict=True))
+    policy = Policy.PIPEINFER if proposers else Policy.ITERATIVE
+    config = JobConfig.of(proposer=proposers).speculation
+    share = machine.share if DRAFT in proposers else 1e-3
+    limits, pinned = limits_for(
+        config, policy, sizes_for(machine.costs[0] - 1.0), n_ctx=2048, chunk=64,
+        exact=machine.exact, n_stages=1, curve=curve, spare=256, draft_share=share)
+    controller = controller_for(config, limits, pinned, curve, 256, contended=True,
+                                draft_share=share)
+    here = Wire(0.0, 1e12)
+    scenario = Scenario(
+        (VirtualStage(lambda rows: luck(machine.seconds * relative(curve, rows))),), (here, here),
+        lambda rows: luck(machine.seconds * machine.share * (1.0 + 0.1 * (rows - 1))),
+        limits if controller is None else controller.limits, pair, prompt=len(text.prompt),
+        tokens=pair.n_answer, overheads=_OVERHEADS, proposers=proposers or (DRAFT,))
+    result = simulate(scenario, controller)
+    if result.tokens != pair.plain(prompt_of(scenario), pair.n_answer):
+        sys.exit(f"{machine}: the tokens differ from plain decoding's")
+    return result.tokens_per_second
+
+
+def main() -> None:
+    """See the module docstring."""
+    seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    texts = [*load(TEXTS), *load(PAPER)]
+    kinds = list(dict.fromkeys(text.kind for text in texts))
+    print(f"| machine | guesses | {' | '.join(kinds)} | all | slowest |")
+    print("| --- " * (4 + len(kinds)) + "|")
+    for name, machine in MACHINES.items():
+        plain = [[speed(machine, text, (), seed) for text in texts] for seed in seeds]
+        for lever, proposers in LEVERS.items():
+            times = [[speed(machine, text, proposers, seed) / own
+                      for text, own in zip(texts, plain[seed], strict=True)] for seed in seeds]
+            means = [statistics.geometric_mean(one) for one in zip(*times, strict=True)]
+            cells = [statistics.geometric_mean(
+                [mean for mean, text in zip(means, texts, strict=True) if text.kind == kind])
+                for kind in kinds]
+            shown = " | ".join(f"{cell:.2f}" for cell in
+                               [*cells, statistics.geometric_mean(means), min(means)])
+            print(f"| {name} | {lever} | {shown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
