@@ -282,9 +282,10 @@ def _judge_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: b
     likely, hopeless = turns(timing, _USUAL, most) > 0, turns(timing, GOOD, most) == 0
     if not weighed:
         return SpeculationTrial(likely, sure=_SURE, hopeless=hopeless)
-    if likely or free or draft_share <= _CHEAP:
-        return TurnsTrial(hopeless=hopeless)
-    return TurnsTrial(rest=_SURE * WINDOW, hopeless=hopeless)
+    if likely:
+        return TurnsTrial(begin=4 * WINDOW)
+    doubtful = not free and draft_share > _CHEAP
+    return TurnsTrial(rest=_SURE * WINDOW if doubtful else 0, hopeless=hopeless)
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 _MEMORY = 0.97  #: weight of the past at each question
-_LOSS = 0.75  #: tokens that a trial of the models may cost
+_LOSS = 1.0  #: tokens that a trial of the models may cost
 _KNOWN = 24  #: questions without a rest after which the next rest is a short one again
 _FIRST, _MOST = 24, 384  #: questions of a rest; each in a row is twice as long
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 _MEMORY = 0.98  #: weight of the account's past at each token
-_LOSS = 3.0  #: tokens of a request that trying guesses may cost
+_LOSS = 4.0  #: tokens of a request that trying guesses may cost
 _GAIN = 3.0  #: more is not saved up: another text may be another matter
 _FIRST, _MOST = 24, 384  #: tokens of a rest; each in a row is twice as long
 _KNOWN = 48  #: tokens with guesses after which the next rest is a short one again
-_BEGIN = 12  #: tokens with guesses before plain decoding is known
+BEGIN = 12  #: tokens with guesses before it is asked how fast plain decoding is
 _SAMPLE = 4  #: tokens without guesses that say how fast plain decoding is
 _STALE = 64  #: tokens after which that is asked again, unless guesses bring much
 _MUCH = 1.25  #: times plain decoding, for which it may have changed meanwhile
@@ -29,9 +29,10 @@ class _Account(Struct):
     """Of one number of requests. balance: tokens brought beyond plain decoding's. plain: tokens per
     second, 0 while unknown. rest: tokens to go without guesses. patience: the next rest. since:
     tokens since the last one. fresh: tokens until a sample of plain decoding is due. seconds, made:
-    of the present one. waiting: seconds with guesses before the first."""
+    of the present one. begin: tokens with guesses before the first. waiting: seconds of these."""
 
     rest: float = 0.0
+    begin: int = BEGIN
     balance: float = 0.0
     plain: float = 0.0
     patience: int = _FIRST
@@ -60,7 +61,7 @@ class _Account(Struct):
         """So many tokens of a request came with guesses."""
         if not self.plain:
             self.waiting, self.since = self.waiting + seconds, self.since + tokens
-            if self.since >= _BEGIN:
+            if self.since >= self.begin:
                 self.rest = _SAMPLE
             return
         brought = tokens - self.plain * seconds
@@ -78,10 +79,14 @@ class _Account(Struct):
 
 
 class TurnsTrial(Struct):
-    """`speculate` says what to do now, see `SpeculationTrial`. rest: tokens without guesses at
-    first, for a draft that is not expected to pay. hopeless: not even good guesses would pay."""
+    """`speculate` says what to do now, see `SpeculationTrial`.
+
+    rest: tokens without guesses at first, where they are not expected to pay. begin: tokens with
+    guesses after that, before there is any doubt. hopeless: not even good guesses would pay.
+    """
 
     rest: int = 0
+    begin: int = BEGIN
     hopeless: bool = False
     speculate: bool = True
     _accounts: dict[int, _Account] = field(default_factory=dict)
@@ -121,4 +126,4 @@ class TurnsTrial(Struct):
         self._last = (total, now)
 
     def _account(self, lanes: int) -> _Account:
-        return self._accounts.setdefault(lanes, _Account(rest=self.rest))
+        return self._accounts.setdefault(lanes, _Account(self.rest, self.begin))
