@@ -24,7 +24,8 @@ _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
 _MOST_ROUNDS = 12  #: of them, while other programs keep taking the cores away
 _DISTURBED = 4  #: times that this happens in one of them, at least
-_WINDOW = 0.05  #: seconds that one takes, at least
+_WINDOW = 0.02  #: seconds that one takes, at least: several turns of a scheduler
+_MANY = 24  #: decodes that will do in less
 _LONG = 1.0  #: seconds after which one time has to do
 
 
@@ -41,6 +42,9 @@ def settle_threads(backend: ThreadedBackend, most: int,
 
     The cache must be empty, and is empty afterwards.
     """
+    if most == 1:
+        backend.use_threads(1)
+        return 1
     candidates = [most]
     times = {most: _seconds(backend, most)}
     while candidates[-1] > 1 and times[candidates[-1]] < _HOPELESS * min(times.values()):
@@ -79,6 +83,6 @@ def _seconds(backend: ThreadedBackend, count: int) -> float:
         backend.seq_rm(ALL_SEQS, 0, END)
         if turn:  # the first pages in the weights, or wakes threads
             times.append(time.perf_counter() - start)
-        if sum(times) >= (_WINDOW if len(times) >= 3 else _LONG):
+        if len(times) == _MANY or sum(times) >= (_WINDOW if len(times) >= 3 else _LONG):
             break
     return statistics.median(times)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.thread_count import settle_threads
@@ -122,7 +123,8 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
         n_layers_total=n_layers, first=layers[0] == 0, last=layers[1] == n_layers,
         n_threads=threads, options=llama_options(config.model, draft=True), **sizes)
     if not config.model.threads_draft and whole:
-        threads = settle_threads(backend, threads)
+        with measuring.alone():
+            threads = settle_threads(backend, threads)
     return backend, threads
 
 

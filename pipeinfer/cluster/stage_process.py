@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from pipeinfer import host
+from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import Widths, known_widths
@@ -424,13 +425,14 @@ class StageProcess:
             )
         try:
             # an exact limit of 1 may come from sums that are split by threads
-            if llama is not None and not config.model.threads and llama.any_threads:
-                used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
-            widths = known_widths(
-                backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),
-                          *filter(None, [piece])),
-                limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
-                progress=lambda done, total: report("measuring", done, total))
+            with measuring.alone():
+                if llama is not None and not config.model.threads and llama.any_threads:
+                    used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
+                widths = known_widths(
+                    backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),
+                              *filter(None, [piece])),
+                    limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
+                    progress=lambda done, total: report("measuring", done, total))
         except BaseException:
             backend.close()
             raise

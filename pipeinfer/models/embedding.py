@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import BackendError, ModelError
@@ -29,6 +28,7 @@ from pipeinfer.models.gguf_parts import (
     total_bytes,
     uint_entry,
 )
+from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
 

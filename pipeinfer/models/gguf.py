@@ -21,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 Value: TypeAlias = "int | float | bool | str | list[Value]"
 

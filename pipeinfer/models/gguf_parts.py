@@ -11,11 +11,11 @@ import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20

@@ -51,6 +51,14 @@ def test_the_fewest_that_are_as_fast_are_used(seconds, chosen, monkeypatch):
     assert backend.threads == chosen
 
 
+def test_a_single_thread_is_no_choice_and_is_not_measured(monkeypatch):
+    backend = Timed({})
+    monkeypatch.setattr(thread_count, "time", backend)
+    assert settle_threads(backend, 1) == 1
+    assert backend.tried == [1]
+    assert backend.now == 0.0
+
+
 class Disturbed(Timed):
     """Another program has one of two cores during the first `rounds` looks at them."""
 
