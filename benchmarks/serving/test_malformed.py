@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from benchmarks.serving import malformed
 from pipeinfer.experiments.rig.server_peer import front
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.server.frames import Refused
@@ -13,8 +14,15 @@ from tests.support.sample import full
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def malformed() -> ModuleType:
+    """Imported when it is needed: every process that collects tests would pay for schemathesis."""
+    from benchmarks.serving import malformed as found
+    return found
+
+
 @pytest.mark.parametrize("cases", [120, full(300)])
-def test_no_malformed_request_brings_a_500_or_an_undescribed_answer(cases):
+def test_no_malformed_request_brings_a_500_or_an_undescribed_answer(malformed, cases):
     with front(EMBEDDED / "target.gguf", queue=200) as server:
         tally = malformed.run(server.url, cases)
     assert tally.failures == []
@@ -24,7 +32,7 @@ def test_no_malformed_request_brings_a_500_or_an_undescribed_answer(cases):
     assert tally.statuses[400] > cases // 3
 
 
-def test_what_is_wrong_would_be_noticed():
+def test_what_is_wrong_would_be_noticed(malformed):
     with front(EMBEDDED / "target.gguf") as server:
         server.peer.answer = lambda frame: [Refused(frame.id, "no such kind", "a bug")]
         tally = malformed.Tally()
