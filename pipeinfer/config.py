@@ -245,9 +245,8 @@ class SpeculationConfig:
                             "iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
                                      help="Source of guesses (repeatable: asked in the given order "
-                                          "until one is as good as certain) [default: the draft, "
-                                          "and before it, over several ranks, what the text "
-                                          "repeats].")
+                                          "until one is as good as certain) [default: what the "
+                                          "text repeats, then the draft].")
     layout: str = _opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
                             "whole model, and the rows of lookahead decoding are shared out "
