@@ -54,8 +54,9 @@ class _Account(Struct):
         self.seconds = self.made = 0.0
         self.fresh = _STALE
         if self.waiting:
-            seconds, self.waiting = self.waiting, 0.0
-            self.guessed(self.since, seconds)
+            tokens, seconds = self.since, self.waiting
+            self.since = self.waiting = 0.0
+            self.guessed(tokens, seconds)
 
     def guessed(self, tokens: float, seconds: float) -> None:
         """So many tokens of a request came with guesses."""
