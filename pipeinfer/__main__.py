@@ -1,5 +1,11 @@
-"""`python -m pipeinfer`."""
+"""`python -m pipeinfer`, and the command `pipeinfer`."""
 
-from pipeinfer.cli.main import main
+from pipeinfer.loading import uncollected
 
-main(prog_name="pipeinfer")
+with uncollected():
+    from pipeinfer.cli.main import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main(prog_name="pipeinfer")

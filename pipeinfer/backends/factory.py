@@ -19,6 +19,7 @@ from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
+from pipeinfer.loading import uncollected
 from pipeinfer.models.bita_adapter import BitaAdapter
 from pipeinfer.models.slices import Slice
 from pipeinfer.nodes import RankInfo
@@ -56,7 +57,8 @@ def load_torch(
     """Layers of a model on the torch backend, or the slice of them that is named `piece`. Raises
     UsageError where torch is not installed."""
     require_torch()
-    from pipeinfer.backends.pytorch.backend import TorchBackend
+    with uncollected():
+        from pipeinfer.backends.pytorch.backend import TorchBackend
 
     return TorchBackend.load(
         path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],

@@ -18,6 +18,7 @@ from pipeinfer import __version__, host
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
 from pipeinfer.cluster.shutdown import note_exit
 from pipeinfer.errors import PipeinferError
+from pipeinfer.loading import uncollected
 from pipeinfer.transport.base import Dismissed
 
 _AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
@@ -74,7 +75,8 @@ class _Main(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.elsewhere:
             module, name = self.elsewhere[cmd_name]
-            command: click.Command = getattr(importlib.import_module(module), name)
+            with uncollected():
+                command: click.Command = getattr(importlib.import_module(module), name)
             return command
         return super().get_command(ctx, cmd_name)
 

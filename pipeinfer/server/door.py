@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeinfer.loading import uncollected
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -118,9 +120,9 @@ def main(path: str, link: int | None = None) -> int:
     """Serve until no job comes any more."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before anybody can see the entrance
     _end_with_parent()
     entrance = Entrance(path)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         return _serve(entrance, entrance.first(), link)
     finally:
@@ -138,11 +140,12 @@ def _end_with_parent() -> None:
 def _serve(entrance: Entrance, guest: Guest, link: int | None) -> int:
     import uvloop
 
-    from pipeinfer.server.__main__ import prepare, serve
-    from pipeinfer.server.app import Server
-    from pipeinfer.server.door_control import MovingHub, obey
-    from pipeinfer.server.http_process import url_of
-    from pipeinfer.server.metrics import Metrics
+    with uncollected():
+        from pipeinfer.server.app import Server
+        from pipeinfer.server.door_control import MovingHub, obey
+        from pipeinfer.server.http_process import url_of
+        from pipeinfer.server.http_server import prepare, serve
+        from pipeinfer.server.metrics import Metrics
 
     listener = guest.listener
     assert listener is not None

@@ -53,6 +53,21 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
     assert found["stats"]["issued_speculative"] > 0
 
 
+@pytest.mark.parametrize(("more", "policy"), [
+    ((), "pipeinfer"), (("-md", "none"), "iterative"), (("--speculation", "off"), "iterative")])
+def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more, policy):
+    """Where that pays; which it may not, as rows cost on this machine."""
+    done = launch.run(1, [
+        sys.executable, "-m", "pipeinfer", "generate", "-m", str(EMBEDDED / "target.gguf"), "-p",
+        PROMPT, "-n", "60", "--temp", "0", "--ignore-eos", "--json", *more])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens"] == wanted[0.0]
+    assert (found["stats"]["policy"], found["stats"]["draft"]) == (policy, "")
+    if policy == "iterative":
+        assert found["stats"]["issued_speculative"] == 0
+
+
 @pytest.mark.parametrize(("ranks", "backend", "drafts"), [
     full(1, "llamacpp", ()), full(2, "torch", ("draft",)), (3, "llamacpp", ("draft",)),
     full(4, "llamacpp", ())])

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
+
+from pipeinfer.loading import uncollected
 
 #: node ids of what this session leaves out
 LEFT_OUT = pytest.StashKey[tuple[str, ...]]()
@@ -26,6 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--full."""
     parser.addoption("--full", action="store_true",
                      help="run every test and property example, not the sample")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Torch and all tests are imported here."""
+    with uncollected():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,7 +66,10 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Shards and remembered widths of this run only, also in the jobs that tests launch."""
     before = os.environ.get("PIPEINFER_CACHE")
-    os.environ["PIPEINFER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    base = tmp_path_factory.getbasetemp()  # of one of several workers: a folder in the run's
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    os.environ["PIPEINFER_CACHE"] = str(folder)
     yield
     if before is None:
         del os.environ["PIPEINFER_CACHE"]
