@@ -1,0 +1,31 @@
+"""While modules are imported the cycle collector rests, and only then."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from pipeinfer.experiments.rig.launch import ROOT
+from pipeinfer.loading import uncollected
+
+
+def test_it_collects_afterwards_as_before():
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("module", ["pipeinfer.__main__", "pipeinfer.server.__main__"])
+def test_what_a_process_has_imported_is_not_looked_through_again(module):
+    program = f"import gc, {module}; assert gc.isenabled() and gc.get_freeze_count() > 10_000"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
