@@ -202,11 +202,11 @@ def limits_for(
         pinned["alternatives"] = config.alternatives
     if config.path_min >= 0:
         pinned["path_min"] = config.path_min
-    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not (pinned or config.ablate)
+    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not _overlaps(config)
     if config.tree_max:
         pinned["tree_max"] = config.tree_max
     if config.draft_p_min >= 0:
-        pinned["p_min"] = config.draft_p_min
+        pinned |= {"p_min": config.draft_p_min, "free_min": None}
     ablations = frozenset(Ablation(a) for a in config.ablate)
     synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
     credit = config.credit or n_stages + 1
@@ -217,8 +217,7 @@ def limits_for(
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
     if take_turns and exact > 1:
-        weighed = config.adapt and config.speculation == "auto" and not config.tree_max
-        values |= by_turns(curve, draft_share, exact, weighed=weighed)
+        values |= by_turns(curve, draft_share, exact, weighed=_weighs(config))
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
@@ -234,6 +233,17 @@ def limits_for(
         threads=threads_of(config), **values,
     )
     return limits, frozenset(pinned)
+
+
+def _overlaps(config: SpeculationConfig) -> bool:
+    """Whether the user asked for what only guesses beside the target's runs have."""
+    return bool(config.credit or config.draft_max or config.tip != "auto" or config.ablate
+                or config.alternatives >= 0 or config.path_min >= 0)
+
+
+def _weighs(config: SpeculationConfig) -> bool:
+    """Whether guesses have to be worth their rows where draft and target take turns."""
+    return config.adapt and config.speculation == "auto" and not config.tree_max
 
 
 def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> dict[str, Any]:
@@ -339,16 +349,18 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     has said who guesses and it costs next to nothing: over several stages, beside a draft, and on
     one rank, where every guess has to be worth its row. The paper's policy knows the draft alone.
     """
-    own = config.speculation
-    asked = own.proposer or own.speculation == "off" or own.layout == "replicate" \
-        or registry.named(own) or config.model.draft_model == NO_DRAFT \
-        or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED)
-    grid = config.cluster.grid
-    most = ranks if config.cluster.head_stage else ranks - 1
-    stages = len(parse_widths(grid)) if grid not in ("", "auto") else most
-    alone = ranks < 2 and own.policy != Policy.SPECULATIVE  # whose guesses are not weighed
-    if asked or (ranks < 2 and not alone) or (draft is None and stages < 2 and not alone):
+    own, grid = config.speculation, config.cluster.grid
+    if own.proposer or own.speculation == "off" or own.layout == "replicate" \
+            or registry.named(own) or config.model.draft_model == NO_DRAFT \
+            or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED):
         return config
+    if ranks < 2:
+        if own.policy == Policy.SPECULATIVE or _overlaps(own) or not _weighs(own):
+            return config
+    elif draft is None:
+        most = ranks if config.cluster.head_stage else ranks - 1
+        if (len(parse_widths(grid)) if grid not in ("", "auto") else most) < 2:
+            return config
     return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
 
 

@@ -76,6 +76,8 @@ def test_speculation():
     ({}, DRAFT, 1, ("prompt-lookup", "draft")),
     ({}, None, 1, ("prompt-lookup",)),
     ({"policy": "speculative"}, DRAFT, 1, ()),
+    ({"adapt": False}, DRAFT, 1, ()),
+    ({"credit": 3}, DRAFT, 1, ()),
     ({}, None, 3, ("prompt-lookup",)),
     ({}, None, 2, ()),
     ({"head_stage": True}, None, 2, ("prompt-lookup",)),
@@ -159,6 +161,9 @@ def test_a_width_that_was_asked_for_stays():
     assert (limits.take_turns, limits.tree_max, limits.p_min) == (True, 5, 0.3)
     assert {"tree_max", "p_min"} <= set(controller.pinned)
     assert not limits.costs
+    limits, controller = shared(FOURS, draft_p_min=0.3)
+    assert (limits.p_min, limits.free_min) == (0.3, None)  # of all guesses
+    assert {"p_min", "free_min"} <= set(controller.pinned)
 
 
 @pytest.mark.parametrize("options", [{"adapt": False}, {"speculation": "on"}])
