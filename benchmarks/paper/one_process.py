@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.paper.texts import DRAFT, LOOKUP, PAPER, TEXTS
-from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for
+from benchmarks.paper.texts import DRAFT, LOOKUP, PAPER, TEXTS, by_kind, checked_speed
+from pipeinfer.cluster.sizing import NO_MODEL, controller_for, limits_for, sizes_for
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
@@ -27,8 +27,6 @@ from pipeinfer.experiments.emulation.virtual import (
     Scenario,
     VirtualStage,
     Wire,
-    prompt_of,
-    simulate,
 )
 from pipeinfer.planning.judge import relative
 
@@ -41,7 +39,7 @@ _OVERHEADS = Overheads(hop=50e-6, head=150e-6, poll=0.0)  # nothing is sent
 @dataclass(frozen=True, slots=True)
 class Machine:
     """seconds: of a run of one row. costs: of `CURVE_ROWS` rows, relative to that. share: a
-    draft's token, relative to that. exact: R."""
+    draft's token, relative to that; assumed. exact: R."""
 
     seconds: float
     costs: tuple[float, ...]
@@ -49,7 +47,7 @@ class Machine:
     exact: int
 
 
-#: measured when the file was loaded, docs/benchmarks.md#one-process
+#: costs as measured when the file was loaded, but for the last, which is no machine's
 MACHINES: Mapping[str, Machine] = {
     "0.43 B Q4_0, Zen 3": Machine(26e-3, (1.645, 2.252, 2.288, 2.486, 3.939, 7.247), 0.05, 7),
     "SmolLM2 Q4_1, Zen 3": Machine(11e-3, (1.79, 2.408, 2.5, 3.479, 4.239, 8.038), 0.35, 16),
@@ -77,7 +75,7 @@ def speed(machine: Machine, text: Text, proposers: tuple[str, ...], seed: int) -
     curve = tuple(zip(CURVE_ROWS, machine.costs, strict=True))
     policy = Policy.PIPEINFER if proposers else Policy.ITERATIVE
     config = JobConfig.of(proposer=proposers).speculation
-    share = machine.share if DRAFT in proposers else 1e-3
+    share = machine.share if DRAFT in proposers else NO_MODEL
     limits, pinned = limits_for(
         config, policy, sizes_for(machine.costs[0] - 1.0), n_ctx=2048, chunk=64,
         exact=machine.exact, n_stages=1, curve=curve, spare=256, draft_share=share)
@@ -89,10 +87,7 @@ def speed(machine: Machine, text: Text, proposers: tuple[str, ...], seed: int) -
         lambda rows: luck(machine.seconds * machine.share * (1.0 + 0.1 * (rows - 1))),
         limits if controller is None else controller.limits, pair, prompt=len(text.prompt),
         tokens=pair.n_answer, overheads=_OVERHEADS, proposers=proposers or (DRAFT,))
-    result = simulate(scenario, controller)
-    if result.tokens != pair.plain(prompt_of(scenario), pair.n_answer):
-        sys.exit(f"{machine}: the tokens differ from plain decoding's")
-    return result.tokens_per_second
+    return checked_speed(scenario, controller, machine)
 
 
 def main() -> None:
@@ -108,11 +103,7 @@ def main() -> None:
             times = [[speed(machine, text, proposers, seed) / own
                       for text, own in zip(texts, plain[seed], strict=True)] for seed in seeds]
             means = [statistics.geometric_mean(one) for one in zip(*times, strict=True)]
-            cells = [statistics.geometric_mean(
-                [mean for mean, text in zip(means, texts, strict=True) if text.kind == kind])
-                for kind in kinds]
-            shown = " | ".join(f"{cell:.2f}" for cell in
-                               [*cells, statistics.geometric_mean(means), min(means)])
+            shown = " | ".join(f"{cell:.2f}" for cell in [*by_kind(means, texts), min(means)])
             print(f"| {name} | {lever} | {shown} |", flush=True)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paper.results import profiles
@@ -22,8 +23,9 @@ from pipeinfer.experiments import grids
 from pipeinfer.experiments.emulation import scenarios, wide
 from pipeinfer.experiments.emulation.recorded import RecordedPair, Text, load
 from pipeinfer.experiments.emulation.scenarios import Experiment
-from pipeinfer.experiments.emulation.virtual import prompt_of, simulate
+from pipeinfer.experiments.emulation.virtual import Scenario, prompt_of, simulate
 from pipeinfer.experiments.emulation.wide import WideExperiment
+from pipeinfer.scheduler.controller import Controller
 
 TEXTS = Path(__file__).with_name("texts-smollm2.npz")
 PAPER = Path(__file__).with_name("texts-smollm2-paper.npz")
@@ -46,10 +48,24 @@ def speed(base: Experiment, text: Text, policy: Policy, proposers: tuple[str, ..
                               tokens=pair.n_answer)
     built = wide.build_any(profiles(), one)
     scenario = dataclasses.replace(built.scenario, pair=pair, proposers=proposers)
-    result = simulate(scenario, scenarios.controller_of(built, one))
-    if result.tokens != pair.plain(prompt_of(scenario), pair.n_answer):
-        sys.exit(f"{one}: the tokens differ from plain decoding's")
+    return checked_speed(scenario, scenarios.controller_of(built, one), one)
+
+
+def checked_speed(scenario: Scenario, controller: Controller | None, what: object) -> float:
+    """Tokens per second of the scenario's answer, which has to be plain decoding's."""
+    result = simulate(scenario, controller)
+    if result.tokens != scenario.pair.plain(prompt_of(scenario), scenario.tokens):
+        sys.exit(f"{what}: the tokens differ from plain decoding's")
     return result.tokens_per_second
+
+
+def by_kind(times: Sequence[float], texts: Sequence[Text]) -> list[float]:
+    """Geometric means of what texts took, of each kind in the order in which they come, and of
+    all."""
+    kinds: dict[str, list[float]] = {}
+    for time, text in zip(times, texts, strict=True):
+        kinds.setdefault(text.kind, []).append(time)
+    return [statistics.geometric_mean(some) for some in (*kinds.values(), times)]
 
 
 def main() -> None:
@@ -74,10 +90,7 @@ def main() -> None:
         for name, lever in LEVERS.items():
             times = [speed(base, text, *lever) / own
                      for text, own in zip(texts, plain, strict=True)]
-            cells = [statistics.geometric_mean(
-                [one for one, text in zip(times, texts, strict=True) if text.kind == kind])
-                for kind in kinds]
-            shown = " | ".join(f"{cell:.2f}" for cell in [*cells, statistics.geometric_mean(times)])
+            shown = " | ".join(f"{cell:.2f}" for cell in by_kind(times, texts))
             print(f"| {place} | {name} | {shown} |", flush=True)
 
 

@@ -33,6 +33,7 @@ from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
     LOOKUP,
+    NO_MODEL,
     cancel_path,
     cells_for,
     choose_policy,
@@ -179,9 +180,6 @@ class SchedulerSetup(Struct, frozen=True):
     limits: Limits
     rows: InlineProposer | None
     controller: Controller | None
-
-
-_LOOKUP = 1e-3  #: least of a `draft_share`, of proposers without a model
 
 
 class Sharing(Struct, frozen=True):
@@ -431,7 +429,7 @@ def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages if one.rank == 0)
-    return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), _LOOKUP))
+    return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), NO_MODEL))
 
 
 def _model_bytes(path: Path) -> int:

@@ -41,6 +41,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
+NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: remembered prompts, each with an id

@@ -10,6 +10,7 @@ is told durations, and returns limits.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
@@ -71,15 +72,16 @@ class Timing(Struct, frozen=True):
 def turns(timing: Timing, acceptance: float, most: int) -> int:
     """How many guesses of a chain, up to `most`, bring most tokens per second where draft and
     target take turns on the same cores; 0: plain decoding does."""
-    best = max(range(most + 1), key=lambda size: _pace(timing, acceptance, size))
-    plain = _pace(timing, acceptance, 0)
-    return best if _pace(timing, acceptance, best) > _SWITCH * plain else 0
+    paces = _paces(timing, acceptance, most)
+    best = max(range(most + 1), key=paces.__getitem__)
+    return best if paces[best] > _SWITCH * paces[0] else 0
 
 
-def _pace(timing: Timing, acceptance: float, size: int) -> float:
-    """Tokens per second in turns with chains of `size` guesses."""
-    expected = sum(acceptance**level for level in range(size + 1))
-    return expected / (timing.latency(1 + size) + size * timing.draft)
+def _paces(timing: Timing, acceptance: float, most: int) -> list[float]:
+    """Tokens per second in turns with chains of 0, 1, ... `most` guesses."""
+    levels = (acceptance**level for level in range(most + 1))
+    return [expected / (timing.latency(1 + size) + size * timing.draft)
+            for size, expected in enumerate(itertools.accumulate(levels))]
 
 
 def longest(timing: Timing, most: int) -> int:
@@ -371,8 +373,8 @@ class Controller(Struct):
             wanted = {"tree_max": size, "draft_max": size,
                       "p_min": round(least_confidence(timing, acceptance, size), 2)}
         before = limits.tree_max
-        now, then = (_pace(timing, likely, one) for one in (before, wanted["tree_max"]))
-        if before <= most and then < _SWITCH * now:
+        paces = _paces(timing, likely, most)
+        if before <= most and paces[wanted["tree_max"]] < _SWITCH * paces[before]:
             wanted |= {"tree_max": before, "draft_max": before}
         return self._change(wanted, timing)
 

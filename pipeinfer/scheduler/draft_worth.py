@@ -9,25 +9,25 @@ matter. This module knows no clock.
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+from pipeinfer.scheduler.rests import Rests
 
 _MEMORY = 0.97  #: weight of the past at each question
 _LOSS = 1.0  #: tokens that a trial of the models may cost
 _KNOWN = 24  #: questions without a rest after which the next rest is a short one again
-_FIRST, _MOST = 24, 384  #: questions of a rest; each in a row is twice as long
 
 
 class DraftWorth(Struct):
     """The models' account; questions that no model was asked for do not count.
 
-    balance: tokens, of which the past fades. rest: questions to go without the models. patience:
-    how long the next rest is. since: questions since the last one.
+    balance: tokens, of which the past fades. rest: questions to go without the models. rests: how
+    many they are next time.
     """
 
     balance: float = 0.0
     rest: int = 0
-    patience: int = _FIRST
-    since: int = 0
+    rests: Rests = field(default_factory=lambda: Rests(_KNOWN))
 
     def ask(self) -> bool:
         """A question comes up: whether the models are to be asked, too."""
@@ -36,17 +36,14 @@ class DraftWorth(Struct):
             return False
         if self.balance > -_LOSS:
             return True
-        self.rest, self.patience = self.patience, min(2 * self.patience, _MOST)
-        self.balance, self.since = 0.0, 0
+        self.rest, self.balance = self.rests.begin(), 0.0
         return False
 
     def answered(self, evaluations: int, price: float) -> None:
         """A question made a model evaluate so many tokens, each of which takes as long as `price`
         tokens of plain decoding."""
         self.balance = _MEMORY * self.balance - evaluations * price
-        self.since += 1
-        if self.since == _KNOWN:
-            self.patience = _FIRST
+        self.rests.went()
 
     def issued(self, price: float) -> None:
         """Guesses that only models named go out, in rows that take as long as `price` tokens."""

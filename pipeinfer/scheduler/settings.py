@@ -5,6 +5,7 @@ Plain data; what a knob does is the scheduler's affair.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,11 @@ class Limits(Struct, frozen=True):
     def speculates(self) -> bool:
         """Whether a draft is asked at all."""
         return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether the draft's models may be asked at all."""
+        return self.draft_price < math.inf
 
     @property
     def n_ids(self) -> int:

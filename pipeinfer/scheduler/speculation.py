@@ -57,7 +57,7 @@ class Speculation:
     def warm_up(self, lane: Lane) -> None:
         """Let the draft read the prompt while the stages do."""
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
-                self.limits.draft_price < math.inf and len(self.state.lanes) == 1:
+                self.limits.asks_models and len(self.state.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
             self.state.emit(lane.warm_up)
 
@@ -414,7 +414,8 @@ class Speculation:
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
         suffix = tuple(node.path_from(lane.tree.frontier))
         lane.job = self._job(lane, suffix, size, self._depth_left(lane, node),
-                             self._without_models())
+                             not self.limits.asks_models or
+                             (self.limits.draft_price > 0.0 and not self.worth.ask()))
         lane.job_node = node
         self.state.emit(lane.job)
 
@@ -428,11 +429,6 @@ class Speculation:
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
             lane.request.pool, free_only, self.limits.free_max, self.limits.free_min,
         )
-
-    def _without_models(self) -> bool:
-        """Whether the draft's models are left out of the next question."""
-        price = self.limits.draft_price
-        return price == math.inf or (price > 0.0 and not self.worth.ask())
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
         """Tip and tree of at most `size` guesses in one run, and the hints if they fit, else in

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from pipeinfer.scheduler.rests import Rests
+
 _MEMORY = 0.98  #: weight of the account's past at each token
 _LOSS = 4.0  #: tokens of a request that trying guesses may cost
 _GAIN = 3.0  #: more is not saved up: another text may be another matter
-_FIRST, _MOST = 24, 384  #: tokens of a rest; each in a row is twice as long
 _KNOWN = 48  #: tokens with guesses after which the next rest is a short one again
 BEGIN = 12  #: tokens with guesses before it is asked how fast plain decoding is
 _SAMPLE = 4  #: tokens without guesses that say how fast plain decoding is
@@ -27,19 +28,20 @@ _PAST = 0.5  #: weight of plain decoding's earlier samples
 
 class _Account(Struct):
     """Of one number of requests. balance: tokens brought beyond plain decoding's. plain: tokens per
-    second, 0 while unknown. rest: tokens to go without guesses. patience: the next rest. since:
-    tokens since the last one. fresh: tokens until a sample of plain decoding is due. seconds, made:
-    of the present one. begin: tokens with guesses before the first. waiting: seconds of these."""
+    second, 0 while unknown. rest: tokens to go without guesses. rests: how many they are next time.
+    fresh: tokens until a sample of plain decoding is due. seconds, made: of the present one. begin:
+    tokens with guesses before the first. early, waiting: how many came so far, and their seconds.
+    """
 
     rest: float = 0.0
     begin: int = BEGIN
     balance: float = 0.0
     plain: float = 0.0
-    patience: int = _FIRST
-    since: float = 0.0
+    rests: Rests = field(default_factory=lambda: Rests(_KNOWN))
     fresh: float = _STALE
     seconds: float = 0.0
     made: float = 0.0
+    early: float = 0.0
     waiting: float = 0.0
 
     def plainly(self, tokens: float, seconds: float) -> None:
@@ -54,25 +56,22 @@ class _Account(Struct):
         self.seconds = self.made = 0.0
         self.fresh = _STALE
         if self.waiting:
-            tokens, seconds = self.since, self.waiting
-            self.since = self.waiting = 0.0
+            tokens, seconds = self.early, self.waiting
+            self.early = self.waiting = 0.0
             self.guessed(tokens, seconds)
 
     def guessed(self, tokens: float, seconds: float) -> None:
         """So many tokens of a request came with guesses."""
         if not self.plain:
-            self.waiting, self.since = self.waiting + seconds, self.since + tokens
-            if self.since >= self.begin:
+            self.waiting, self.early = self.waiting + seconds, self.early + tokens
+            if self.early >= self.begin:
                 self.rest = _SAMPLE
             return
         brought = tokens - self.plain * seconds
         self.balance = min(_MEMORY * self.balance + brought, _GAIN)
-        self.since += tokens
-        if self.since >= _KNOWN:
-            self.patience = _FIRST
+        self.rests.went(tokens)
         if self.balance < -_LOSS:
-            self.rest, self.patience = self.patience, min(2 * self.patience, _MOST)
-            self.balance = self.since = 0.0
+            self.rest, self.balance = self.rests.begin(), 0.0
             return
         self.fresh -= tokens if tokens < _MUCH * self.plain * seconds else 0.0
         if self.fresh <= 0.0:
