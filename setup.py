@@ -1,6 +1,6 @@
-"""Builds the optional C part; everything else about the package stands in setup.cfg.
+"""Builds the optional C parts; everything else about the package stands in setup.cfg.
 
-Without a compiler it is left out, and Python does its work.
+Without a compiler they are left out: Python or llama.cpp does their work.
 """
 
 from setuptools import Extension, setup
@@ -11,6 +11,13 @@ setup(ext_modules=[Extension(
      "pipeinfer/backends/llamacpp/spin.c"],
     depends=["pipeinfer/backends/llamacpp/sums.h"],
     extra_compile_args=["-O3"],
+    optional=True,
+    py_limited_api=True,
+), Extension(
+    "pipeinfer.models._short_runs",
+    ["pipeinfer/models/short_runs.c"],
+    # products and sums are rounded where the code says so
+    extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=True,
     py_limited_api=True,
 )])

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models import llama_c
+from pipeinfer.models import llama_c, short_runs
 from pipeinfer.models.llama_loader import find_library
 
 NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
@@ -79,7 +79,8 @@ def llama_identity() -> str:
     try:
         library = llama_c.loaded()
         name = f"{library.name}, built {library.stamp}" if library.stamp else library.name
-        return f"{name}; {llama_c.llama_print_system_info().decode()}"
+        own = f"; short runs of {' '.join(kinds)}" if (kinds := short_runs.used()) else ""
+        return f"{name}; {llama_c.llama_print_system_info().decode()}{own}"
     except BackendError as error:
         return f"{NO_LIBRARY}{error}"
 

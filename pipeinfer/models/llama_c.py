@@ -34,6 +34,7 @@ from ctypes import (
 from typing import Any
 
 from pipeinfer.errors import BackendError
+from pipeinfer.models import short_runs
 from pipeinfer.models.llama_loader import Library, find_library
 from pipeinfer.models.llama_platform import COMPILE, cpu_flags
 
@@ -162,6 +163,8 @@ _CONTEXT = "llama_context_params"  #: stands for that struct, whose layout the l
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
+    "ggml_compute_forward_mul_mat_tiled": (c_bool, (_P, _P)),
+    "ggml_cpu_init": (None, ()),
     "ggml_free": (None, (_P,)),
     "ggml_get_data": (_P, (_P,)),
     "ggml_get_name": (c_char_p, (_P,)),
@@ -177,6 +180,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_size_t, (c_int, POINTER(c_float), _P, c_int64, c_int64, c_int64, POINTER(c_float))),
     "ggml_row_size": (c_size_t, (c_int, c_int64)),
     "ggml_tensor_overhead": (c_size_t, ()),
+    "ggml_threadpool_chunk_add": (c_int, (_P, c_int)),
     "ggml_version": (c_char_p, ()),
     "llama_backend_init": (None, ()),
     "llama_batch_free": (None, (llama_batch,)),
@@ -234,6 +238,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_is_eog": (c_bool, (_P, llama_token)),
     "llama_vocab_n_tokens": (c_int32, (_P,)),
     "llama_vocab_type": (c_int, (_P,)),
+    "llamafile_sgemm": (c_bool, ()),
 }
 #: what ggml tells whether it was compiled for -> Linux's name of that feature of a processor
 _KERNELS = {
@@ -244,8 +249,8 @@ _KERNELS = {
 }
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
-_OPTIONAL = ("ggml_get_type_traits_cpu", "llama_model_quantize",
-             "llama_model_quantize_default_params",
+_OPTIONAL = ("ggml_cpu_init", "llama_model_quantize", "llama_model_quantize_default_params",
+             *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"),
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
 _lock = threading.Lock()
@@ -267,7 +272,10 @@ def loaded() -> Library:
     with _lock:
         if not _loaded:
             library = find_library()
-            globals().update(bind(library))
+            short_runs.preload(library.path)
+            functions = bind(library)
+            short_runs.begin(functions)
+            globals().update(functions)
             _loaded.append(library)
         return _loaded[0]
 

@@ -1,0 +1,665 @@
+/* Products of a matrix with few rows: what each weight's block costs to unpack is paid once for all of
+   them, and every row gets the bits that it gets alone.
+
+   llama.cpp multiplies a few rows either one by one or, where llamafile's kernels take them, in an
+   order of additions that is another one than a single row's. It calls llamafile_sgemm for every
+   product, and the dynamic linker finds the one here first if this library was loaded before and for
+   everybody; see short_runs.py. Each kernel adds up in the order of llama.cpp's ggml_vec_dot of that
+   type for AVX2, and is used only if its bits are those of the library at hand. Kernels that take
+   rows from eight on in another order (ggml_compute_forward_mul_mat_tiled) are passed over likewise.
+
+   Needs neither Python's nor llama.cpp's headers. */
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define KERNELS 1
+#include <immintrin.h>
+#endif
+
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K = 12, Q5_K = 13,
+       Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
+enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
+       MOST_BLOCKS = 1024,   /* of a row whose scales are kept unpacked */
+       GROUP = 4 };          /* rows that one pass over a weight's row takes */
+
+/* ggml_compute_params, as far as it is known */
+struct team { int ith, nth; size_t bytes; void *work; void *pool; };
+
+/* ggml_type_traits_cpu */
+struct traits {
+    void (*from_float)(const float *from, void *to, int64_t count);
+    void (*dot)(int n, float *to, size_t, const void *x, size_t, const void *y, size_t, int);
+    int partner;
+    int64_t rows;
+};
+
+typedef bool product(const struct team *, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
+                     const void *b, int64_t ldb, void *c, int64_t ldc, int a_type, int b_type,
+                     int c_type);
+
+/* ggml_compute_forward_mul_mat_tiled: whether it made the product `to` */
+typedef bool tiled_product(const struct team *, void *to);
+
+static product *theirs;
+static tiled_product *their_tiles;
+static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
+static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
+static int most_rows;                           /* 0: everything is left to llama.cpp */
+static uint32_t kernels;                        /* types, as bits, whose kernels are used */
+static volatile int calls;
+
+#ifdef KERNELS
+
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define UNROLLED _Pragma("GCC unroll 4")
+#define INLINE AVX2 static inline __attribute__((always_inline))
+
+/* Rows of the right side: `at` bytes apart; scale and other: of each block, by rows of `blocks`. */
+struct rows { const uint8_t *at; size_t apart; const float *scale, *other; int64_t blocks; };
+
+/* hsum_float_8 of llama.cpp */
+INLINE float sum_of(__m256 x)
+{
+    __m128 sum = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
+    return _mm_cvtss_f32(sum);
+}
+
+INLINE uint16_t bits_of(const uint8_t *half)
+{
+    uint16_t bits;
+    memcpy(&bits, half, sizeof bits);
+    return bits;
+}
+
+INLINE __m256 everywhere(const uint8_t *half)
+{
+    return _mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(half)));
+}
+
+INLINE float one(const uint8_t *half) { return _cvtsh_ss(bits_of(half)); }
+
+INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
+
+/* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
+INLINE __m256i nibbles(const uint8_t *from)
+{
+    __m128i half = _mm_loadu_si128((const __m128i *)from);
+    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
+    return _mm256_and_si256(_mm256_set1_epi8(15), both);
+}
+
+/* Types with blocks of 32: `WEIGHTS` unpacks signed bytes of the block at x. */
+#define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS)                                                          \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
+                 int64_t apart)                                                                       \
+{                                                                                                     \
+    const __m256i ones = _mm256_set1_epi16(1);                                                        \
+    __m256 sums[GROUP];                                                                               \
+    int row;                                                                                          \
+    int64_t block;                                                                                    \
+    for (row = 0; row < count; row++)                                                                 \
+        sums[row] = _mm256_setzero_ps();                                                              \
+    for (block = 0; block < blocks; block++, x += X_BYTES) {                                          \
+        const __m256i weights = WEIGHTS, size = _mm256_sign_epi8(weights, weights);                   \
+        const __m256 scale = everywhere(x);                                                           \
+        for (row = 0; row < count; row++) {                                                           \
+            const __m256i other = load(y->at + row * y->apart + block * 34 + 2);                      \
+            const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(other, weights));       \
+            const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, pairs));                  \
+            const __m256 both = _mm256_mul_ps(                                                        \
+                scale, _mm256_broadcast_ss(y->scale + row * blocks + block));                         \
+            sums[row] = _mm256_fmadd_ps(both, fours, sums[row]);                                      \
+        }                                                                                             \
+    }                                                                                                 \
+    for (row = 0; row < count; row++)                                                                 \
+        to[row * apart] = sum_of(sums[row]);                                                          \
+}
+
+/* The fifth bits of 32 numbers, as bytes of 0 or 240 where they are set or not */
+INLINE __m256i upper_bits_unset(const uint8_t *from)
+{
+    uint32_t bits;
+    __m256i bytes;
+    memcpy(&bits, from, sizeof bits);
+    bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_set_epi64x(
+        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000));
+    bytes = _mm256_or_si256(bytes, _mm256_set1_epi64x(0x7fbfdfeff7fbfdfe));
+    bytes = _mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1));
+    return _mm256_andnot_si256(bytes, _mm256_set1_epi8((char)0xF0));
+}
+
+BLOCKS_OF_32(dots_q8_0, 34, load(x + 2))
+BLOCKS_OF_32(dots_q4_0, 18, _mm256_sub_epi8(nibbles(x + 2), _mm256_set1_epi8(8)))
+BLOCKS_OF_32(dots_q5_0, 22, _mm256_or_si256(nibbles(x + 6), upper_bits_unset(x + 2)))
+
+INLINE void dots_q4_1(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 sums[GROUP];
+    __m128 least[GROUP];
+    int row;
+    int64_t block;
+    for (row = 0; row < count; row++) {
+        sums[row] = _mm256_setzero_ps();
+        least[row] = _mm_setzero_ps();
+    }
+    for (block = 0; block < blocks; block++, x += 20) {
+        const __m256i weights = nibbles(x + 4);
+        const __m256 scale = everywhere(x);
+        const __m128 lowest = _mm_cvtph_ps(_mm_set1_epi16((short)bits_of(x + 2)));
+        for (row = 0; row < count; row++) {
+            const __m256i other = load(y->at + row * y->apart + block * 36 + 4);
+            const __m256 fours = _mm256_cvtepi32_ps(
+                _mm256_madd_epi16(ones, _mm256_maddubs_epi16(weights, other)));
+            const __m256 both = _mm256_mul_ps(
+                scale, _mm256_broadcast_ss(y->scale + row * blocks + block));
+            sums[row] = _mm256_fmadd_ps(both, fours, sums[row]);
+            least[row] = _mm_fmadd_ss(lowest, _mm_load_ss(y->other + row * blocks + block),
+                                      least[row]);
+        }
+    }
+    for (row = 0; row < count; row++)
+        to[row * apart] = sum_of(sums[row]) + _mm_cvtss_f32(least[row]);
+}
+
+enum { Q4_K_BYTES = 144, Q5_K_BYTES = 176, Q6_K_BYTES = 210, Q8_K_BYTES = 292 };
+
+/* Scales and lowest values of a block of Q4_K or Q5_K: 8 each, in 16 bits. */
+INLINE __m256i scales_of_k(const uint8_t *from)
+{
+    uint32_t words[4], aside;
+    memcpy(words, from, 12);
+    words[3] = ((words[2] >> 4) & 0x0f0f0f0f) | (((words[1] >> 6) & 0x03030303) << 4);
+    aside = words[1] & 0x3f3f3f3f;
+    words[1] = (words[2] & 0x0f0f0f0f) | (((words[0] >> 6) & 0x03030303) << 4);
+    words[2] = aside;
+    words[0] &= 0x3f3f3f3f;
+    return _mm256_cvtepu8_epi16(
+        _mm_set_epi32((int)words[3], (int)words[2], (int)words[1], (int)words[0]));
+}
+
+/* The scale with this number in all places */
+INLINE __m256i spread(__m256i scales, int number)
+{
+    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short)(2 * number + 256 * (2 * number + 1))));
+}
+
+/* Q4_K; with fifth bits Q5_K. They differ in the order in which the lowest values are added. */
+INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, const struct rows *y,
+                   float *to, int64_t apart)
+{
+    const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
+    __m256 sums[GROUP];
+    __m128 least[GROUP];
+    float falls[GROUP];
+    int row, part;
+    int64_t block;
+    for (row = 0; row < count; row++) {
+        sums[row] = _mm256_setzero_ps();
+        least[row] = _mm_setzero_ps();
+        falls[row] = 0.0f;
+    }
+    for (block = 0; block < blocks; block++, x += fifth ? Q5_K_BYTES : Q4_K_BYTES) {
+        const uint8_t *numbers = x + (fifth ? 48 : 16);
+        const __m256i both = scales_of_k(x + 4);
+        const __m128i first = _mm256_extracti128_si256(both, 0);
+        const __m128i lowest = _mm256_extracti128_si256(both, 1);
+        const __m256i scales = _mm256_inserti128_si256(_mm256_castsi128_si256(first), first, 1);
+        const __m256i upper = fifth ? load(x + 16) : _mm256_setzero_si256();
+        const float scale = one(x), fall = one(x + 2);
+        __m256i found[GROUP];
+        for (row = 0; row < count; row++) {
+            const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
+            const __m256i parts = load(other + 260);
+            const __m128i pairs = _mm_hadd_epi16(_mm256_extracti128_si256(parts, 0),
+                                                 _mm256_extracti128_si256(parts, 1));
+            const __m128i products = _mm_madd_epi16(lowest, pairs);
+            const float theirs_scale = *(const float *)(const void *)other;
+            found[row] = _mm256_setzero_si256();
+            if (fifth) {
+                const __m128i zero = _mm_setzero_si128();
+                const __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(products, zero), zero);
+                falls[row] = _mm_cvtss_f32(_mm_fmadd_ss(
+                    _mm_set_ss(-theirs_scale * fall),
+                    _mm_set_ss((float)_mm_extract_epi32(sum, 0)), _mm_set_ss(falls[row])));
+            } else {
+                least[row] = _mm_fmadd_ps(_mm_set1_ps(-theirs_scale * fall),
+                                          _mm_cvtepi32_ps(products), least[row]);
+            }
+        }
+        UNROLLED
+        for (part = 0; part < 4; part++) {
+            const __m256i scale_l = spread(scales, 2 * part), scale_h = spread(scales, 2 * part + 1);
+            const __m256i packed = load(numbers + 32 * part);
+            __m256i l = _mm256_and_si256(packed, low);
+            __m256i h = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+            if (fifth) {
+                l = _mm256_add_epi8(l, _mm256_slli_epi16(_mm256_and_si256(
+                    _mm256_srli_epi16(upper, 2 * part), one_bit), 4));
+                h = _mm256_add_epi8(h, _mm256_slli_epi16(_mm256_and_si256(
+                    _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
+            }
+            for (row = 0; row < count; row++) {
+                const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES + 4 + 64 * part;
+                const __m256i sum_l = _mm256_madd_epi16(scale_l,
+                                                        _mm256_maddubs_epi16(l, load(other)));
+                const __m256i sum_h = _mm256_madd_epi16(scale_h,
+                                                        _mm256_maddubs_epi16(h, load(other + 32)));
+                found[row] = _mm256_add_epi32(found[row], _mm256_add_epi32(sum_l, sum_h));
+            }
+        }
+        for (row = 0; row < count; row++) {
+            const float theirs_scale =
+                *(const float *)(const void *)(y->at + row * y->apart + block * Q8_K_BYTES);
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(theirs_scale * scale),
+                                        _mm256_cvtepi32_ps(found[row]), sums[row]);
+        }
+    }
+    for (row = 0; row < count; row++) {
+        __m128 sum = _mm_add_ps(least[row], _mm_movehl_ps(least[row], least[row]));
+        sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
+        to[row * apart] = sum_of(sums[row]) + (fifth ? falls[row] : _mm_cvtss_f32(sum));
+    }
+}
+
+INLINE void dots_q4_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    dots_k(false, count, blocks, x, y, to, apart);
+}
+
+INLINE void dots_q5_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    dots_k(true, count, blocks, x, y, to, apart);
+}
+
+INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256 sums[GROUP];
+    int row, half, part;
+    int64_t block;
+    for (row = 0; row < count; row++)
+        sums[row] = _mm256_setzero_ps();
+    for (block = 0; block < blocks; block++, x += Q6_K_BYTES) {
+        const __m128i bytes = _mm_loadu_si128((const __m128i *)(x + 192));
+        const __m256i scales = _mm256_cvtepi8_epi16(bytes);
+        const float scale = one(x + 208);
+        __m256i found[GROUP];
+        for (row = 0; row < count; row++)
+            found[row] = _mm256_setzero_si256();
+        UNROLLED
+        for (half = 0; half < 2; half++) {
+            const __m256i upper = load(x + 128 + 32 * half);
+            UNROLLED
+            for (part = 0; part < 4; part++) {
+                const __m256i packed = load(x + 64 * half + 32 * (part % 2));
+                const __m256i lower = _mm256_and_si256(
+                    part < 2 ? packed : _mm256_srli_epi16(packed, 4), low);
+                const __m256i bits = _mm256_and_si256(upper, _mm256_set1_epi8((char)(3 << 2 * part)));
+                const __m256i numbers = _mm256_or_si256(lower,
+                    part == 0 ? _mm256_slli_epi16(bits, 4) : part == 1 ? _mm256_slli_epi16(bits, 2) :
+                    part == 2 ? bits : _mm256_srli_epi16(bits, 2));
+                const int number = 8 * half + 2 * part;
+                const __m256i by = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, _mm_set_epi64x(
+                    0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));
+                for (row = 0; row < count; row++) {
+                    const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES + 4
+                                         + 128 * half + 32 * part;
+                    found[row] = _mm256_add_epi32(found[row], _mm256_madd_epi16(
+                        by, _mm256_maddubs_epi16(numbers, load(other))));
+                }
+            }
+        }
+        for (row = 0; row < count; row++) {
+            const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
+            const __m256i offset = _mm256_slli_epi32(_mm256_madd_epi16(load(other + 260), scales), 5);
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(*(const float *)(const void *)other * scale),
+                                        _mm256_cvtepi32_ps(_mm256_sub_epi32(found[row], offset)),
+                                        sums[row]);
+        }
+    }
+    for (row = 0; row < count; row++)
+        to[row * apart] = sum_of(sums[row]);
+}
+
+/* GGML_F32x8_REDUCE of llama.cpp, of four */
+INLINE float sum_of_four(const __m256 *x)
+{
+    const __m256 sum = _mm256_add_ps(_mm256_add_ps(x[0], x[2]), _mm256_add_ps(x[1], x[3]));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+    const __m128 two = _mm_hadd_ps(four, four);
+    return _mm_cvtss_f32(_mm_hadd_ps(two, two));
+}
+
+INLINE __m256 floats(const uint8_t *from, int bytes)
+{
+    if (bytes == 4)
+        return _mm256_loadu_ps((const float *)(const void *)from);
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+INLINE __m256 brain_floats(const uint8_t *from)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from)), 16));
+}
+
+/* Types without blocks: `blocks` counts elements, which are a multiple of 32. */
+#define ELEMENTS(NAME, BYTES, LOAD)                                                                   \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
+                 int64_t apart)                                                                       \
+{                                                                                                     \
+    __m256 sums[GROUP][4];                                                                            \
+    int row, part;                                                                                    \
+    int64_t i;                                                                                        \
+    for (row = 0; row < count; row++)                                                                 \
+        for (part = 0; part < 4; part++)                                                              \
+            sums[row][part] = _mm256_setzero_ps();                                                    \
+    for (i = 0; i < blocks; i += 32)                                                                  \
+        for (part = 0; part < 4; part++) {                                                            \
+            const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                                  \
+            for (row = 0; row < count; row++)                                                         \
+                sums[row][part] = _mm256_fmadd_ps(                                                    \
+                    weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),                   \
+                    sums[row][part]);                                                                 \
+        }                                                                                             \
+    for (row = 0; row < count; row++)                                                                 \
+        to[row * apart] = sum_of_four(sums[row]);                                                     \
+}
+
+#define LOAD_F32(from) floats(from, 4)
+#define LOAD_F16(from) floats(from, 2)
+ELEMENTS(dots_f32, 4, LOAD_F32)
+ELEMENTS(dots_f16, 2, LOAD_F16)
+
+/* ggml_vec_dot_bf16 ends with the order of sum_of, not of sum_of_four */
+INLINE void dots_bf16(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    __m256 sums[GROUP][4];
+    int row, part;
+    int64_t i;
+    for (row = 0; row < count; row++)
+        for (part = 0; part < 4; part++)
+            sums[row][part] = _mm256_setzero_ps();
+    for (i = 0; i < blocks; i += 32)
+        for (part = 0; part < 4; part++) {
+            const __m256 weights = brain_floats(x + 2 * (i + 8 * part));
+            for (row = 0; row < count; row++)
+                sums[row][part] = _mm256_fmadd_ps(
+                    weights, brain_floats(y->at + row * y->apart + 2 * (i + 8 * part)),
+                    sums[row][part]);
+        }
+    for (row = 0; row < count; row++)
+        to[row * apart] = sum_of(_mm256_add_ps(_mm256_add_ps(sums[row][0], sums[row][2]),
+                                               _mm256_add_ps(sums[row][1], sums[row][3])));
+}
+
+typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
+                    const struct rows *y, float *to, int64_t apart);
+
+/* `weights` rows of weights by `count` rows, which the compiler knows in each of the four loops */
+#define PASSES(NAME, DOTS)                                                                            \
+AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,   \
+                      const struct rows *y, float *to, int64_t apart)                                 \
+{                                                                                                     \
+    int64_t i;                                                                                        \
+    switch (count) {                                                                                  \
+    case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    default: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart);        \
+    }                                                                                                 \
+}
+
+PASSES(all_f32, dots_f32)
+PASSES(all_f16, dots_f16)
+PASSES(all_bf16, dots_bf16)
+PASSES(all_q4_0, dots_q4_0)
+PASSES(all_q4_1, dots_q4_1)
+PASSES(all_q5_0, dots_q5_0)
+PASSES(all_q8_0, dots_q8_0)
+PASSES(all_q4_k, dots_q4_k)
+PASSES(all_q5_k, dots_q5_k)
+PASSES(all_q6_k, dots_q6_k)
+
+/* elements: of a block; bytes: of a block; group: rows of a pass at most, as registers allow;
+   scales: numbers in 16 bits that a partner's block begins with */
+static const struct kernel {
+    passes *pass;
+    int partner, elements, bytes, partner_bytes, group, scales;
+} KERNEL[TYPES] = {
+    [F32] = {all_f32, F32, 1, 4, 4, 3, 0}, [F16] = {all_f16, F16, 1, 2, 2, 3, 0},
+    [BF16] = {all_bf16, BF16, 1, 2, 2, 3, 0}, [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, 4, 1},
+    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, 4, 2}, [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, 4, 1},
+    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, 4, 1},
+    [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0},
+    [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0},
+    [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0},
+};
+
+static bool fits(int type, int64_t blocks)
+{
+    return KERNEL[type].elements == 1 ? blocks % 32 == 0 : blocks <= MOST_BLOCKS;
+}
+
+static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
+
+AVX2 static void unpack(const struct kernel *kernel, const uint8_t *rows, size_t apart, int count,
+                        int64_t blocks)
+{
+    int number, row;
+    int64_t block;
+    float *to = scales;
+    for (number = 0; number < kernel->scales; number++)
+        for (row = 0; row < count; row++)
+            for (block = 0; block < blocks; block++)
+                *to++ = one(rows + row * apart + block * kernel->partner_bytes + 2 * number);
+}
+
+/* The part of the product that rows `from` to `until` of the weights make. */
+static void piece(const struct kernel *kernel, int64_t from, int64_t until, int count, int64_t blocks,
+                  const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart, float *to,
+                  int64_t apart)
+{
+    const int groups = (count + kernel->group - 1) / kernel->group;
+    int group, begin = 0;
+    for (group = 0; group < groups; group++) {
+        const int end = (group + 1) * count / groups;  /* groups of about one size */
+        const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * blocks,
+                                  scales + (count + begin) * blocks, blocks};
+        kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
+                     to + from + begin * apart, apart);
+        begin = end;
+    }
+}
+
+/* Whether this product was made here. */
+static bool multiply(const struct team *team, int64_t m, int count, int64_t blocks, const void *a,
+                     int64_t lda, const void *b, int64_t ldb, float *to, int64_t ldc, int type)
+{
+    const struct kernel *kernel = &KERNEL[type];
+    const size_t x_apart = lda * kernel->bytes, y_apart = ldb * kernel->partner_bytes;
+    /* ggml has just begun to count this product's chunks anew, before threads met; of several
+       products of one operation, whose right sides follow one another, only before the first */
+    const bool shares = next_chunk && team->nth > 1 && b == team->work;
+    int64_t rows = m / (8 * team->nth) / 16 * 16, chunk;
+
+    if (kernel->scales)
+        unpack(kernel, b, y_apart, count, blocks);
+    if (!shares) {
+        piece(kernel, team->ith * m / team->nth, (team->ith + 1) * m / team->nth, count, blocks, a,
+              x_apart, b, y_apart, to, ldc);
+        return true;
+    }
+    rows = rows < 16 ? 16 : rows > 64 ? 64 : rows;
+    for (chunk = team->ith; chunk * rows < m; chunk = next_chunk(team->pool, 1)) {
+        const int64_t end = (chunk + 1) * rows;
+        piece(kernel, chunk * rows, end < m ? end : m, count, blocks, a, x_apart, b, y_apart, to, ldc);
+    }
+    return true;
+}
+
+#endif
+
+/* What llama.cpp calls for every product of a matrix: false leaves it to single rows' kernels. */
+bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, const void *a,
+                     int64_t lda, const void *b, int64_t ldb, void *c, int64_t ldc, int a_type,
+                     int b_type, int c_type)
+{
+#ifdef KERNELS
+    if (n <= most_rows && c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass) {
+        const bool used = kernels >> a_type & 1, blocked = KERNEL[a_type].elements > 1;
+        if (used && b_type == KERNEL[a_type].partner && fits(a_type, k)) {
+            if (!calls)
+                calls = 1;
+            return multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
+        }
+        if (used || !blocked)
+            return false;
+    }
+#endif
+    return theirs != NULL && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
+}
+
+/* The same for products that llama.cpp would make in tiles. */
+bool ggml_compute_forward_mul_mat_tiled(const struct team *team, void *to)
+{
+    if (most_rows && rows_of(to) <= most_rows)
+        return false;
+    return their_tiles != NULL && their_tiles(team, to);
+}
+
+#ifdef KERNELS
+
+static uint32_t dice;
+
+static uint32_t roll(void)
+{
+    dice = dice * 1664525u + 1013904223u;
+    return dice >> 8;
+}
+
+/* Random weights: scales of a moderate size, wherever a type has them. */
+static void randomise(int type, uint8_t *block)
+{
+    static const int HALVES[TYPES][2] = {
+        [Q4_0] = {0, -1}, [Q4_1] = {0, 2}, [Q5_0] = {0, -1}, [Q8_0] = {0, -1}, [Q4_K] = {0, 2},
+        [Q5_K] = {0, 2}, [Q6_K] = {208, -1}};
+    int i;
+    for (i = 0; i < KERNEL[type].bytes; i++)
+        block[i] = (uint8_t)roll();
+    for (i = 0; i < 2 && KERNEL[type].elements > 1 && HALVES[type][i] >= 0; i++) {
+        const uint16_t half = (uint16_t)((roll() & 0x83ff) | 0x2800 | (roll() & 0x0400));
+        memcpy(block + HALVES[type][i], &half, sizeof half);
+    }
+    if (type == Q8_0)
+        for (i = 2; i < 34; i++)
+            block[i] = block[i] == 0x80 ? 0 : block[i];
+}
+
+enum { TRIED = 768, WEIGHTS = 5 };
+
+/* Whether a kernel gives the bits of the library's own products of single rows. */
+static bool agrees(int type, const struct traits *own, const struct traits *partner)
+{
+    static float from[MOST_ROWS][TRIED], to[MOST_ROWS][WEIGHTS];
+    static uint8_t x[WEIGHTS][4 * TRIED], y[MOST_ROWS][4 * TRIED];
+    const struct kernel *kernel = &KERNEL[type];
+    const int64_t blocks = TRIED / kernel->elements;
+    const size_t x_bytes = blocks * kernel->bytes, y_bytes = blocks * kernel->partner_bytes;
+    const struct team alone = {0, 1, 0, NULL, NULL};
+    int row, weight, i, count;
+
+    if (own->partner != kernel->partner || (kernel->partner != F32 && !partner->from_float))
+        return false;
+    for (row = 0; row < MOST_ROWS; row++) {
+        for (i = 0; i < TRIED; i++)
+            from[row][i] = ((int)(roll() & 0xffff) - 0x8000) / (float)(1 << (13 + roll() % 4));
+        if (kernel->partner == F32)
+            memcpy(y[0] + row * y_bytes, from[row], y_bytes);
+        else
+            partner->from_float(from[row], y[0] + row * y_bytes, TRIED);
+    }
+    for (weight = 0; weight < WEIGHTS; weight++)
+        for (i = 0; i < blocks; i++) {
+            uint8_t *block = x[0] + weight * x_bytes + i * kernel->bytes;
+            if (kernel->elements > 1) {
+                randomise(type, block);
+            } else {
+                const float value = ((int)(roll() & 0xffff) - 0x8000) / (float)(1 << 15);
+                if (type == F32)
+                    memcpy(block, &value, sizeof value);
+                else
+                    own->from_float(&value, block, 1);
+            }
+        }
+    for (count = 1; count <= MOST_ROWS; count++) {
+        memset(to, 0, sizeof to);
+        multiply(&alone, WEIGHTS, count, blocks, x, blocks, y, blocks, to[0], WEIGHTS, type);
+        for (row = 0; row < count; row++)
+            for (weight = 0; weight < WEIGHTS; weight++) {
+                float wanted;
+                own->dot(TRIED, &wanted, 0, x[0] + weight * x_bytes, 0, y[0] + row * y_bytes, 0, 1);
+                if (memcmp(&wanted, &to[row][weight], sizeof wanted) != 0)
+                    return false;
+            }
+    }
+    return true;
+}
+
+static bool here(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+        && __builtin_cpu_supports("f16c");
+}
+
+#endif
+
+/* Begins to take products of up to `most` rows, of those of `wanted` types (bits) whose kernels give
+   the library's own bits. Returns these types. The library's functions: its llamafile_sgemm and
+   ggml_compute_forward_mul_mat_tiled, which the rest is left to, ggml_get_type_traits_cpu,
+   ggml_nrows, and ggml_threadpool_chunk_add or NULL. */
+uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),
+                              int64_t (*rows)(const void *), int (*chunk)(void *, int), int most,
+                              uint32_t wanted)
+{
+    theirs = own;
+    their_tiles = tiles;
+    rows_of = rows;
+    kernels = 0;
+    most_rows = 0;
+#ifdef KERNELS
+    if (here() && most > 0) {
+        int type;
+        uint32_t found = 0;
+        dice = 1;
+        for (type = 0; type < TYPES; type++)
+            if (wanted >> type & 1 && KERNEL[type].pass
+                && agrees(type, traits_of(type), traits_of(KERNEL[type].partner)))
+                found |= 1u << type;
+        next_chunk = chunk;
+        kernels = found;
+        most_rows = most < MOST_ROWS ? most : MOST_ROWS;
+    }
+#else
+    (void)traits_of, (void)chunk, (void)most, (void)wanted;
+#endif
+    return kernels;
+}
+
+/* Whether llama.cpp has called for a product since. */
+int pipeinfer_short_runs_used(void)
+{
+    return calls;
+}

@@ -1,0 +1,191 @@
+"""Products of few rows: the bits of llama.cpp's single rows, whatever the shape and the thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.models import llama_c, short_runs
+
+#: ggml's number of a type -> elements and bytes of a block, where halves of its scales are
+BLOCKS = {0: (1, 4, ()), 1: (1, 2, ()), 2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 6: (32, 22, (0,)),
+          8: (32, 34, (0,)), 12: (256, 144, (0, 2)), 13: (256, 176, (0, 2)),
+          14: (256, 210, (208,)), 30: (1, 2, ())}
+PARTNERS = {0: (1, 4), 1: (1, 2), 8: (32, 34), 9: (32, 36), 15: (256, 292), 30: (1, 2)}
+FIXED = "fixed parts"
+
+
+class Team(ctypes.Structure):
+    """ggml_compute_params."""
+
+    _fields_ = (("ith", ctypes.c_int), ("nth", ctypes.c_int), ("bytes", ctypes.c_size_t),
+                ("work", ctypes.c_void_p), ("pool", ctypes.c_void_p))
+
+
+@pytest.fixture(scope="module")
+def sgemm():
+    llama_c.loaded()
+    if not short_runs.used():
+        pytest.skip("no kernels here: no C compiler, another processor, or switched off")
+    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
+    found = ctypes.CDLL(str(path)).llamafile_sgemm
+    found.restype = ctypes.c_bool
+    return found
+
+
+def address(array):
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def weights_of(kind, rows, blocks, rng):
+    elements, size, halves = BLOCKS[kind]
+    if elements == 1:
+        values = rng.standard_normal((rows, blocks)).astype(np.float32)
+        if kind == 30:
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return values.astype(np.float16 if kind == 1 else np.float32).view(np.uint8)
+    found = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
+    for at in halves:
+        scale = rng.standard_normal((rows, blocks, 1)).astype(np.float16)
+        found[:, :, at : at + 2] = scale.view(np.uint8)
+    if kind == 8:
+        found[:, :, 2:][found[:, :, 2:] == 128] = 0
+    return found.reshape(rows, -1)
+
+
+def partner_rows(kind, values):
+    traits = llama_c.ggml_get_type_traits_cpu(kind).contents
+    if kind == 0:
+        return np.ascontiguousarray(values).view(np.uint8)
+    elements, size = PARTNERS[kind]
+    found = np.zeros((len(values), values.shape[1] // elements * size), np.uint8)
+    quantise = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(
+        traits.from_float)
+    for row, to in zip(values, found, strict=True):
+        quantise(row.ctypes.data, to.ctypes.data, len(row))
+    return found
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@given(weights=st.integers(1, 90), rows=st.integers(1, short_runs.MOST_ROWS),
+       blocks=st.integers(1, 9), threads=st.integers(1, 3), spare=st.integers(0, 2),
+       seed=st.integers(0, 2**16))
+def test_every_row_has_the_bits_that_it_has_alone(
+        sgemm, kind, weights, rows, blocks, threads, spare, seed):
+    elements, size, _ = BLOCKS[kind]
+    count = blocks * (32 if elements == 1 else elements)
+    rng = np.random.default_rng(seed)
+    traits = llama_c.ggml_get_type_traits_cpu(kind).contents
+    partner = traits.vec_dot_type
+    left = weights_of(kind, weights, count // elements, rng)
+    values = (rng.standard_normal((rows, count)) * np.exp(rng.standard_normal((rows, 1))))
+    right = partner_rows(partner, values.astype(np.float32))
+    found = np.full((rows, weights + spare), np.nan, np.float32)
+    for thread in range(threads):
+        team = Team(thread, threads, 0, None, None)
+        assert sgemm(ctypes.byref(team), *map(ctypes.c_int64, (
+            weights, rows, count // elements)), address(left),
+            ctypes.c_int64(count // elements), address(right),
+            ctypes.c_int64(count // PARTNERS[partner][0]), address(found),
+            ctypes.c_int64(weights + spare), kind, partner, 0)
+    one = ctypes.c_float()
+    for row in range(rows):
+        for weight in range(weights):
+            traits.vec_dot(count, ctypes.addressof(one), 0, left[weight].ctypes.data, 0,
+                           right[row].ctypes.data, 0, 1)
+            assert np.float32(one.value).tobytes() == found[row, weight].tobytes()
+    assert np.isnan(found[:, weights:]).all()  # nothing is written beside the product
+
+
+@pytest.mark.parametrize(("rows", "kind", "partner"), [
+    (short_runs.MOST_ROWS, 8, 0),  # a row that has to be quantised first
+    (short_runs.MOST_ROWS, 1, 0),  # the same of floats: llamafile's order is another one
+])
+def test_what_has_to_be_converted_first_is_not_taken(sgemm, rows, kind, partner):
+    team = Team(0, 1, 0, None, None)
+    none = ctypes.c_void_p()
+    assert not sgemm(ctypes.byref(team), *map(ctypes.c_int64, (1, rows, 1)), none,
+                     ctypes.c_int64(1), none, ctypes.c_int64(1), none, ctypes.c_int64(1), kind,
+                     partner, 0)
+
+
+def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
+    """What `begin` leaves out it leaves out silently; with AVX2 alone nothing should be."""
+    if "avx512f" in llama_c.kernels():
+        pytest.skip("compiled for AVX-512, where products of floats add up in another order")
+    assert set(short_runs.used()) == set(short_runs._TYPES.values())
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.core.types import make_rows
+from pipeinfer.models import short_runs
+from pipeinfer.models.locate import open_model
+path, hidden = Path(sys.argv[1]), []
+n = open_model(path).n_layers
+backend = LlamaCppBackend.load(path, layers=(0, n), n_layers_total=n, first=True, last=True,
+                               n_ctx=256, n_seq_max=2, n_batch=64, n_threads=2)
+width = exact_width(backend)
+for i in range(4):
+    hidden.append(backend.decode(make_rows([(5 + i, i, (0,), True)])).tobytes())
+print(width, len(short_runs.used()), hash(b"".join(hidden)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind, sgemm):
+    path = tmp_path / "model.gguf"
+    write_random_model(path, RandomSpec(qtype=kind))
+    answers = []
+    for switch in ("", "off"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=False,
+            env=os.environ | {short_runs.SWITCH: switch, "PYTHONHASHSEED": "0"}, timeout=120)
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout.split())
+    (width, kernels, bits), (_, without, same) = answers
+    assert (int(width), int(without)) == (short_runs.MOST_ROWS, 0)
+    assert int(kernels) > 0
+    assert bits == same  # hosts with and without it may be in one job
+
+
+def test_without_the_c_part_llama_cpp_does_it_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(short_runs, "__file__", str(tmp_path / "short_runs.py"))
+    monkeypatch.setattr(short_runs, "_used", [])
+    short_runs._compiled.cache_clear()
+    try:
+        short_runs.preload(tmp_path / "libllama.so")
+        short_runs.begin({})
+        assert short_runs.used() == ()
+        (tmp_path / "_short_runs.abi3.so").write_bytes(b"not a library")
+        short_runs._compiled.cache_clear()
+        short_runs.preload(tmp_path / "libllama.so")
+        short_runs.begin({})
+        assert short_runs.used() == ()
+    finally:
+        short_runs._compiled.cache_clear()
+
+
+def test_kernels_that_are_plug_ins_are_left_alone(monkeypatch, tmp_path):
+    loads = []
+    monkeypatch.setattr(short_runs, "_compiled", lambda: loads.append(1))
+    monkeypatch.delenv(short_runs.SWITCH, raising=False)
+    (tmp_path / "libggml-cpu-haswell.so").touch()
+    short_runs.preload(tmp_path / "libllama.so")
+    assert not loads
+    (tmp_path / "libggml-cpu-haswell.so").rename(tmp_path / "libggml-cpu.so")
+    short_runs.preload(tmp_path / "libllama.so")
+    assert loads
