@@ -36,7 +36,7 @@ from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
-from pipeinfer.models import locate
+from pipeinfer.models import locate, short_runs
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.shard import check_splittable, shard_bytes
 from pipeinfer.models.slices import Slice
@@ -97,6 +97,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
             "kernels": own.kernels, "unused": _unused(), "filter": compiled_filter() is not None,
+            "short_runs": short_runs.used(),
             **structs.asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
@@ -185,11 +186,24 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
             "ok", "layer filter", f"not compiled (ranks {', '.join(without)}): Python answers "
             "llama.cpp for every node of a graph, 1 to 2 us each",
             "install a C compiler, then pipeinfer again"))
+    found += _short_runs(everyone)
     if len({kernels for kernels, _ in builds}) > 1:
         found.append(Finding(
             "warn", "llama.cpp's kernels", "differ between ranks: results can differ in near-ties",
             "use the prebuilt library on every host, or compile one for what all processors have"))
     return found
+
+
+def _short_runs(everyone: list[dict[str, Any]]) -> list[Finding]:
+    """Whose products of few rows are made by `short_runs.c`."""
+    kinds: dict[str, list[str]] = {}
+    for rank in everyone:
+        kinds.setdefault(" ".join(rank["short_runs"]), []).append(str(rank["rank"]))
+    return [Finding(
+        "ok", "short runs", f"{types} by kernels that make further rows cheap (ranks "
+        f"{', '.join(ranks)})" if types else f"left to llama.cpp (ranks {', '.join(ranks)})",
+        "" if types else "on processors with AVX2: install a C compiler, then pipeinfer again")
+        for types, ranks in kinds.items()]
 
 
 def _check_features(everyone: list[dict[str, Any]]) -> list[Finding]:

@@ -151,13 +151,13 @@ def _check_library(mine: Hello, other: Hello, *, strict: bool) -> None:
             f"{mine.backend}: use the same on every host, all prebuilt or all --native")
     if strict and other.kernels != mine.kernels:
         raise MismatchError(
-            f"{who} runs llama.cpp compiled for {_words(other, mine)}, rank 0 on "
+            f"{who} runs llama.cpp with kernels for {_words(other, mine)}, rank 0 on "
             f"{mine.facts.host} for {_words(mine, other)}: use the same build on every host, or "
             "leave out --strict")
 
 
 def _words(one: Hello, other: Hello) -> str:
-    """What only `one` was compiled for."""
+    """What only one of them has kernels for."""
     theirs = other.kernels.split()
     return " ".join(word for word in one.kernels.split() if word not in theirs) or "less"
 
@@ -165,7 +165,7 @@ def _words(one: Hello, other: Hello) -> str:
 def notes_on(hosts: list[RankInfo]) -> list[str]:
     """What a user may not expect of ranks that do work together."""
     kinds = {one.kernels for one in hosts if one.kernels}
-    return ["llama.cpp was compiled for different processors on these ranks: tokens equal plain "
+    return ["these ranks have different kernels, pipeinfer doctor says which: tokens equal plain "
             "decoding through the same stages, and that of one build up to near-ties (--strict "
             "refuses this)"] if len(kinds) > 1 else []
 

@@ -432,7 +432,7 @@ def _loaded(path: Path) -> Iterator[Any]:
 
     ensure_llama()
     params = llama_c.llama_model_default_params()
-    params.use_extra_bufts = may_repack()
+    params.use_extra_bufts = may_repack(path)
     params.n_gpu_layers = 0
     model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import deque
 
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c, short_runs
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_loader import find_library
 
 NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
+#: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; what each part of a split file still says
+_MOSTLY_Q4_K = (14, 15)
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -63,12 +67,13 @@ def llama_version() -> str:
 
 
 def llama_kernels() -> str:
-    """The processor's features that the library was compiled for, empty without a library.
+    """The processor's features that the library was compiled for, and "short-runs" where few rows
+    are multiplied by `short_runs.c`; empty without a library.
 
     Looks for no GPU: at the start of a job the rank has not been given its own yet.
     """
     try:
-        return " ".join(llama_c.kernels())
+        return " ".join((*llama_c.kernels(), *(["short-runs"] if short_runs.used() else [])))
     except BackendError:
         return ""
 
@@ -85,13 +90,19 @@ def llama_identity() -> str:
         return f"{NO_LIBRARY}{error}"
 
 
-def may_repack() -> bool:
-    """Whether weights may be laid out anew for this processor's kernels when they are loaded.
+def may_repack(path: str | os.PathLike[str]) -> bool:
+    """Whether the file's weights are to be laid out anew for this processor's kernels when they
+    are loaded.
 
     Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
-    Raises BackendError without a library.
+    Of Q4_K its kernels for repacked weights take each number of rows in another order, while those
+    of `short_runs` take them in the file's layout, all alike. Raises BackendError without a
+    library, ModelError for a file that cannot be read.
     """
-    return b"AMX_INT8 = 1" not in llama_c.llama_print_system_info()
+    if b"AMX_INT8 = 1" in llama_c.llama_print_system_info():
+        return False
+    return "q4_K" not in short_runs.used() or ModelFile(path).get(
+        "general.file_type") not in _MOSTLY_Q4_K
 
 
 def reads_halves_fast() -> bool:

@@ -50,9 +50,10 @@ static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
 static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 static int most_rows;                           /* 0: everything is left to llama.cpp */
 static uint32_t kernels;                        /* types, as bits, whose kernels are used */
-static volatile int calls;
 
 #ifdef KERNELS
+
+static bool avx2;
 
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define UNROLLED _Pragma("GCC unroll 4")
@@ -484,8 +485,7 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
     }
 }
 
-/* Whether this product was made here. */
-static bool multiply(const struct team *team, int64_t m, int count, int64_t blocks, const void *a,
+static void multiply(const struct team *team, int64_t m, int count, int64_t blocks, const void *a,
                      int64_t lda, const void *b, int64_t ldb, float *to, int64_t ldc, int type)
 {
     const struct kernel *kernel = &KERNEL[type];
@@ -500,14 +500,13 @@ static bool multiply(const struct team *team, int64_t m, int count, int64_t bloc
     if (!shares) {
         piece(kernel, team->ith * m / team->nth, (team->ith + 1) * m / team->nth, count, blocks, a,
               x_apart, b, y_apart, to, ldc);
-        return true;
+        return;
     }
     rows = rows < 16 ? 16 : rows > 64 ? 64 : rows;
     for (chunk = team->ith; chunk * rows < m; chunk = next_chunk(team->pool, 1)) {
         const int64_t end = (chunk + 1) * rows;
         piece(kernel, chunk * rows, end < m ? end : m, count, blocks, a, x_apart, b, y_apart, to, ldc);
     }
-    return true;
 }
 
 #endif
@@ -521,11 +520,11 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
     if (n <= most_rows && c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass) {
         const bool used = kernels >> a_type & 1, blocked = KERNEL[a_type].elements > 1;
         if (used && b_type == KERNEL[a_type].partner && fits(a_type, k)) {
-            if (!calls)
-                calls = 1;
-            return multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
+            multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
+            return true;
         }
-        if (used || !blocked)
+        /* of floats, and without AVX2 of all, llamafile's kernels add up in another order */
+        if (used || !blocked || !avx2)
             return false;
     }
 #endif
@@ -618,7 +617,7 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
     return true;
 }
 
-static bool here(void)
+static bool has_avx2(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
         && __builtin_cpu_supports("f16c");
@@ -640,11 +639,12 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     kernels = 0;
     most_rows = 0;
 #ifdef KERNELS
-    if (here() && most > 0) {
+    avx2 = has_avx2();
+    if (most > 0) {
         int type;
         uint32_t found = 0;
         dice = 1;
-        for (type = 0; type < TYPES; type++)
+        for (type = 0; type < TYPES && avx2; type++)
             if (wanted >> type & 1 && KERNEL[type].pass
                 && agrees(type, traits_of(type), traits_of(KERNEL[type].partner)))
                 found |= 1u << type;
@@ -656,10 +656,4 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     (void)traits_of, (void)chunk, (void)most, (void)wanted;
 #endif
     return kernels;
-}
-
-/* Whether llama.cpp has called for a product since. */
-int pipeinfer_short_runs_used(void)
-{
-    return calls;
 }

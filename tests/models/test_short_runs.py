@@ -81,7 +81,7 @@ def partner_rows(kind, values):
        seed=st.integers(0, 2**16))
 def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
-    elements, size, _ = BLOCKS[kind]
+    elements = BLOCKS[kind][0]
     count = blocks * (32 if elements == 1 else elements)
     rng = np.random.default_rng(seed)
     traits = llama_c.ggml_get_type_traits_cpu(kind).contents
