@@ -95,6 +95,18 @@ INLINE __m256i nibbles(const uint8_t *from)
     return _mm256_and_si256(_mm256_set1_epi8(15), both);
 }
 
+/* Weights come from memory once, row after row, and the processor's own look ahead ends with each
+   page. */
+enum { AHEAD = 2048, LINE = 64 };
+
+INLINE void fetch(const uint8_t *x, int bytes)
+{
+    int at;
+    UNROLLED
+    for (at = 0; at < bytes; at += LINE)
+        _mm_prefetch((const char *)x + AHEAD + at, _MM_HINT_T0);
+}
+
 /* Types with blocks of 32: `WEIGHTS` unpacks signed bytes of the block at x. */
 #define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS)                                                          \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
@@ -109,6 +121,7 @@ INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows 
     for (block = 0; block < blocks; block++, x += X_BYTES) {                                          \
         const __m256i weights = WEIGHTS, size = _mm256_sign_epi8(weights, weights);                   \
         const __m256 scale = everywhere(x);                                                           \
+        fetch(x, X_BYTES);                                                                            \
         for (row = 0; row < count; row++) {                                                           \
             const __m256i other = load(y->at + row * y->apart + block * 34 + 2);                      \
             const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(other, weights));       \
@@ -155,6 +168,7 @@ INLINE void dots_q4_1(int count, int64_t blocks, const uint8_t *x, const struct 
         const __m256i weights = nibbles(x + 4);
         const __m256 scale = everywhere(x);
         const __m128 lowest = _mm_cvtph_ps(_mm_set1_epi16((short)bits_of(x + 2)));
+        fetch(x, 20);
         for (row = 0; row < count; row++) {
             const __m256i other = load(y->at + row * y->apart + block * 36 + 4);
             const __m256 fours = _mm256_cvtepi32_ps(
@@ -216,6 +230,7 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
         const __m256i upper = fifth ? load(x + 16) : _mm256_setzero_si256();
         const float scale = one(x), fall = one(x + 2);
         __m256i found[GROUP];
+        fetch(x, fifth ? Q5_K_BYTES : Q4_K_BYTES);
         for (row = 0; row < count; row++) {
             const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
             const __m256i parts = load(other + 260);
@@ -296,6 +311,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
         const __m256i scales = _mm256_cvtepi8_epi16(bytes);
         const float scale = one(x + 208);
         __m256i found[GROUP];
+        fetch(x, Q6_K_BYTES);
         for (row = 0; row < count; row++)
             found[row] = _mm256_setzero_si256();
         UNROLLED
@@ -366,7 +382,8 @@ INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows 
     for (row = 0; row < count; row++)                                                                 \
         for (part = 0; part < 4; part++)                                                              \
             sums[row][part] = _mm256_setzero_ps();                                                    \
-    for (i = 0; i < blocks; i += 32)                                                                  \
+    for (i = 0; i < blocks; i += 32) {                                                                \
+        fetch(x + BYTES * i, 32 * BYTES);                                                             \
         for (part = 0; part < 4; part++) {                                                            \
             const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                                  \
             for (row = 0; row < count; row++)                                                         \
@@ -374,6 +391,7 @@ INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows 
                     weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),                   \
                     sums[row][part]);                                                                 \
         }                                                                                             \
+    }                                                                                                 \
     for (row = 0; row < count; row++)                                                                 \
         to[row * apart] = sum_of_four(sums[row]);                                                     \
 }
@@ -393,7 +411,8 @@ INLINE void dots_bf16(int count, int64_t blocks, const uint8_t *x, const struct 
     for (row = 0; row < count; row++)
         for (part = 0; part < 4; part++)
             sums[row][part] = _mm256_setzero_ps();
-    for (i = 0; i < blocks; i += 32)
+    for (i = 0; i < blocks; i += 32) {
+        fetch(x + 2 * i, 64);
         for (part = 0; part < 4; part++) {
             const __m256 weights = brain_floats(x + 2 * (i + 8 * part));
             for (row = 0; row < count; row++)
@@ -401,6 +420,7 @@ INLINE void dots_bf16(int count, int64_t blocks, const uint8_t *x, const struct 
                     weights, brain_floats(y->at + row * y->apart + 2 * (i + 8 * part)),
                     sums[row][part]);
         }
+    }
     for (row = 0; row < count; row++)
         to[row * apart] = sum_of(_mm256_add_ps(_mm256_add_ps(sums[row][0], sums[row][2]),
                                                _mm256_add_ps(sums[row][1], sums[row][3])));

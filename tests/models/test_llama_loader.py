@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models import llama, llama_c, llama_loader, llama_platform
+from pipeinfer.models import llama, llama_c, llama_loader, llama_platform, short_runs
 from pipeinfer.models.llama_loader import NATIVE, PREBUILT, find_library
 
 LIBRARY = find_library()
@@ -212,4 +212,5 @@ def test_remembered_figures_are_named_by_library_and_kernels():
     assert identity.startswith(f"{LIBRARY.name}; ")
     assert " = 1" in identity
     assert not {*llama_c.kernels()} & {*llama_c.unused_features()}
-    assert llama.llama_kernels() == " ".join(llama_c.kernels())
+    own = ("short-runs",) if short_runs.used() else ()
+    assert llama.llama_kernels() == " ".join((*llama_c.kernels(), *own))
