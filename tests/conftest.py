@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,23 @@ settings.register_profile("sample", settings.get_profile("full"), max_examples=1
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are imported: `tests.support.sample` reads the profile then."""
     settings.load_profile("full" if config.getoption("full") else "sample")
+
+
+#: folders of tests that start real jobs and servers
+_JOBS = ("tests/mpi/", "tests/server/", "tests/supervise/", "tests/models/", "tests/cli/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_a_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Jobs of the sample do not try out how many threads they are fastest with: for models as
+    small as these that takes longer than all they decode. The full run does, and so do in the
+    sample the jobs of tests/test_wheel.py and of tests/namespaces."""
+    if request.config.getoption("full") or not request.node.nodeid.startswith(_JOBS):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPEINFER_THREADS", "1")
+        yield
 
 
 def pytest_report_header() -> str:

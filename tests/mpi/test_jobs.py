@@ -19,7 +19,7 @@ from pipeinfer.core.noise import noise_key
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.scheduler.settings import PUBLISHED
-from tests.support.sample import full
+from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -32,8 +32,8 @@ MORTAL = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverab
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
 
 
-def cases(count=40):
-    out = []
+def cases():
+    out, count = [], fewer(40, 24)
     for i, prompt in enumerate(PROMPTS):
         for params in ({"temperature": 0.0},
                        {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1,

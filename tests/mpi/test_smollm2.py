@@ -7,9 +7,12 @@ import subprocess
 
 import pytest
 
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models import bundled
+from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import PIPEINFER
 from tests.support.sample import FULL, full
 
@@ -30,8 +33,13 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict:
 def test_it_answers_coherently_and_the_same_over_ranks(question, words):
     asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", question, "-n", "192",
              "--temp", "0", "-c", "512", "--json"]
-    alone, over_ranks = (answer(launch.run(np, asked)) for np in (1, 4))
-    assert over_ranks["tokens"] == alone["tokens"]
+    loop, tokenizer = PlainLoop(bundled.smollm2()), open_tokenizer(bundled.smollm2())
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+    plain = loop.generate(prompt, 192, SamplingParams(), ignore_eos=False)
+    loop.close()
+    tokenizer.close()
+    over_ranks = answer(launch.run(4, asked))
+    assert over_ranks["tokens"] == plain
     assert over_ranks["stats"]["reason"] == "stop"
     text = over_ranks["text"].lower()
     assert text.startswith(words[0])

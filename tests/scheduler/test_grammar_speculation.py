@@ -6,6 +6,7 @@ run to run, the tokens must not.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 
@@ -57,6 +58,7 @@ def compiled():
     VOCABULARY.compiler.close()
 
 
+@functools.cache  # what every policy has to write, for each of them the same
 def plain(params, count=COUNT):
     """One row at a time, and a matcher of its own for every token."""
     backend = ToyBackend.load(SPEC)

@@ -18,6 +18,11 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(1, count * settings.default.max_examples // 100))
 
 
+def fewer(count: int, sampled: int) -> int:
+    """`count` of something in the full run, `sampled` of it in the sample."""
+    return count if settings.default.max_examples >= 100 else sampled
+
+
 def full(*values: Any) -> Any:
     """A case that only the full run makes."""
     return pytest.param(*values, marks=FULL)
