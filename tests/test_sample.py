@@ -35,7 +35,7 @@ ALONE = {
     "tests/mpi/test_smollm2.py::test_it_is_what_a_server_takes_when_nothing_is_named":
         "which model is taken in tests/models/test_locate.py",
     "tests/strategies/test_sampling_law.py::test_the_joint_law_of_three_tokens":
-        "the law of one token by 20,000 draws in tests/core/test_sampling.py; every policy writes "
+        "the law of one token by 8,000 draws in tests/core/test_sampling.py; every policy writes "
         "what plain decoding writes with the same noise in tests/scheduler/test_scheduler.py",
     "tests/mpi/test_wide_moves.py::test_a_slow_members_slice_is_moved_while_requests_run":
         "moves between ranks beside it, when and where to in tests/cluster/test_grid_balance.py",

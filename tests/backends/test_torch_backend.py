@@ -19,6 +19,7 @@ from pipeinfer.errors import (
     UnsupportedArchitecture,
     UsageError,
 )
+from tests.support.sample import full
 from tests.support.tiny_torch import (
     FAMILIES,
     LAYERS,
@@ -80,7 +81,7 @@ def test_every_position_has_the_logits_of_transformers(models, family):
         assert np.array_equal(logits, outputs[0])  # however the layers are dealt out
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", [full("llama"), "mistral-window", "gemma2", full("qwen3")])
 def test_rows_up_to_the_exact_width_are_single_rows(models, family):
     _, path = models(family)
     backend = load(path)

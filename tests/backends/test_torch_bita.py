@@ -34,6 +34,7 @@ from pipeinfer.training.bita.bita import (
 )
 from pipeinfer.training.bita.frozen import continue_greedily, load_frozen
 from pipeinfer.training.bita.own_answers import Samples, answered, even
+from tests.support.sample import fewer
 from tests.support.tiny_torch import LAYERS, VOCAB, reference, save
 
 PLAN = Plan(steps=12, batch=4, groups=6, samples=24, tokens=28, given=10, masks=3, prompts=4,
@@ -147,7 +148,7 @@ def test_an_interrupted_run_goes_on_as_it_would_have(model, samples, tmp_path):
 def test_the_loss_falls_for_every_kind_of_prompt(tmp_path):
     """On a trained model: a random one has no text to foresee."""
     model = load_frozen(Path("pipeinfer/models/embedded/target.gguf"), 1)
-    plan = dataclasses.replace(PLAN, steps=20, rate=1e-2)
+    plan = dataclasses.replace(PLAN, steps=fewer(20, 12), rate=1e-2)
     starts = torch.arange(8)[:, None] * 31 + torch.arange(10) + 300
     samples = even(continue_greedily(model, starts, 18), PLAN.given)
     adapters = {kind: Adapter(kind, model, plan) for kind in KINDS}

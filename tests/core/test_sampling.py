@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeinfer.core.noise import contenders, gumbel, noise_key, shortlist
 from pipeinfer.core.sampling import best_shares, candidates, choose, likeliest
 from pipeinfer.core.types import NO_TOKEN, SamplingParams
+from tests.support.sample import fewer
 
 NO_HISTORY = np.zeros(1, np.int32)
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -1.5, -2.0, -4.0], np.float32)
@@ -39,6 +40,7 @@ def chi_square(counts, p):
     return float(((counts[inside] - expected) ** 2 / expected).sum()), int(inside.sum()) - 1
 
 
+DRAWS = fewer(20_000, 8_000)
 #: 99.9 % quantiles of the chi-square law by degrees of freedom
 LIMIT = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32}
 
@@ -53,7 +55,7 @@ def test_frequencies_match_the_law(params):
     params = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p,
                             key=noise_key(11))
     counts = np.zeros(len(LOGITS))
-    for position in range(20_000):
+    for position in range(DRAWS):
         counts[choose(LOGITS, params, NO_HISTORY, position).token] += 1
     statistic, freedom = chi_square(counts, law(params))
     assert statistic < LIMIT[freedom]
@@ -76,8 +78,8 @@ def test_shared_noise_accepts_as_the_table_says():
     p, q = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.3, 0.5])
     params = SamplingParams(1.0, key=noise_key(3))
     same = sum(choose(p, params, NO_HISTORY, i).token == choose(q, params, NO_HISTORY, i).token
-               for i in range(20_000))
-    assert abs(same / 20_000 - 0.63) < 0.015
+               for i in range(DRAWS))
+    assert abs(same / DRAWS - 0.63) < 0.015
 
 
 def test_greedy_takes_the_lowest_of_equal_ids():

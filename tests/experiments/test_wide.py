@@ -138,11 +138,11 @@ def test_a_table_has_the_baselines_and_the_best_grid_in_it():
 
 def test_the_command():
     found = CliRunner().invoke(main.main, [
-        "plan", "dolphin-70b", "--grids", "--cluster", "a", "--hosts", "3", "--sum-type", "f16",
+        "plan", "dolphin-70b", "--grids", "--cluster", "a", "--hosts", "2", "--sum-type", "f16",
         "--json"])
     assert found.exit_code == 0, found.output
     data = json.loads(found.output)
-    assert (data["sum_type"], data["nodes"], data["pair"]) == ("f16", 3, "dolphin-tinyllama")
+    assert (data["sum_type"], data["nodes"], data["pair"]) == ("f16", 2, "dolphin-tinyllama")
     assert data["rows"][0]["what"] == "plain pipeline"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -29,7 +30,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.delaying import DelayingPort
 from pipeinfer.transport.inproc import local_ports
-from tests.support.sample import matrix, mostly_full
+from tests.support.sample import matrix
 from tests.support.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
 
 SPEC = ToySpec(n_vocab=48, n_layers=4, n_embd=16)
@@ -173,24 +174,21 @@ def expected():
     return tokens
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("policy", "grid"), matrix(POLICIES, GRIDS))
-def test_a_grid_gives_the_tokens_of_a_plain_loop_over_its_slices(
-        expected, policy, grid, way, sampler):
+@pytest.mark.parametrize(("policy", "grid", "how"), matrix(
+    POLICIES, GRIDS, itertools.product(WAYS, SAMPLERS)))
+def test_a_grid_gives_the_tokens_of_a_plain_loop_over_its_slices(expected, policy, grid, how):
+    way, sampler = how
     limits = Limits(n_ctx=128, exact_width=4, **POLICIES[policy])
     cluster = Cluster(grid, way, limits)
     assert cluster.generate(SAMPLERS[sampler]) == expected(grid, sampler)
     cluster.close()
 
 
-@pytest.mark.parametrize("seed", mostly_full(range(4), 0, 3))
-@pytest.mark.parametrize("path", CancelPath)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("grid", ["2x2", "1,3", "1x3"])
-def test_no_interleaving_of_late_and_lost_messages_changes_a_token(
-        expected, grid, way, path, seed):
+@pytest.mark.parametrize(("grid", "how", "seed"), matrix(
+    ["2x2", "1,3", "1x3"], itertools.product(WAYS, CancelPath), range(4)))
+def test_no_interleaving_of_late_and_lost_messages_changes_a_token(expected, grid, how, seed):
     """Every message of a member comes when it likes, and some cancellations never."""
+    way, path = how
     rng = random.Random(seed)
 
     def late(port):
@@ -211,8 +209,7 @@ def test_no_interleaving_of_late_and_lost_messages_changes_a_token(
     assert len(computed) == 1  # all members of a stage have gone the same way
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("grid", ["1,3", "2,1", "1x3"])
+@pytest.mark.parametrize(("grid", "way"), matrix(["1,3", "2,1", "1x3"], WAYS))
 def test_tokens_are_the_same_while_slices_move_between_members(expected, grid, way):
     """As after rebalances: any member may hold any slices, the leader the first, and what had come
     by then is replayed; every message comes when it likes."""

@@ -18,7 +18,7 @@ from pipeinfer.core.types import Request
 from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, StopDraft, Submit
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
-from tests.support.sample import examples
+from tests.support.sample import examples, fewer
 from tests.support.simulated import Pipeline, plain
 
 N_VOCAB = 7
@@ -271,7 +271,7 @@ def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
     limits = Limits(n_ctx=256, chunk=4, exact_width=16, credit=2, parallel=32, cells=640, kept=4,
                     draft_max=8, tree_max=15, alone=True, guess_rows=64, **options)
     pipeline = Pipeline(limits, n_stages=1, n_vocab=N_VOCAB, accuracy=0.2, seed=3)
-    asked = [Request(i, (1, 2, i % N_VOCAB), 60) for i in range(32)]
+    asked = [Request(i, (1, 2, i % N_VOCAB), fewer(60, 20)) for i in range(32)]
     for request in asked:
         pipeline.submit(request)
     while pipeline.scheduler.lanes:  # a stage that is slower than the draft

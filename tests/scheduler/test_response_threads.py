@@ -17,7 +17,7 @@ from pipeinfer.strategies.decomposers.pdos import Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.scheduler.test_lanes import check_at_rest
-from tests.support.sample import matrix, mostly_full
+from tests.support.sample import fewer, matrix, mostly_full
 from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
 
 N_CTX, MOST = 400, 90
@@ -151,7 +151,7 @@ def test_the_programs_are_worth_testing(method):
 @pytest.mark.parametrize("method", mostly_full(METHODS, "pdos", "skeleton"))
 def test_several_responses_share_the_pipeline_and_a_cache_that_is_too_small(method):
     longest = 0
-    for order in range(6):
+    for order in range(fewer(6, 3)):
         limits = Limits(n_ctx=N_CTX, exact_width=4, credit=6, parallel=3, threads=4,
                         cells=80 if "pasta" in method else 120, kept=2, chunk=8)
         seeds = [order, order + 1, order + 2, order + 3]

@@ -24,7 +24,7 @@ from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
 from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
 from tests.support import simulated
-from tests.support.sample import examples
+from tests.support.sample import examples, fewer
 from tests.support.simulated import Pipeline, next_token, plain
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
@@ -393,7 +393,7 @@ def test_where_rows_are_dear_fewer_are_issued():
     def issued(**options):
         pipeline = Pipeline(SYNCHRONOUS, n_vocab=11, rows=Lookahead(4, 4, 3, **options),
                             drafts=False)
-        pipeline.submit(Request(0, (1, 2, 3), 160))
+        pipeline.submit(Request(0, (1, 2, 3), fewer(160, 100)))
         pipeline.drain()
         return sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
 
