@@ -20,8 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("full" if config.getoption("full") else "sample")
 
 
-#: folders of tests that start real jobs and servers
-_JOBS = ("tests/mpi/", "tests/server/", "tests/supervise/", "tests/models/", "tests/cli/")
+#: tests that start real jobs by the dozen
+_JOBS = ("tests/mpi/", "tests/models/test_hub.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
