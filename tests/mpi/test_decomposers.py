@@ -17,10 +17,11 @@ from tests.support import scripted_model
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-#: the sample counts steps of the first five; it compares texts with LLAMA
+#: the sample counts steps of the first five; it compares texts with LLAMA, so that a cell of torch
+#: that is named by its node id has no skeleton
 TORCH = ("plain", "pasta", "pdos", "apar", "pasta+lookahead@speculative", "skeleton",
          "pdos+prompt-lookup")[:fewer(7, 5)]
-DECOMPOSERS = ("plain", "pasta", "pdos", "skeleton", "apar")
+DECOMPOSERS = tuple(method for method in TORCH if "+" not in method and "@" not in method)
 LLAMA = ("plain", "pdos", "skeleton", "apar", "pdos+lookahead", "apar+prompt-lookup")
 SAMPLED = ("--temp", "0.8", "--seed", "5")
 
