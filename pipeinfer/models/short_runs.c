@@ -24,7 +24,9 @@ enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K 
        Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
 enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
        MOST_BLOCKS = 1024,   /* of a row whose scales are kept unpacked */
-       GROUP = 4 };          /* rows that one pass over a weight's row takes */
+       MOST_NUMBERS = 1 << 15,   /* of a row with blocks, which are copied */
+       MOST_GROUP = 8,       /* rows that one pass over a weight's row takes */
+       MOST_FLOATS = 3 };    /* the same for types without blocks, which need four registers a row */
 
 /* ggml_compute_params, as far as it is known */
 struct team { int ith, nth; size_t bytes; void *work; void *pool; };
@@ -56,11 +58,14 @@ static uint32_t kernels;                        /* types, as bits, whose kernels
 static bool avx2;
 
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
-#define UNROLLED _Pragma("GCC unroll 4")
+#define UNROLLED _Pragma("GCC unroll 8")
+#define ALIGNED __attribute__((aligned(64)))
 #define INLINE AVX2 static inline __attribute__((always_inline))
 
-/* Rows of the right side: `at` bytes apart; scale and other: of each block, by rows of `blocks`. */
-struct rows { const uint8_t *at; size_t apart; const float *scale, *other; int64_t blocks; };
+/* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
+   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row. */
+struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers;
+              int64_t blocks, length; };
 
 /* hsum_float_8 of llama.cpp */
 INLINE float sum_of(__m256 x)
@@ -107,30 +112,61 @@ INLINE void fetch(const uint8_t *x, int bytes)
         _mm_prefetch((const char *)x + AHEAD + at, _MM_HINT_T0);
 }
 
+/* Products of the scales of a weight's row and of each row on the right */
+static _Thread_local float both_scales[MOST_GROUP][MOST_BLOCKS] ALIGNED;
+
+INLINE void scale_all(int count, int64_t blocks, const uint8_t *x, int bytes, const struct rows *y)
+{
+    int64_t block;
+    int row;
+    for (block = 0; block + 8 <= blocks; block += 8, x += 8 * bytes) {
+        const __m256 eight = _mm256_cvtph_ps(_mm_set_epi16(
+            (short)bits_of(x + 7 * bytes), (short)bits_of(x + 6 * bytes),
+            (short)bits_of(x + 5 * bytes), (short)bits_of(x + 4 * bytes),
+            (short)bits_of(x + 3 * bytes), (short)bits_of(x + 2 * bytes),
+            (short)bits_of(x + bytes), (short)bits_of(x)));
+        UNROLLED
+        for (row = 0; row < count; row++)
+            _mm256_storeu_ps(&both_scales[row][block], _mm256_mul_ps(
+                eight, _mm256_loadu_ps(y->scale + row * y->blocks + block)));
+    }
+    for (; block < blocks; block++, x += bytes)
+        for (row = 0; row < count; row++)
+            both_scales[row][block] = one(x) * y->scale[row * y->blocks + block];
+}
+
+INLINE __m256i aligned(const struct rows *y, int row, int64_t block)
+{
+    return _mm256_load_si256(
+        (const __m256i *)(const void *)(y->numbers + row * y->length + 32 * block));
+}
+
 /* Types with blocks of 32: `WEIGHTS` unpacks signed bytes of the block at x. */
 #define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS)                                                          \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
                  int64_t apart)                                                                       \
 {                                                                                                     \
     const __m256i ones = _mm256_set1_epi16(1);                                                        \
-    __m256 sums[GROUP];                                                                               \
+    __m256 sums[MOST_GROUP];                                                                          \
     int row;                                                                                          \
     int64_t block;                                                                                    \
+    scale_all(count, blocks, x, X_BYTES, y);                                                          \
+    UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         sums[row] = _mm256_setzero_ps();                                                              \
     for (block = 0; block < blocks; block++, x += X_BYTES) {                                          \
         const __m256i weights = WEIGHTS, size = _mm256_sign_epi8(weights, weights);                   \
-        const __m256 scale = everywhere(x);                                                           \
         fetch(x, X_BYTES);                                                                            \
+        UNROLLED                                                                                      \
         for (row = 0; row < count; row++) {                                                           \
-            const __m256i other = load(y->at + row * y->apart + block * 34 + 2);                      \
+            const __m256i other = aligned(y, row, block);                                             \
             const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(other, weights));       \
             const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, pairs));                  \
-            const __m256 both = _mm256_mul_ps(                                                        \
-                scale, _mm256_broadcast_ss(y->scale + row * blocks + block));                         \
-            sums[row] = _mm256_fmadd_ps(both, fours, sums[row]);                                      \
+            sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both_scales[row][block]), fours,         \
+                                        sums[row]);                                                   \
         }                                                                                             \
     }                                                                                                 \
+    UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         to[row * apart] = sum_of(sums[row]);                                                          \
 }
@@ -156,30 +192,31 @@ INLINE void dots_q4_1(int count, int64_t blocks, const uint8_t *x, const struct 
                       int64_t apart)
 {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256 sums[GROUP];
-    __m128 least[GROUP];
+    __m256 sums[MOST_GROUP];
+    __m128 least[MOST_GROUP];
     int row;
     int64_t block;
+    scale_all(count, blocks, x, 20, y);
+    UNROLLED
     for (row = 0; row < count; row++) {
         sums[row] = _mm256_setzero_ps();
         least[row] = _mm_setzero_ps();
     }
     for (block = 0; block < blocks; block++, x += 20) {
         const __m256i weights = nibbles(x + 4);
-        const __m256 scale = everywhere(x);
         const __m128 lowest = _mm_cvtph_ps(_mm_set1_epi16((short)bits_of(x + 2)));
         fetch(x, 20);
+        UNROLLED
         for (row = 0; row < count; row++) {
-            const __m256i other = load(y->at + row * y->apart + block * 36 + 4);
-            const __m256 fours = _mm256_cvtepi32_ps(
-                _mm256_madd_epi16(ones, _mm256_maddubs_epi16(weights, other)));
-            const __m256 both = _mm256_mul_ps(
-                scale, _mm256_broadcast_ss(y->scale + row * blocks + block));
-            sums[row] = _mm256_fmadd_ps(both, fours, sums[row]);
-            least[row] = _mm_fmadd_ss(lowest, _mm_load_ss(y->other + row * blocks + block),
+            const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, _mm256_maddubs_epi16(
+                weights, aligned(y, row, block))));
+            sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both_scales[row][block]), fours,
+                                        sums[row]);
+            least[row] = _mm_fmadd_ss(lowest, _mm_load_ss(y->other + row * y->blocks + block),
                                       least[row]);
         }
     }
+    UNROLLED
     for (row = 0; row < count; row++)
         to[row * apart] = sum_of(sums[row]) + _mm_cvtss_f32(least[row]);
 }
@@ -211,9 +248,9 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
                    float *to, int64_t apart)
 {
     const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
-    __m256 sums[GROUP];
-    __m128 least[GROUP];
-    float falls[GROUP];
+    __m256 sums[MOST_GROUP];
+    __m128 least[MOST_GROUP];
+    float falls[MOST_GROUP];
     int row, part;
     int64_t block;
     for (row = 0; row < count; row++) {
@@ -229,7 +266,7 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
         const __m256i scales = _mm256_inserti128_si256(_mm256_castsi128_si256(first), first, 1);
         const __m256i upper = fifth ? load(x + 16) : _mm256_setzero_si256();
         const float scale = one(x), fall = one(x + 2);
-        __m256i found[GROUP];
+        __m256i found[MOST_GROUP];
         fetch(x, fifth ? Q5_K_BYTES : Q4_K_BYTES);
         for (row = 0; row < count; row++) {
             const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
@@ -263,11 +300,10 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
                     _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
             }
             for (row = 0; row < count; row++) {
-                const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES + 4 + 64 * part;
-                const __m256i sum_l = _mm256_madd_epi16(scale_l,
-                                                        _mm256_maddubs_epi16(l, load(other)));
-                const __m256i sum_h = _mm256_madd_epi16(scale_h,
-                                                        _mm256_maddubs_epi16(h, load(other + 32)));
+                const __m256i sum_l = _mm256_madd_epi16(scale_l, _mm256_maddubs_epi16(
+                    l, aligned(y, row, 8 * block + 2 * part)));
+                const __m256i sum_h = _mm256_madd_epi16(scale_h, _mm256_maddubs_epi16(
+                    h, aligned(y, row, 8 * block + 2 * part + 1)));
                 found[row] = _mm256_add_epi32(found[row], _mm256_add_epi32(sum_l, sum_h));
             }
         }
@@ -301,7 +337,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
                       int64_t apart)
 {
     const __m256i low = _mm256_set1_epi8(15);
-    __m256 sums[GROUP];
+    __m256 sums[MOST_GROUP];
     int row, half, part;
     int64_t block;
     for (row = 0; row < count; row++)
@@ -310,7 +346,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
         const __m128i bytes = _mm_loadu_si128((const __m128i *)(x + 192));
         const __m256i scales = _mm256_cvtepi8_epi16(bytes);
         const float scale = one(x + 208);
-        __m256i found[GROUP];
+        __m256i found[MOST_GROUP];
         fetch(x, Q6_K_BYTES);
         for (row = 0; row < count; row++)
             found[row] = _mm256_setzero_si256();
@@ -330,10 +366,9 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
                 const __m256i by = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, _mm_set_epi64x(
                     0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));
                 for (row = 0; row < count; row++) {
-                    const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES + 4
-                                         + 128 * half + 32 * part;
                     found[row] = _mm256_add_epi32(found[row], _mm256_madd_epi16(
-                        by, _mm256_maddubs_epi16(numbers, load(other))));
+                        by, _mm256_maddubs_epi16(numbers,
+                                                 aligned(y, row, 8 * block + 4 * half + part))));
                 }
             }
         }
@@ -358,78 +393,65 @@ INLINE float sum_of_four(const __m256 *x)
     return _mm_cvtss_f32(_mm_hadd_ps(two, two));
 }
 
-INLINE __m256 floats(const uint8_t *from, int bytes)
+INLINE __m256 floats_of_f32(const uint8_t *from)
 {
-    if (bytes == 4)
-        return _mm256_loadu_ps((const float *)(const void *)from);
+    return _mm256_loadu_ps((const float *)(const void *)from);
+}
+
+INLINE __m256 floats_of_f16(const uint8_t *from)
+{
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
 }
 
-INLINE __m256 brain_floats(const uint8_t *from)
+INLINE __m256 floats_of_bf16(const uint8_t *from)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(
         _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from)), 16));
 }
 
+/* ggml_vec_dot_bf16 ends otherwise */
+INLINE float sum_of_four_bf16(const __m256 *x)
+{
+    return sum_of(_mm256_add_ps(_mm256_add_ps(x[0], x[2]), _mm256_add_ps(x[1], x[3])));
+}
+
 /* Types without blocks: `blocks` counts elements, which are a multiple of 32. */
-#define ELEMENTS(NAME, BYTES, LOAD)                                                                   \
+#define ELEMENTS(NAME, BYTES, LOAD, SUM)                                                              \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
                  int64_t apart)                                                                       \
 {                                                                                                     \
-    __m256 sums[GROUP][4];                                                                            \
+    __m256 sums[MOST_GROUP][4];                                                                       \
     int row, part;                                                                                    \
     int64_t i;                                                                                        \
+    UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         for (part = 0; part < 4; part++)                                                              \
             sums[row][part] = _mm256_setzero_ps();                                                    \
     for (i = 0; i < blocks; i += 32) {                                                                \
         fetch(x + BYTES * i, 32 * BYTES);                                                             \
+        UNROLLED                                                                                      \
         for (part = 0; part < 4; part++) {                                                            \
             const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                                  \
+            UNROLLED                                                                                  \
             for (row = 0; row < count; row++)                                                         \
                 sums[row][part] = _mm256_fmadd_ps(                                                    \
                     weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),                   \
                     sums[row][part]);                                                                 \
         }                                                                                             \
     }                                                                                                 \
+    UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
-        to[row * apart] = sum_of_four(sums[row]);                                                     \
+        to[row * apart] = SUM(sums[row]);                                                             \
 }
 
-#define LOAD_F32(from) floats(from, 4)
-#define LOAD_F16(from) floats(from, 2)
-ELEMENTS(dots_f32, 4, LOAD_F32)
-ELEMENTS(dots_f16, 2, LOAD_F16)
-
-/* ggml_vec_dot_bf16 ends with the order of sum_of, not of sum_of_four */
-INLINE void dots_bf16(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
-                      int64_t apart)
-{
-    __m256 sums[GROUP][4];
-    int row, part;
-    int64_t i;
-    for (row = 0; row < count; row++)
-        for (part = 0; part < 4; part++)
-            sums[row][part] = _mm256_setzero_ps();
-    for (i = 0; i < blocks; i += 32) {
-        fetch(x + 2 * i, 64);
-        for (part = 0; part < 4; part++) {
-            const __m256 weights = brain_floats(x + 2 * (i + 8 * part));
-            for (row = 0; row < count; row++)
-                sums[row][part] = _mm256_fmadd_ps(
-                    weights, brain_floats(y->at + row * y->apart + 2 * (i + 8 * part)),
-                    sums[row][part]);
-        }
-    }
-    for (row = 0; row < count; row++)
-        to[row * apart] = sum_of(_mm256_add_ps(_mm256_add_ps(sums[row][0], sums[row][2]),
-                                               _mm256_add_ps(sums[row][1], sums[row][3])));
-}
+ELEMENTS(dots_f32, 4, floats_of_f32, sum_of_four)
+ELEMENTS(dots_f16, 2, floats_of_f16, sum_of_four)
+ELEMENTS(dots_bf16, 2, floats_of_bf16, sum_of_four_bf16)
 
 typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
                     const struct rows *y, float *to, int64_t apart);
 
-/* `weights` rows of weights by `count` rows, which the compiler knows in each of the four loops */
+/* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
 #define PASSES(NAME, DOTS)                                                                            \
 AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,   \
                       const struct rows *y, float *to, int64_t apart)                                 \
@@ -439,7 +461,11 @@ AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apar
     case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
     case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
     case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    default: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart);        \
+    case 4: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 5: for (i = 0; i < weights; i++) DOTS(5, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 6: for (i = 0; i < weights; i++) DOTS(6, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 7: for (i = 0; i < weights; i++) DOTS(7, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    default: for (i = 0; i < weights; i++) DOTS(8, blocks, x + i * x_apart, y, to + i, apart);        \
     }                                                                                                 \
 }
 
@@ -460,10 +486,10 @@ static const struct kernel {
     passes *pass;
     int partner, elements, bytes, partner_bytes, group, scales;
 } KERNEL[TYPES] = {
-    [F32] = {all_f32, F32, 1, 4, 4, 3, 0}, [F16] = {all_f16, F16, 1, 2, 2, 3, 0},
-    [BF16] = {all_bf16, BF16, 1, 2, 2, 3, 0}, [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, 4, 1},
-    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, 4, 2}, [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, 4, 1},
-    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, 4, 1},
+    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0}, [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0},
+    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0}, [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_GROUP, 1},
+    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2}, [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_GROUP, 1},
+    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, MOST_GROUP, 1},
     [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0},
     [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0},
     [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0},
@@ -471,21 +497,31 @@ static const struct kernel {
 
 static bool fits(int type, int64_t blocks)
 {
-    return KERNEL[type].elements == 1 ? blocks % 32 == 0 : blocks <= MOST_BLOCKS;
+    return KERNEL[type].elements > 1 ? blocks * KERNEL[type].elements <= MOST_NUMBERS
+                                     : blocks % 32 == 0;
 }
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
+static _Thread_local int8_t numbers[MOST_ROWS * MOST_NUMBERS] ALIGNED;
 
-AVX2 static void unpack(const struct kernel *kernel, const uint8_t *rows, size_t apart, int count,
-                        int64_t blocks)
+/* What blocks begin with, and their numbers to where loads cross no line. */
+AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows, size_t apart,
+                               int count, int64_t blocks)
 {
-    int number, row;
+    const int begin = kernel->partner == Q8_K ? 4 : 2 * kernel->scales;
+    int number, row, part;
     int64_t block;
     float *to = scales;
     for (number = 0; number < kernel->scales; number++)
         for (row = 0; row < count; row++)
             for (block = 0; block < blocks; block++)
                 *to++ = one(rows + row * apart + block * kernel->partner_bytes + 2 * number);
+    for (row = 0; row < count; row++)
+        for (block = 0; block < blocks; block++)
+            for (part = 0; part < kernel->elements; part += 32)
+                _mm256_store_si256(
+                    (__m256i *)(void *)(numbers + (row * blocks + block) * kernel->elements + part),
+                    load(rows + row * apart + block * kernel->partner_bytes + begin + part));
 }
 
 /* The part of the product that rows `from` to `until` of the weights make. */
@@ -498,7 +534,9 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
     for (group = 0; group < groups; group++) {
         const int end = (group + 1) * count / groups;  /* groups of about one size */
         const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * blocks,
-                                  scales + (count + begin) * blocks, blocks};
+                                  scales + (count + begin) * blocks,
+                                  numbers + begin * blocks * kernel->elements, blocks,
+                                  blocks * kernel->elements};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
         begin = end;
@@ -515,8 +553,8 @@ static void multiply(const struct team *team, int64_t m, int count, int64_t bloc
     const bool shares = next_chunk && team->nth > 1 && b == team->work;
     int64_t rows = m / (8 * team->nth) / 16 * 16, chunk;
 
-    if (kernel->scales)
-        unpack(kernel, b, y_apart, count, blocks);
+    if (kernel->elements > 1)
+        unpack_blocks(kernel, b, y_apart, count, blocks);
     if (!shares) {
         piece(kernel, team->ith * m / team->nth, (team->ith + 1) * m / team->nth, count, blocks, a,
               x_apart, b, y_apart, to, ldc);
