@@ -49,13 +49,13 @@ typedef bool tiled_product(const struct team *, void *to);
 static product *theirs;
 static tiled_product *their_tiles;
 static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
-static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 static int most_rows;                           /* 0: everything is left to llama.cpp */
 static uint32_t kernels;                        /* types, as bits, whose kernels are used */
 
 #ifdef KERNELS
 
 static bool avx2;
+static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define UNROLLED _Pragma("GCC unroll 8")
@@ -486,9 +486,12 @@ static const struct kernel {
     passes *pass;
     int partner, elements, bytes, partner_bytes, group, scales;
 } KERNEL[TYPES] = {
-    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0}, [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0},
-    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0}, [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_GROUP, 1},
-    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2}, [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_GROUP, 1},
+    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0},
+    [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0},
+    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0},
+    [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_GROUP, 1},
+    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2},
+    [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_GROUP, 1},
     [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, MOST_GROUP, 1},
     [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0},
     [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0},

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -29,6 +29,7 @@ _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q
           14: "q6_K", 30: "bf16"}
 
 _used: list[str] = []
+_begin: list[Callable[[int], int]] = []  #: the C part with llama.cpp's functions, once it is loaded
 
 
 def preload(library: Path) -> None:
@@ -51,8 +52,17 @@ def begin(functions: Mapping[str, Any]) -> None:
         complete = False
     pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
                 for name in FUNCTIONS]
-    kernels = own(*pointers, MOST_ROWS if complete else 0, sum(1 << kind for kind in _TYPES))
-    _used[:] = [name for kind, name in _TYPES.items() if kernels >> kind & 1]
+    every = sum(1 << kind for kind in _TYPES)
+    _begin[:] = [lambda most: int(own(*pointers, most, every))]
+    limit(MOST_ROWS if complete else 0)
+
+
+def limit(most: int) -> None:
+    """Take products of at most so many rows from now on; 0: none. Nothing may be computed
+    meanwhile. Without effect where `begin` had nothing to begin with."""
+    for begin_with in _begin:
+        kernels = begin_with(most)
+        _used[:] = [name for kind, name in _TYPES.items() if kernels >> kind & 1]
 
 
 def used() -> tuple[str, ...]:
