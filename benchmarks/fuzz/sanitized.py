@@ -120,8 +120,10 @@ def _copy(folder: Path) -> Path:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     own = tree / _OWN_C
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *FLAGS, *sorted(own.glob("*.c")), "-o",
-                    own / "_layer_filter.abi3.so"], check=True)
+    kernels = tree / "pipeinfer" / "models"
+    for folder, name in ((own, "_layer_filter"), (kernels, "_short_runs")):
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *FLAGS, *sorted(folder.glob("*.c")), "-o",
+                        folder / f"{name}.abi3.so"], check=True)
     return tree
 
 

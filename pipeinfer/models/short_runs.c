@@ -26,7 +26,8 @@ enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are bet
        MOST_BLOCKS = 1024,   /* of a row whose scales are kept unpacked */
        MOST_NUMBERS = 1 << 15,   /* of a row with blocks, which are copied */
        MOST_GROUP = 8,       /* rows that one pass over a weight's row takes */
-       MOST_FLOATS = 3 };    /* the same for types without blocks, which need four registers a row */
+       MOST_FLOATS = 6,      /* the same for types without blocks, */
+       MOST_OFFSET = 4 };    /* and for those with an offset, of which twice as much is read */
 
 /* ggml_compute_params, as far as it is known */
 struct team { int ith, nth; size_t bytes; void *work; void *pool; };
@@ -63,9 +64,10 @@ static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 #define INLINE AVX2 static inline __attribute__((always_inline))
 
 /* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
-   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row. */
-struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers;
-              int64_t blocks, length; };
+   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
+   a weight's offset adds to their sums by twos, int16. */
+struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
+              *offsets; int64_t blocks, length; };
 
 /* hsum_float_8 of llama.cpp */
 INLINE float sum_of(__m256 x)
@@ -135,44 +137,52 @@ INLINE void scale_all(int count, int64_t blocks, const uint8_t *x, int bytes, co
             both_scales[row][block] = one(x) * y->scale[row * y->blocks + block];
 }
 
-INLINE __m256i aligned(const struct rows *y, int row, int64_t block)
+INLINE __m256i aligned(const int8_t *of, const struct rows *y, int row, int64_t block)
 {
-    return _mm256_load_si256(
-        (const __m256i *)(const void *)(y->numbers + row * y->length + 32 * block));
+    return _mm256_load_si256((const __m256i *)(const void *)(of + row * y->length + 32 * block));
 }
 
-/* Types with blocks of 32: `WEIGHTS` unpacks signed bytes of the block at x. */
-#define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS)                                                          \
+/* Types with blocks of 32. WEIGHTS: their numbers at x, to which OFFSET is added where they are
+   stored, so that they are not negative; PAIRS: their products with `other`, summed up by twos.
+   Blocks are taken by fours as long as there are so many, to look ahead and to count more seldom. */
+#define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS, PAIRS)                                                   \
+INLINE void NAME##_block(int count, int64_t block, const uint8_t *x, const struct rows *y,            \
+                         __m256 *sums)                                                                \
+{                                                                                                     \
+    const __m256i weights = WEIGHTS, ones = _mm256_set1_epi16(1);                                     \
+    int row;                                                                                          \
+    UNROLLED                                                                                          \
+    for (row = 0; row < count; row++) {                                                               \
+        const __m256i other = aligned(y->numbers, y, row, block);                                     \
+        const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, PAIRS));                      \
+        sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both_scales[row][block]), fours, sums[row]); \
+    }                                                                                                 \
+}                                                                                                     \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
                  int64_t apart)                                                                       \
 {                                                                                                     \
-    const __m256i ones = _mm256_set1_epi16(1);                                                        \
     __m256 sums[MOST_GROUP];                                                                          \
-    int row;                                                                                          \
+    int row, i;                                                                                       \
     int64_t block;                                                                                    \
     scale_all(count, blocks, x, X_BYTES, y);                                                          \
     UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         sums[row] = _mm256_setzero_ps();                                                              \
-    for (block = 0; block < blocks; block++, x += X_BYTES) {                                          \
-        const __m256i weights = WEIGHTS, size = _mm256_sign_epi8(weights, weights);                   \
-        fetch(x, X_BYTES);                                                                            \
+    for (block = 0; block + 4 <= blocks; block += 4, x += 4 * X_BYTES) {                              \
+        fetch(x, 4 * X_BYTES);                                                                        \
         UNROLLED                                                                                      \
-        for (row = 0; row < count; row++) {                                                           \
-            const __m256i other = aligned(y, row, block);                                             \
-            const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(other, weights));       \
-            const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, pairs));                  \
-            sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both_scales[row][block]), fours,         \
-                                        sums[row]);                                                   \
-        }                                                                                             \
+        for (i = 0; i < 4; i++)                                                                       \
+            NAME##_block(count, block + i, x + i * X_BYTES, y, sums);                                 \
     }                                                                                                 \
+    for (; block < blocks; block++, x += X_BYTES)                                                     \
+        NAME##_block(count, block, x, y, sums);                                                       \
     UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         to[row * apart] = sum_of(sums[row]);                                                          \
 }
 
-/* The fifth bits of 32 numbers, as bytes of 0 or 240 where they are set or not */
-INLINE __m256i upper_bits_unset(const uint8_t *from)
+/* The fifth bits of 32 numbers, as bytes of 16 or 0 */
+INLINE __m256i fifth_bits(const uint8_t *from)
 {
     uint32_t bits;
     __m256i bytes;
@@ -180,13 +190,15 @@ INLINE __m256i upper_bits_unset(const uint8_t *from)
     bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_set_epi64x(
         0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000));
     bytes = _mm256_or_si256(bytes, _mm256_set1_epi64x(0x7fbfdfeff7fbfdfe));
-    bytes = _mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1));
-    return _mm256_andnot_si256(bytes, _mm256_set1_epi8((char)0xF0));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1)), _mm256_set1_epi8(16));
 }
 
-BLOCKS_OF_32(dots_q8_0, 34, load(x + 2))
-BLOCKS_OF_32(dots_q4_0, 18, _mm256_sub_epi8(nibbles(x + 2), _mm256_set1_epi8(8)))
-BLOCKS_OF_32(dots_q5_0, 22, _mm256_or_si256(nibbles(x + 6), upper_bits_unset(x + 2)))
+#define PAIRS_WITHOUT_OFFSET                                                                          \
+    _mm256_sub_epi16(_mm256_maddubs_epi16(weights, other), aligned(y->offsets, y, row, block))
+BLOCKS_OF_32(dots_q8_0, 34, load(x + 2), _mm256_maddubs_epi16(
+    _mm256_sign_epi8(weights, weights), _mm256_sign_epi8(other, weights)))
+BLOCKS_OF_32(dots_q4_0, 18, nibbles(x + 2), PAIRS_WITHOUT_OFFSET)
+BLOCKS_OF_32(dots_q5_0, 22, _mm256_or_si256(nibbles(x + 6), fifth_bits(x + 2)), PAIRS_WITHOUT_OFFSET)
 
 INLINE void dots_q4_1(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
                       int64_t apart)
@@ -209,7 +221,7 @@ INLINE void dots_q4_1(int count, int64_t blocks, const uint8_t *x, const struct 
         UNROLLED
         for (row = 0; row < count; row++) {
             const __m256 fours = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, _mm256_maddubs_epi16(
-                weights, aligned(y, row, block))));
+                weights, aligned(y->numbers, y, row, block))));
             sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both_scales[row][block]), fours,
                                         sums[row]);
             least[row] = _mm_fmadd_ss(lowest, _mm_load_ss(y->other + row * y->blocks + block),
@@ -240,7 +252,8 @@ INLINE __m256i scales_of_k(const uint8_t *from)
 /* The scale with this number in all places */
 INLINE __m256i spread(__m256i scales, int number)
 {
-    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short)(2 * number + 256 * (2 * number + 1))));
+    const int low = 2 * number, both = low + 256 * (low + 1);
+    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short)both));
 }
 
 /* Q4_K; with fifth bits Q5_K. They differ in the order in which the lowest values are added. */
@@ -301,9 +314,9 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
             }
             for (row = 0; row < count; row++) {
                 const __m256i sum_l = _mm256_madd_epi16(scale_l, _mm256_maddubs_epi16(
-                    l, aligned(y, row, 8 * block + 2 * part)));
+                    l, aligned(y->numbers, y, row, 8 * block + 2 * part)));
                 const __m256i sum_h = _mm256_madd_epi16(scale_h, _mm256_maddubs_epi16(
-                    h, aligned(y, row, 8 * block + 2 * part + 1)));
+                    h, aligned(y->numbers, y, row, 8 * block + 2 * part + 1)));
                 found[row] = _mm256_add_epi32(found[row], _mm256_add_epi32(sum_l, sum_h));
             }
         }
@@ -367,8 +380,8 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
                     0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));
                 for (row = 0; row < count; row++) {
                     found[row] = _mm256_add_epi32(found[row], _mm256_madd_epi16(
-                        by, _mm256_maddubs_epi16(numbers,
-                                                 aligned(y, row, 8 * block + 4 * half + part))));
+                        by, _mm256_maddubs_epi16(numbers, aligned(
+                            y->numbers, y, row, 8 * block + 4 * half + part))));
                 }
             }
         }
@@ -415,30 +428,35 @@ INLINE float sum_of_four_bf16(const __m256 *x)
     return sum_of(_mm256_add_ps(_mm256_add_ps(x[0], x[2]), _mm256_add_ps(x[1], x[3])));
 }
 
-/* Types without blocks: `blocks` counts elements, which are a multiple of 32. */
+/* Types without blocks: `blocks` counts elements, which are a multiple of 32. Each row has four sums,
+   for which registers do not suffice from four rows on: then two at a time, and weights once more. */
 #define ELEMENTS(NAME, BYTES, LOAD, SUM)                                                              \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
                  int64_t apart)                                                                       \
 {                                                                                                     \
+    const int step = count > 3 ? 2 : 4;                                                               \
     __m256 sums[MOST_GROUP][4];                                                                       \
-    int row, part;                                                                                    \
+    int row, part, first;                                                                             \
     int64_t i;                                                                                        \
     UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         for (part = 0; part < 4; part++)                                                              \
             sums[row][part] = _mm256_setzero_ps();                                                    \
-    for (i = 0; i < blocks; i += 32) {                                                                \
-        fetch(x + BYTES * i, 32 * BYTES);                                                             \
-        UNROLLED                                                                                      \
-        for (part = 0; part < 4; part++) {                                                            \
-            const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                                  \
+    UNROLLED                                                                                          \
+    for (first = 0; first < 4; first += step)                                                         \
+        for (i = 0; i < blocks; i += 32) {                                                            \
+            if (first == 0)                                                                           \
+                fetch(x + BYTES * i, 32 * BYTES);                                                     \
             UNROLLED                                                                                  \
-            for (row = 0; row < count; row++)                                                         \
-                sums[row][part] = _mm256_fmadd_ps(                                                    \
-                    weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),                   \
-                    sums[row][part]);                                                                 \
+            for (part = first; part < first + step; part++) {                                         \
+                const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                              \
+                UNROLLED                                                                              \
+                for (row = 0; row < count; row++)                                                     \
+                    sums[row][part] = _mm256_fmadd_ps(                                                \
+                        weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),               \
+                        sums[row][part]);                                                             \
+            }                                                                                         \
         }                                                                                             \
-    }                                                                                                 \
     UNROLLED                                                                                          \
     for (row = 0; row < count; row++)                                                                 \
         to[row * apart] = SUM(sums[row]);                                                             \
@@ -481,21 +499,21 @@ PASSES(all_q5_k, dots_q5_k)
 PASSES(all_q6_k, dots_q6_k)
 
 /* elements: of a block; bytes: of a block; group: rows of a pass at most, as registers allow;
-   scales: numbers in 16 bits that a partner's block begins with */
+   scales: numbers in 16 bits that a partner's block begins with; offset: of what is stored */
 static const struct kernel {
     passes *pass;
-    int partner, elements, bytes, partner_bytes, group, scales;
+    int partner, elements, bytes, partner_bytes, group, scales, offset;
 } KERNEL[TYPES] = {
-    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0},
-    [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0},
-    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0},
-    [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_GROUP, 1},
-    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2},
-    [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_GROUP, 1},
-    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, MOST_GROUP, 1},
-    [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0},
-    [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0},
-    [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0},
+    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0, 0},
+    [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0, 0},
+    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0, 0},
+    [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_OFFSET, 1, 8},
+    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2, 0},
+    [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_OFFSET, 1, 16},
+    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, MOST_GROUP, 1, 0},
+    [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0, 0},
+    [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0, 0},
+    [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0, 0},
 };
 
 static bool fits(int type, int64_t blocks)
@@ -506,6 +524,7 @@ static bool fits(int type, int64_t blocks)
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
 static _Thread_local int8_t numbers[MOST_ROWS * MOST_NUMBERS] ALIGNED;
+static _Thread_local int8_t offsets[MOST_ROWS * MOST_NUMBERS] ALIGNED;
 
 /* What blocks begin with, and their numbers to where loads cross no line. */
 AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows, size_t apart,
@@ -521,10 +540,15 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
                 *to++ = one(rows + row * apart + block * kernel->partner_bytes + 2 * number);
     for (row = 0; row < count; row++)
         for (block = 0; block < blocks; block++)
-            for (part = 0; part < kernel->elements; part += 32)
-                _mm256_store_si256(
-                    (__m256i *)(void *)(numbers + (row * blocks + block) * kernel->elements + part),
-                    load(rows + row * apart + block * kernel->partner_bytes + begin + part));
+            for (part = 0; part < kernel->elements; part += 32) {
+                const int64_t at = (row * blocks + block) * kernel->elements + part;
+                const __m256i few = load(rows + row * apart + block * kernel->partner_bytes + begin
+                                         + part);
+                _mm256_store_si256((__m256i *)(void *)(numbers + at), few);
+                if (kernel->offset)
+                    _mm256_store_si256((__m256i *)(void *)(offsets + at), _mm256_maddubs_epi16(
+                        _mm256_set1_epi8(kernel->offset), few));
+            }
 }
 
 /* The part of the product that rows `from` to `until` of the weights make. */
@@ -538,7 +562,8 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
         const int end = (group + 1) * count / groups;  /* groups of about one size */
         const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * blocks,
                                   scales + (count + begin) * blocks,
-                                  numbers + begin * blocks * kernel->elements, blocks,
+                                  numbers + begin * blocks * kernel->elements,
+                                  offsets + begin * blocks * kernel->elements, blocks,
                                   blocks * kernel->elements};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
