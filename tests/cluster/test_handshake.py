@@ -44,7 +44,7 @@ def test_other_kernels_are_noted_and_refused_when_strict():
     theirs = other(kernels="avx avx2")
     _check_library(mine, theirs, strict=False)
     text = refusal(mine, theirs, strict=True)
-    assert "compiled for less, rank 0" in text
+    assert "kernels for less, rank 0" in text
     assert "for avx512f: use the same build" in text
     ranks = [RankInfo(0, "a", kernels=mine.kernels), RankInfo(1, "b", kernels=theirs.kernels)]
     assert "near-ties" in notes_on(ranks)[0]
