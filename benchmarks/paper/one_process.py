@@ -51,6 +51,10 @@ class Machine:
 MACHINES: Mapping[str, Machine] = {
     "0.43 B Q4_0, Zen 3": Machine(26e-3, (1.645, 2.252, 2.288, 2.486, 3.939, 7.247), 0.05, 7),
     "SmolLM2 Q4_1, Zen 3": Machine(11e-3, (1.79, 2.408, 2.5, 3.479, 4.239, 8.038), 0.35, 16),
+    "0.43 B Q8_0, Zen 3, short runs": Machine(
+        43e-3, (1.12, 1.152, 1.394, 1.595, 2.086, 4.034), 0.05, 16),
+    "SmolLM2 Q4_1, Zen 3, short runs": Machine(
+        11e-3, (1.347, 1.671, 1.968, 2.779, 3.918, 6.734), 0.35, 16),
     "cheap rows": Machine(30e-3, (1.05, 1.1, 1.15, 1.2, 1.5, 2.2), 0.05, 16),
 }
 LEVERS: Mapping[str, tuple[str, ...]] = {

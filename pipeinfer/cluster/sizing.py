@@ -218,7 +218,8 @@ def limits_for(
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
     if take_turns and exact > 1:
-        values |= by_turns(curve, draft_share, exact, weighed=_weighs(config))
+        values |= by_turns(curve, draft_share, exact, weighed=_weighs(config),
+                           free=LOOKUP in config.proposer)
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
@@ -247,10 +248,13 @@ def _weighs(config: SpeculationConfig) -> bool:
     return config.adapt and config.speculation == "auto" and not config.tree_max
 
 
-def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> dict[str, Any]:
+def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, free: bool = False
+             ) -> dict[str, Any]:
     """Values of limits to start with where draft and target compute by turns.
 
     weighed: whether every guess has to be worth its row. curve, draft_share: see `limits_for`.
+    free: whether something else names guesses without a model: then a model has to pay as it
+    usually guesses, and not only where it guesses well.
     """
     timing = _at_load(curve, draft_share)
     if not weighed:
@@ -258,8 +262,8 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool) -> 
         return {"p_min": least_confidence(timing, _USUAL, size),
                 "draft_max": size, "tree_max": size}
     values = weighed_by(timing, exact - 1)
-    if not turns(timing, GOOD, exact - 1):
-        values["draft_price"] = math.inf  # not even good guesses would pay for the models
+    if not turns(timing, _USUAL if free else GOOD, exact - 1):
+        values["draft_price"] = math.inf
     return values
 
 

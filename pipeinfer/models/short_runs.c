@@ -55,7 +55,6 @@ static uint32_t kernels;                        /* types, as bits, whose kernels
 
 #ifdef KERNELS
 
-static bool avx2;
 static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -142,8 +141,8 @@ INLINE __m256i aligned(const int8_t *of, const struct rows *y, int row, int64_t 
     return _mm256_load_si256((const __m256i *)(const void *)(of + row * y->length + 32 * block));
 }
 
-/* Types with blocks of 32. WEIGHTS: their numbers at x, to which OFFSET is added where they are
-   stored, so that they are not negative; PAIRS: their products with `other`, summed up by twos.
+/* Types with blocks of 32. WEIGHTS: the numbers of the block at x as they are stored, of some types with
+   an offset; PAIRS: products of the numbers meant with `other`, summed up by twos.
    Blocks are taken by fours as long as there are so many, to look ahead and to count more seldom. */
 #define BLOCKS_OF_32(NAME, X_BYTES, WEIGHTS, PAIRS)                                                   \
 INLINE void NAME##_block(int count, int64_t block, const uint8_t *x, const struct rows *y,            \
@@ -604,14 +603,10 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
 {
 #ifdef KERNELS
     if (n <= most_rows && c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass) {
-        const bool used = kernels >> a_type & 1, blocked = KERNEL[a_type].elements > 1;
-        if (used && b_type == KERNEL[a_type].partner && fits(a_type, k)) {
-            multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
-            return true;
-        }
-        /* of floats, and without AVX2 of all, llamafile's kernels add up in another order */
-        if (used || !blocked || !avx2)
-            return false;
+        if (!(kernels >> a_type & 1) || b_type != KERNEL[a_type].partner || !fits(a_type, k))
+            return false;  /* llamafile's kernels may add up in another order */
+        multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
+        return true;
     }
 #endif
     return theirs != NULL && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
@@ -725,8 +720,8 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     kernels = 0;
     most_rows = 0;
 #ifdef KERNELS
-    avx2 = has_avx2();
     if (most > 0) {
+        const bool avx2 = has_avx2();
         int type;
         uint32_t found = 0;
         dice = 1;

@@ -236,3 +236,14 @@ def test_the_published_policy_cancels_from_the_last_stage_backward():
 def test_what_a_policy_does_not_have(options, says):
     with pytest.raises(UsageError, match=says):
         choose_policy(JobConfig.of(**options), DRAFT)
+
+
+@pytest.mark.parametrize(("proposers", "asked"), [
+    ("draft", True), ("prompt-lookup,draft", False)])
+def test_beside_copies_a_draft_has_to_pay_as_drafts_usually_guess(proposers, asked):
+    """A guess costs 0.35 and a row 0.35: 0.9 right pays, 0.7 does not."""
+    config = JobConfig.of(proposer=tuple(proposers.split(",")))
+    found, _ = limits_for(
+        config.speculation, Policy.PIPEINFER, sizes_for(0.35), n_ctx=1000, chunk=64, exact=16,
+        n_stages=1, curve=((2, 1.35), (4, 2.0), (8, 3.9), (16, 6.7)), spare=64, draft_share=0.35)
+    assert found.asks_models == asked
