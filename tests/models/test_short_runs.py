@@ -81,6 +81,8 @@ def partner_rows(kind, values):
        seed=st.integers(0, 2**16))
 def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
+    if short_runs._TYPES[kind] not in short_runs.used():
+        pytest.skip("this build of llama.cpp adds up in another order")
     elements = BLOCKS[kind][0]
     count = blocks * (32 if elements == 1 else elements)
     rng = np.random.default_rng(seed)
