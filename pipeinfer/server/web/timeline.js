@@ -15,6 +15,7 @@ export class Timeline {
     this.words = words(true);
     this.span = 0; // seconds, 0: by the runs
     this.held = null; // right edge while it is held
+    this.heldSpan = 0; // seconds that were shown then
     this.bars = [];
     this.drawn = "";
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -29,6 +30,7 @@ export class Timeline {
   }
 
   hold(on) {
+    this.heldSpan = this.seconds();
     this.held = on ? this.edge() : null;
     this.draw(true);
   }
@@ -60,6 +62,7 @@ export class Timeline {
   // How many seconds fit in: by choice, or so many that a bar can be seen.
   seconds() {
     if (this.span) return this.span;
+    if (this.held !== null) return this.heldSpan;
     const width = Math.max(this.canvas.clientWidth - LEFT, 100);
     const change = this.runs.changes.at(-1);
     const since = change ? this.edge(1) - change.from : Infinity;
