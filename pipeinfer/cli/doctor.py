@@ -175,7 +175,7 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
         if not kernels:
             continue  # it has failed above, or ggml chooses its kernels while running
         numbers = ", ".join(str(rank["rank"]) for rank in ranks)
-        detail = f"compiled for {kernels} (ranks {numbers})"
+        detail = f"compiled for {kernels.removesuffix(' short-runs')} (ranks {numbers})"
         found.append(Finding(
             "ok", "llama.cpp's kernels", detail + (f"; not for {unused}" if unused else ""),
             "`./launch/demo --native` compiles it for all that this processor has; whether that "
