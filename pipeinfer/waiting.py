@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import MutableMapping
-from importlib.machinery import PathFinder
 from pathlib import Path
+
+from pipeinfer.loading import c_part
 
 #: "active" keeps libgomp from lowering the bound when draft and stage, each with threads of its
 #: own, share the cores. LLVM's library, which yields by itself, is told to stay as it is
@@ -47,12 +48,11 @@ def looks(each_ns: float | None) -> int:
 
 def look_ns() -> float | None:
     """Nanoseconds of one look of libgomp's loop on this processor, None without the C part."""
-    folder = Path(__file__).parent / "backends" / "llamacpp"
-    spec = PathFinder.find_spec("_layer_filter", [str(folder)])
-    if spec is None or spec.origin is None:
+    path = c_part("_layer_filter", Path(__file__).parent / "backends" / "llamacpp")
+    if path is None:
         return None
     try:
-        function = ctypes.CDLL(spec.origin).pipeinfer_look_ns
+        function = ctypes.CDLL(path).pipeinfer_look_ns
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_double

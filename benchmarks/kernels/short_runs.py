@@ -67,8 +67,8 @@ def main(model: Path, widths: str, threads: int, rounds: int) -> None:
 
 
 def _open(model: Path, ours: bool, threads: int) -> LlamaCppBackend:
-    n = ModelFile(model).n_layers
-    repack = "on" if not ours or may_repack(model) else "off"
+    file = ModelFile(model)
+    n, repack = file.n_layers, "on" if not ours or may_repack(file) else "off"
     return LlamaCppBackend.load(
         model, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256, n_seq_max=2,
         n_batch=64, n_threads=threads, options=LlamaOptions(repack=repack))

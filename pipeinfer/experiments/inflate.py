@@ -428,11 +428,12 @@ def verify(
 def _loaded(path: Path) -> Iterator[Any]:
     """The model that llama.cpp makes of ``path``."""
     from pipeinfer.models import llama_c
+    from pipeinfer.models.gguf import ModelFile
     from pipeinfer.models.llama import ensure_llama, may_repack
 
     ensure_llama()
     params = llama_c.llama_model_default_params()
-    params.use_extra_bufts = may_repack(path)
+    params.use_extra_bufts = may_repack(ModelFile(path))
     params.n_gpu_layers = 0
     model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import deque
 
@@ -90,19 +89,19 @@ def llama_identity() -> str:
         return f"{NO_LIBRARY}{error}"
 
 
-def may_repack(path: str | os.PathLike[str]) -> bool:
+def may_repack(model: ModelFile) -> bool:
     """Whether the file's weights are to be laid out anew for this processor's kernels when they
     are loaded.
 
     Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
     Of Q4_K its kernels for repacked weights take each number of rows in another order, while those
     of `short_runs` take them in the file's layout, all alike. Raises BackendError without a
-    library, ModelError for a file that cannot be read.
+    library.
     """
     if b"AMX_INT8 = 1" in llama_c.llama_print_system_info():
         return False
-    return "q4_K" not in short_runs.used() or ModelFile(path).get(
-        "general.file_type") not in _MOSTLY_Q4_K
+    return "q4_K" not in short_runs.used() \
+        or model.get("general.file_type") not in _MOSTLY_Q4_K
 
 
 def reads_halves_fast() -> bool:

@@ -42,8 +42,8 @@ _LEAST_TOKENS = 12  #: llama.cpp takes token 11 where a byte-level vocabulary na
 _NONE = ("none", "no_vocab")
 
 
-def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise ModelError unless llama.cpp can be given the file at `path`."""
+def check_file(path: str | os.PathLike[str]) -> ModelFile:
+    """The file at `path`; ModelError unless llama.cpp can be given it."""
     model = ModelFile(path)
     alignment = model.get("general.alignment", _ALIGNMENT)
     if isinstance(alignment, int) and alignment % _ALIGNMENT:
@@ -51,6 +51,7 @@ def check_file(path: str | os.PathLike[str]) -> None:
     check_numbers(model)
     check_types(model)
     check_vocabulary(model)
+    return model
 
 
 def check_numbers(model: ModelFile) -> None:

@@ -24,7 +24,7 @@ enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K 
        Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
 enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
        MOST_BLOCKS = 1024,   /* of a row whose scales are kept unpacked */
-       MOST_NUMBERS = 1 << 15,   /* of a row with blocks, which are copied */
+       MOST_NUMBERS = 32 * MOST_BLOCKS,  /* of a row with blocks, which are copied */
        MOST_GROUP = 8,       /* rows that one pass over a weight's row takes */
        MOST_FLOATS = 6,      /* the same for types without blocks, */
        MOST_OFFSET = 4 };    /* and for those with an offset, of which twice as much is read */

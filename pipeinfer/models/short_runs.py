@@ -15,9 +15,10 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+from pipeinfer.loading import c_part
 
 SWITCH = "PIPEINFER_SHORT_RUNS"
 MOST_ROWS = 16  #: as many as are tried for exactness; more are parts of prompts
@@ -73,11 +74,11 @@ def used() -> tuple[str, ...]:
 @cache
 def _compiled() -> Any | None:
     """The C part's function, None where it was not compiled or cannot be loaded."""
-    spec = PathFinder.find_spec("_short_runs", [str(Path(__file__).parent)])
-    if spec is None or spec.origin is None:
+    path = c_part("_short_runs", Path(__file__).parent)
+    if path is None:
         return None
     try:
-        function = ctypes.CDLL(spec.origin, mode=ctypes.RTLD_GLOBAL).pipeinfer_short_runs
+        function = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL).pipeinfer_short_runs
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_uint32

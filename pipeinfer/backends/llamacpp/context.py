@@ -152,9 +152,9 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
-    check_file(path)
+    file = check_file(path)
     params.use_extra_bufts = options.repack == "on" or (
-        options.repack == "auto" and may_repack(path))
+        options.repack == "auto" and may_repack(file))
     model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.tensors import source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
+from pipeinfer.loading import c_part
 from pipeinfer.models import llama_c
 
 _NOTHING, _LAST, _SOME, _ENDED = range(4)
@@ -215,11 +215,11 @@ def compiled_filter() -> Any | None:
 @cache
 def compiled() -> Any | None:
     """The library of the C part, None where it was not compiled or cannot be loaded."""
-    spec = PathFinder.find_spec("_layer_filter", [str(Path(__file__).parent)])
-    if spec is None or spec.origin is None:
+    path = c_part("_layer_filter", Path(__file__).parent)
+    if path is None:
         return None
     try:
-        library = ctypes.CDLL(spec.origin)
+        library = ctypes.CDLL(path)
         library.pipeinfer_sums_bytes.restype = ctypes.c_size_t
         _ = library.pipeinfer_sums_widen  # the newest of its functions
         library.pipeinfer_filter_bytes.restype = ctypes.c_size_t

@@ -24,6 +24,7 @@ from pipeinfer.backends.llamacpp.context import (
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models import llama_c
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama import ensure_llama, may_repack
 
 _FEW = 16  #: rows
@@ -37,7 +38,7 @@ class PlainLoop:
                  flash: int = 1) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_c.llama_model_default_params()
-        model_params.use_extra_bufts = may_repack(path)
+        model_params.use_extra_bufts = may_repack(ModelFile(path))
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
