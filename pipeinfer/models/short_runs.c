@@ -10,35 +10,17 @@
 
    Needs neither Python's nor llama.cpp's headers. */
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define KERNELS 1
-#include <immintrin.h>
-#endif
+#include "short_runs.h"
 
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K = 12, Q5_K = 13,
        Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
-enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
-       MOST_BLOCKS = 1024,   /* of a row whose scales are kept unpacked */
-       MOST_NUMBERS = 32 * MOST_BLOCKS,  /* of a row with blocks, which are copied */
-       MOST_GROUP = 8,       /* rows that one pass over a weight's row takes */
-       MOST_FLOATS = 6,      /* the same for types without blocks, */
-       MOST_OFFSET = 4 };    /* and for those with an offset, of which twice as much is read */
+enum { MOST_NUMBERS = 32 * MOST_BLOCKS,  /* of a row, which is copied */
+       MOST_GROUP = 8,   /* rows that one pass over a weight's row takes */
+       MOST_FLOATS = 6,  /* the same for types without blocks, */
+       MOST_OFFSET = 4 };  /* and for those with an offset, of which twice as much is read */
 
 /* ggml_compute_params, as far as it is known */
 struct team { int ith, nth; size_t bytes; void *work; void *pool; };
-
-/* ggml_type_traits_cpu */
-struct traits {
-    void (*from_float)(const float *from, void *to, int64_t count);
-    void (*dot)(int n, float *to, size_t, const void *x, size_t, const void *y, size_t, int);
-    int partner;
-    int64_t rows;
-};
 
 typedef bool product(const struct team *, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
                      const void *b, int64_t ldb, void *c, int64_t ldc, int a_type, int b_type,
@@ -57,16 +39,12 @@ static uint32_t kernels;                        /* types, as bits, whose kernels
 
 static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
-#define UNROLLED _Pragma("GCC unroll 8")
-#define ALIGNED __attribute__((aligned(64)))
-#define INLINE AVX2 static inline __attribute__((always_inline))
-
 /* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
    `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
-   a weight's offset adds to their sums by twos, int16. */
+   a weight's offset adds to their sums by twos, int16. Of types without blocks: floats, `length` in a
+   row. */
 struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
-              *offsets; int64_t blocks, length; };
+              *offsets; const float *floats; int64_t blocks, length; };
 
 /* hsum_float_8 of llama.cpp */
 INLINE float sum_of(__m256 x)
@@ -77,40 +55,12 @@ INLINE float sum_of(__m256 x)
     return _mm_cvtss_f32(sum);
 }
 
-INLINE uint16_t bits_of(const uint8_t *half)
-{
-    uint16_t bits;
-    memcpy(&bits, half, sizeof bits);
-    return bits;
-}
-
-INLINE __m256 everywhere(const uint8_t *half)
-{
-    return _mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(half)));
-}
-
-INLINE float one(const uint8_t *half) { return _cvtsh_ss(bits_of(half)); }
-
-INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
-
 /* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
 INLINE __m256i nibbles(const uint8_t *from)
 {
     __m128i half = _mm_loadu_si128((const __m128i *)from);
     __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
     return _mm256_and_si256(_mm256_set1_epi8(15), both);
-}
-
-/* Weights come from memory once, row after row, and the processor's own look ahead ends with each
-   page. */
-enum { AHEAD = 2048, LINE = 64 };
-
-INLINE void fetch(const uint8_t *x, int bytes)
-{
-    int at;
-    UNROLLED
-    for (at = 0; at < bytes; at += LINE)
-        _mm_prefetch((const char *)x + AHEAD + at, _MM_HINT_T0);
 }
 
 /* Products of the scales of a weight's row and of each row on the right */
@@ -427,38 +377,71 @@ INLINE float sum_of_four_bf16(const __m256 *x)
     return sum_of(_mm256_add_ps(_mm256_add_ps(x[0], x[2]), _mm256_add_ps(x[1], x[3])));
 }
 
+enum { TILE = 256,        /* elements of a row, so many that those of all rows stay in the first cache */
+       TOGETHER = 8 };    /* rows of weights that are taken tile after tile */
+
 /* Types without blocks: `blocks` counts elements, which are a multiple of 32. Each row has four sums,
-   for which registers do not suffice from four rows on: then two at a time, and weights once more. */
+   for which registers do not suffice from four rows on: then two at a time. */
 #define ELEMENTS(NAME, BYTES, LOAD, SUM)                                                              \
-INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
-                 int64_t apart)                                                                       \
+INLINE void NAME##_tile(int count, int64_t size, const uint8_t *x, const uint8_t *next,               \
+                        const float *y, int64_t length, __m256 (*sums)[4])                            \
 {                                                                                                     \
     const int step = count > 3 ? 2 : 4;                                                               \
-    __m256 sums[MOST_GROUP][4];                                                                       \
     int row, part, first;                                                                             \
     int64_t i;                                                                                        \
     UNROLLED                                                                                          \
-    for (row = 0; row < count; row++)                                                                 \
-        for (part = 0; part < 4; part++)                                                              \
-            sums[row][part] = _mm256_setzero_ps();                                                    \
-    UNROLLED                                                                                          \
-    for (first = 0; first < 4; first += step)                                                         \
-        for (i = 0; i < blocks; i += 32) {                                                            \
+    for (first = 0; first < 4; first += step) {                                                       \
+        __m256 own[MOST_GROUP][4];                                                                    \
+        UNROLLED                                                                                      \
+        for (row = 0; row < count; row++)                                                             \
+            UNROLLED                                                                                  \
+            for (part = first; part < first + step; part++)                                           \
+                own[row][part] = sums[row][part];                                                     \
+        for (i = 0; i < size; i += 32) {                                                              \
             if (first == 0)                                                                           \
-                fetch(x + BYTES * i, 32 * BYTES);                                                     \
+                fetch(next + BYTES * i, 32 * BYTES);                                                  \
             UNROLLED                                                                                  \
             for (part = first; part < first + step; part++) {                                         \
                 const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                              \
                 UNROLLED                                                                              \
                 for (row = 0; row < count; row++)                                                     \
-                    sums[row][part] = _mm256_fmadd_ps(                                                \
-                        weights, LOAD(y->at + row * y->apart + BYTES * (i + 8 * part)),               \
-                        sums[row][part]);                                                             \
+                    own[row][part] = _mm256_fmadd_ps(                                                 \
+                        weights, _mm256_load_ps(y + row * length + i + 8 * part), own[row][part]);    \
             }                                                                                         \
         }                                                                                             \
-    UNROLLED                                                                                          \
-    for (row = 0; row < count; row++)                                                                 \
-        to[row * apart] = SUM(sums[row]);                                                             \
+        UNROLLED                                                                                      \
+        for (row = 0; row < count; row++)                                                             \
+            UNROLLED                                                                                  \
+            for (part = first; part < first + step; part++)                                           \
+                sums[row][part] = own[row][part];                                                     \
+    }                                                                                                 \
+}                                                                                                     \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,        \
+                 const struct rows *y, float *to, int64_t apart)                                      \
+{                                                                                                     \
+    const int64_t together = count > 2 ? TOGETHER : 1;                                                \
+    __m256 sums[TOGETHER][MOST_GROUP][4];                                                             \
+    int64_t from, i, at;                                                                              \
+    int row, part;                                                                                    \
+    for (from = 0; from < weights; from += together) {                                                \
+        const int64_t some = weights - from < together ? weights - from : together;                   \
+        for (i = 0; i < some; i++)                                                                    \
+            for (row = 0; row < count; row++)                                                         \
+                for (part = 0; part < 4; part++)                                                      \
+                    sums[i][row][part] = _mm256_setzero_ps();                                         \
+        for (at = 0; at < blocks; at += TILE) {                                                       \
+            const int64_t size = blocks - at < TILE ? blocks - at : TILE;                             \
+            for (i = 0; i < some; i++) {                                                              \
+                const uint8_t *tile = x + (from + i) * x_apart + BYTES * at;                          \
+                const uint8_t *next = together == 1 ? tile + AHEAD :                                  \
+                    at + size < blocks ? tile + BYTES * TILE : tile - BYTES * at + together * x_apart;\
+                NAME##_tile(count, size, tile, next, y->floats + at, y->length, sums[i]);             \
+            }                                                                                         \
+        }                                                                                             \
+        for (i = 0; i < some; i++)                                                                    \
+            for (row = 0; row < count; row++)                                                         \
+                to[from + i + row * apart] = SUM(sums[i][row]);                                       \
+    }                                                                                                 \
 }
 
 ELEMENTS(dots_f32, 4, floats_of_f32, sum_of_four)
@@ -468,34 +451,50 @@ ELEMENTS(dots_bf16, 2, floats_of_bf16, sum_of_four_bf16)
 typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
                     const struct rows *y, float *to, int64_t apart);
 
-/* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
-#define PASSES(NAME, DOTS)                                                                            \
+#define EACH(NAME, DOTS)                                                                              \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,        \
+                 const struct rows *y, float *to, int64_t apart)                                      \
+{                                                                                                     \
+    int64_t i;                                                                                        \
+    for (i = 0; i < weights; i++)                                                                     \
+        DOTS(count, blocks, x + i * x_apart, y, to + i, apart);                                       \
+}
+
+/* `weights` rows of weights by `count` rows, which the compiler knows in each of the passes */
+#define PASSES(NAME, PASS)                                                                            \
 AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,   \
                       const struct rows *y, float *to, int64_t apart)                                 \
 {                                                                                                     \
-    int64_t i;                                                                                        \
     switch (count) {                                                                                  \
-    case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 4: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 5: for (i = 0; i < weights; i++) DOTS(5, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 6: for (i = 0; i < weights; i++) DOTS(6, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 7: for (i = 0; i < weights; i++) DOTS(7, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    default: for (i = 0; i < weights; i++) DOTS(8, blocks, x + i * x_apart, y, to + i, apart);        \
+    case 1: PASS(1, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 2: PASS(2, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 3: PASS(3, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 4: PASS(4, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 5: PASS(5, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 6: PASS(6, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    case 7: PASS(7, blocks, x, x_apart, weights, y, to, apart); break;                                \
+    default: PASS(8, blocks, x, x_apart, weights, y, to, apart);                                      \
     }                                                                                                 \
 }
+
+EACH(each_q4_0, dots_q4_0)
+EACH(each_q4_1, dots_q4_1)
+EACH(each_q5_0, dots_q5_0)
+EACH(each_q8_0, dots_q8_0)
+EACH(each_q4_k, dots_q4_k)
+EACH(each_q5_k, dots_q5_k)
+EACH(each_q6_k, dots_q6_k)
 
 PASSES(all_f32, dots_f32)
 PASSES(all_f16, dots_f16)
 PASSES(all_bf16, dots_bf16)
-PASSES(all_q4_0, dots_q4_0)
-PASSES(all_q4_1, dots_q4_1)
-PASSES(all_q5_0, dots_q5_0)
-PASSES(all_q8_0, dots_q8_0)
-PASSES(all_q4_k, dots_q4_k)
-PASSES(all_q5_k, dots_q5_k)
-PASSES(all_q6_k, dots_q6_k)
+PASSES(all_q4_0, each_q4_0)
+PASSES(all_q4_1, each_q4_1)
+PASSES(all_q5_0, each_q5_0)
+PASSES(all_q8_0, each_q8_0)
+PASSES(all_q4_k, each_q4_k)
+PASSES(all_q5_k, each_q5_k)
+PASSES(all_q6_k, each_q6_k)
 
 /* elements: of a block; bytes: of a block; group: rows of a pass at most, as registers allow;
    scales: numbers in 16 bits that a partner's block begins with; offset: of what is stored */
@@ -517,11 +516,12 @@ static const struct kernel {
 
 static bool fits(int type, int64_t blocks)
 {
-    return KERNEL[type].elements > 1 ? blocks * KERNEL[type].elements <= MOST_NUMBERS
-                                     : blocks % 32 == 0;
+    const int elements = KERNEL[type].elements;
+    return blocks * elements <= MOST_NUMBERS && (elements > 1 || blocks % 32 == 0);
 }
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
+static _Thread_local float floats[MOST_ROWS * MOST_NUMBERS] ALIGNED;
 static _Thread_local int8_t numbers[MOST_ROWS * MOST_NUMBERS] ALIGNED;
 static _Thread_local int8_t offsets[MOST_ROWS * MOST_NUMBERS] ALIGNED;
 
@@ -550,6 +550,18 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
             }
 }
 
+AVX2 static void unpack_floats(int type, const uint8_t *rows, size_t apart, int count, int64_t length)
+{
+    int row;
+    int64_t i;
+    for (row = 0; row < count; row++)
+        for (i = 0; i < length; i += 8) {
+            const uint8_t *from = rows + row * apart + i * KERNEL[type].partner_bytes;
+            _mm256_store_ps(floats + row * length + i, type == F32 ? floats_of_f32(from) :
+                            type == F16 ? floats_of_f16(from) : floats_of_bf16(from));
+        }
+}
+
 /* The part of the product that rows `from` to `until` of the weights make. */
 static void piece(const struct kernel *kernel, int64_t from, int64_t until, int count, int64_t blocks,
                   const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart, float *to,
@@ -562,7 +574,8 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
         const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * blocks,
                                   scales + (count + begin) * blocks,
                                   numbers + begin * blocks * kernel->elements,
-                                  offsets + begin * blocks * kernel->elements, blocks,
+                                  offsets + begin * blocks * kernel->elements,
+                                  floats + begin * blocks, blocks,
                                   blocks * kernel->elements};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
@@ -582,6 +595,8 @@ static void multiply(const struct team *team, int64_t m, int count, int64_t bloc
 
     if (kernel->elements > 1)
         unpack_blocks(kernel, b, y_apart, count, blocks);
+    else
+        unpack_floats(type, b, y_apart, count, blocks);
     if (!shares) {
         piece(kernel, team->ith * m / team->nth, (team->ith + 1) * m / team->nth, count, blocks, a,
               x_apart, b, y_apart, to, ldc);
@@ -624,12 +639,6 @@ bool ggml_compute_forward_mul_mat_tiled(const struct team *team, void *to)
 
 static uint32_t dice;
 
-static uint32_t roll(void)
-{
-    dice = dice * 1664525u + 1013904223u;
-    return dice >> 8;
-}
-
 /* Random weights: scales of a moderate size, wherever a type has them. */
 static void randomise(int type, uint8_t *block)
 {
@@ -638,9 +647,9 @@ static void randomise(int type, uint8_t *block)
         [Q5_K] = {0, 2}, [Q6_K] = {208, -1}};
     int i;
     for (i = 0; i < KERNEL[type].bytes; i++)
-        block[i] = (uint8_t)roll();
+        block[i] = (uint8_t)roll(&dice);
     for (i = 0; i < 2 && KERNEL[type].elements > 1 && HALVES[type][i] >= 0; i++) {
-        const uint16_t half = (uint16_t)((roll() & 0x83ff) | 0x2800 | (roll() & 0x0400));
+        const uint16_t half = some_scale(&dice);
         memcpy(block + HALVES[type][i], &half, sizeof half);
     }
     if (type == Q8_0)
@@ -665,7 +674,7 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
         return false;
     for (row = 0; row < MOST_ROWS; row++) {
         for (i = 0; i < TRIED; i++)
-            from[row][i] = ((int)(roll() & 0xffff) - 0x8000) / (float)(1 << (13 + roll() % 4));
+            from[row][i] = some_number(&dice);
         if (kernel->partner == F32)
             memcpy(y[0] + row * y_bytes, from[row], y_bytes);
         else
@@ -677,7 +686,7 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
             if (kernel->elements > 1) {
                 randomise(type, block);
             } else {
-                const float value = ((int)(roll() & 0xffff) - 0x8000) / (float)(1 << 15);
+                const float value = ((int)(roll(&dice) & 0xffff) - 0x8000) / (float)(1 << 15);
                 if (type == F32)
                     memcpy(block, &value, sizeof value);
                 else
@@ -696,12 +705,6 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
             }
     }
     return true;
-}
-
-static bool has_avx2(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
-        && __builtin_cpu_supports("f16c");
 }
 
 #endif

@@ -1,10 +1,10 @@
 """Products of a matrix with few rows, by kernels that share what unpacking its weights costs.
 
 A guess is worth a row of a run if that row is cheap and gets the bits that it gets alone. llama.cpp
-has one or the other: `short_runs.c` has both, for processors with AVX2. The dynamic linker hands
-llama.cpp the functions there in place of its own, so that library has to be loaded before, for
-everybody. What it does not take goes on to llama.cpp's. Single rows keep their bits, whether it is
-there or not.
+has one or the other: `short_runs.c` has both, for processors with AVX2, and `repacked_runs.c` for
+Q4_0 that llama.cpp has laid out anew. The dynamic linker hands llama.cpp the functions there in
+place of its own, so that library has to be loaded before, for everybody. What it does not take goes
+on to llama.cpp's. Single rows keep their bits, whether it is there or not.
 
 PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. Knows no models.
 """
@@ -22,15 +22,25 @@ from pipeinfer.loading import c_part
 
 SWITCH = "PIPEINFER_SHORT_RUNS"
 MOST_ROWS = 16  #: as many as are tried for exactness; more are parts of prompts
-#: llama.cpp's functions that are needed; without the last, threads get fixed parts of a product
+#: llama.cpp's functions, all but the last needed: without it threads get fixed parts of a product
 FUNCTIONS = ("llamafile_sgemm", "ggml_compute_forward_mul_mat_tiled", "ggml_get_type_traits_cpu",
              "ggml_nrows", "ggml_threadpool_chunk_add")
 #: ggml's numbers of the types that have a kernel
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q4_K", 13: "q5_K",
           14: "q6_K", 30: "bf16"}
 
+#: what ggml calls Q4_0 laid out anew with eight rows side by side
+_REPACKED = "q4_0_8x8"
+_METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE"
+           "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor")
+#: functions for it, of which three are needed: without the rest two or three rows go one by one
+REPACKED_FUNCTIONS = (
+    "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
+    "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc")
+
 _used: list[str] = []
-_begin: list[Callable[[int], int]] = []  #: the C part with llama.cpp's functions, once it is loaded
+#: the C part with llama.cpp's functions, once these are loaded: rows at most -> types taken
+_begin: list[Callable[[int], list[str]]] = []
 
 
 def preload(library: Path) -> None:
@@ -46,44 +56,59 @@ def begin(functions: Mapping[str, Any]) -> None:
     """
     if _compiled.cache_info().currsize == 0 or (own := _compiled()) is None:
         return
-    complete = all(name in functions for name in FUNCTIONS[:-1])
-    if complete and "ggml_cpu_init" in functions:
+    ready = "ggml_cpu_init" in functions
+    if ready:
         functions["ggml_cpu_init"]()  # fills tables that its kernels read
-    else:
-        complete = False
-    pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
-                for name in FUNCTIONS]
-    every = sum(1 << kind for kind in _TYPES)
-    _begin[:] = [lambda most: int(own(*pointers, most, every))]
-    limit(MOST_ROWS if complete else 0)
+
+    def begun(function: Any, names: tuple[str, ...], needed: int,
+              *more: int) -> Callable[[int], int]:
+        complete = ready and all(name in functions for name in names[:needed])
+        pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
+                    for name in names]
+        return lambda most: int(function(*pointers, most if complete else 0, *more))
+
+    in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, sum(1 << kind for kind in _TYPES))
+    laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
+
+    def begin_with(most: int) -> list[str]:
+        kernels = in_files(most)
+        return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
+                *([_REPACKED] if laid_out_anew(most) else [])]
+
+    _begin[:] = [begin_with]
+    limit(MOST_ROWS)
 
 
 def limit(most: int) -> None:
     """Take products of at most so many rows from now on; 0: none. Nothing may be computed
     meanwhile. Without effect where `begin` had nothing to begin with."""
     for begin_with in _begin:
-        kernels = begin_with(most)
-        _used[:] = [name for kind, name in _TYPES.items() if kernels >> kind & 1]
+        _used[:] = begin_with(most)
 
 
 def used() -> tuple[str, ...]:
-    """Types of weights whose products are made here. Empty before llama.cpp is loaded."""
+    """Types of weights whose products are made here, "q4_0_8x8" for Q4_0 laid out anew.
+    Empty before llama.cpp is loaded."""
     return tuple(_used)
 
 
 @cache
 def _compiled() -> Any | None:
-    """The C part's function, None where it was not compiled or cannot be loaded."""
+    """The C part, None where it was not compiled or cannot be loaded."""
     path = c_part("_short_runs", Path(__file__).parent)
     if path is None:
         return None
     try:
-        function = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL).pipeinfer_short_runs
+        library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        for name, result, pointers, more in (
+                ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS, (ctypes.c_uint32,)),
+                ("pipeinfer_repacked_runs", ctypes.c_bool, REPACKED_FUNCTIONS, ())):
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = [*[ctypes.c_void_p] * len(pointers), ctypes.c_int, *more]
     except (OSError, AttributeError):
         return None
-    function.restype = ctypes.c_uint32
-    function.argtypes = [*[ctypes.c_void_p] * len(FUNCTIONS), ctypes.c_int, ctypes.c_uint32]
-    return function
+    return library
 
 
 def _plug_ins(library: Path) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,105 @@ def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
     """What `begin` leaves out it leaves out silently; with AVX2 alone nothing should be."""
     if "avx512f" in llama_c.kernels():
         pytest.skip("compiled for AVX-512, where products of floats add up in another order")
-    assert set(short_runs.used()) == set(short_runs._TYPES.values())
+    assert set(short_runs.used()) == {*short_runs._TYPES.values(), short_runs._REPACKED}
+
+
+GEMV, GEMM, METHOD = (short_runs.REPACKED_FUNCTIONS[i] for i in (0, 1, 3))
+TOLD = {"rows": ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p),
+        "matrix": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
+        "contiguous": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
+        "name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)}
+NAMES = {name: ctypes.create_string_buffer(name.encode()) for name in ("MUL_MAT", "MUL_MAT_ID")}
+
+
+class Repacked:
+    """The C part once more, for products that llama.cpp's loop is imitated for."""
+
+    def __init__(self, path):
+        self.library = ctypes.CDLL(str(path))
+        self.product = None
+        self.told = {"rows": 1, "matrix": True, "contiguous": True, "name": None}
+        self._kept = [kind(lambda _, name=name: self.told[name]) for name, kind in TOLD.items()]
+        forward = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_void_p] * 3)(
+            lambda *_: self.product() is None)
+        own = [getattr(llama_c, name) for name in short_runs.REPACKED_FUNCTIONS[:3]]
+        self._kept += [forward, *own]
+        begin = self.library.pipeinfer_repacked_runs
+        begin.restype = ctypes.c_bool
+        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int]
+        assert begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (*own, *self._kept[4:5],
+                                                                  *self._kept[:4])), 16)
+
+    def run(self, product):
+        self.product = product
+        method = getattr(self.library, METHOD)
+        method.restype = ctypes.c_bool
+        assert method(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def repacked(sgemm, tmp_path_factory):
+    if short_runs._REPACKED not in short_runs.used():
+        pytest.skip("this build of llama.cpp does not lay out Q4_0 like that")
+    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
+    copy = tmp_path_factory.mktemp("repacked") / path.name
+    copy.write_bytes(path.read_bytes())
+    return Repacked(copy)
+
+
+def side_by_side(right):
+    """Rows of Q8_0 in fours, as their kernels want them."""
+    four = right.reshape(-1, 4, right.shape[1] // 34, 34)
+    halves = four[..., :2].transpose(0, 2, 1, 3).reshape(*four.shape[:1], four.shape[2], 8)
+    numbers = four[..., 2:].reshape(*four.shape[:3], 4, 8).transpose(0, 2, 3, 1, 4)
+    return np.ascontiguousarray(
+        np.concatenate((halves, numbers.reshape(*halves.shape[:2], 128)), axis=2))
+
+
+def called(function, length, to, apart, x, y, rows, weights):
+    function.restype = None
+    function(ctypes.c_int(length), ctypes.c_void_p(to), ctypes.c_size_t(apart), ctypes.c_void_p(x),
+             ctypes.c_void_p(y), ctypes.c_int(rows), ctypes.c_int(weights))
+
+
+@given(eights=st.integers(1, 9), rows=st.integers(1, 23), blocks=st.integers(1, 9),
+       chunks=st.integers(1, 3), known=st.sampled_from(["all", "experts", "planes", "strides"]),
+       seed=st.integers(0, 2**16))
+def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, known, seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(0, 256, (eights, blocks, 144)).astype(np.uint8)
+    weights[:, :, :16] = rng.standard_normal((eights, blocks, 8)).astype(np.float16).view(np.uint8)
+    right = partner_rows(8, rng.standard_normal((rows, 32 * blocks)).astype(np.float32))
+    order = rng.permutation(rows) if known == "experts" else range(rows)
+    in_fours = 0 if known == "experts" else rows - rows % 4
+    fours = side_by_side(right[:in_fours])
+    wanted = np.full((rows, 8 * eights), np.nan, np.float32)
+    for row in range(rows):
+        called(getattr(llama_c, GEMV), 32 * blocks, wanted[row].ctypes.data, 8 * eights,
+               weights.ctypes.data, right[row].ctypes.data, 1, 8 * eights)
+    found = np.full_like(wanted, np.nan)
+
+    def product():
+        """What llama.cpp's method does for one thread, all chunks."""
+        bounds = [eights * i // chunks for i in range(chunks + 1)]
+        for begin, end in pairwise(bounds):
+            if begin == end:
+                continue
+            part, x = (begin * 8, (end - begin) * 8), weights[begin].ctypes.data
+            if in_fours:
+                called(getattr(repacked.library, GEMM), 32 * blocks,
+                       found[0, part[0]:].ctypes.data, 8 * eights, x, fours.ctypes.data, in_fours,
+                       part[1])
+            for row in order[in_fours:]:
+                called(getattr(repacked.library, GEMV), 32 * blocks,
+                       found[row, part[0]:].ctypes.data, 8 * eights, x, right[row].ctypes.data, 1,
+                       part[1])
+
+    repacked.told |= {"rows": rows, "matrix": known != "planes", "contiguous": known != "strides",
+                      "name": ctypes.addressof(
+                          NAMES["MUL_MAT_ID" if known == "experts" else "MUL_MAT"])}
+    repacked.run(product)
+    assert wanted.tobytes() == found.tobytes()
 
 
 PROBE = """
@@ -147,7 +246,7 @@ print(width, len(short_runs.used()), hash(b"".join(hidden)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q8_0"])
 def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind, sgemm):
     path = tmp_path / "model.gguf"
     write_random_model(path, RandomSpec(qtype=kind))

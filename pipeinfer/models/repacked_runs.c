@@ -1,0 +1,281 @@
+/* Few rows by weights that llama.cpp has laid out anew: Q4_0, of eight rows of weights the same eight
+   bytes side by side (its 8x8).
+
+   Its own kernels for a single row (gemv) and for rows in fours (gemm) give the same bits, and so do
+   those here, which take half as long. Two or three rows it multiplies one by one; here the first call
+   makes them all, when it is known that they belong together: llama.cpp's method that makes the whole
+   product is called by way of the one here, which notes how many rows it has. All are found before
+   llama.cpp's own as in short_runs.c. */
+
+#include "short_runs.h"
+
+typedef void product(int length, float *to, size_t apart, const void *x, const void *y, int rows,
+                     int weights);
+typedef bool method(const void *self, void *params, void *tensor);
+
+static product *their_gemv, *their_gemm;
+static method *their_forward;
+/* ggml_nrows, ggml_is_matrix, ggml_is_contiguous, ggml_op_desc */
+static int64_t (*rows_of)(const void *tensor);
+static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tensor);
+static const char *(*name_of)(const void *tensor);
+static int most_rows; /* 0: everything is left to llama.cpp */
+
+/* Rows that follow those in fours and are one product's, 0: unknown */
+static _Thread_local int rest;
+/* What the calls to come ask for and is there already */
+static _Thread_local struct { const void *x; const uint8_t *y; int rows; } made;
+
+#ifdef KERNELS
+
+enum { COLUMNS = 8,       /* rows of weights that lie side by side */
+       IN_FOURS = 4,
+       WEIGHTS = 16,      /* where a block's numbers begin, behind eight scales */
+       BLOCK = 144,       /* bytes of eight blocks of weights */
+       OTHER = 34 };      /* bytes of a block of the right side, Q8_0 */
+
+/* Of the rows on the right, per block: its scale, and what the weights' offset of 8 adds to a sum */
+static _Thread_local float scales[MOST_ROWS][MOST_BLOCKS];
+static _Thread_local int32_t offsets[MOST_ROWS][MOST_BLOCKS];
+
+/* `count` rows by eight rows of weights. The parts of eight numbers of a row's block are `step` apart,
+   the rows `apart` bytes, their blocks `bytes`. */
+INLINE void eight(int count, int64_t blocks, const uint8_t *x, const uint8_t *y, int64_t bytes,
+                  int64_t step, int64_t apart, int first, float *to, size_t to_apart)
+{
+    const __m256i low = _mm256_set1_epi8(15), signs = _mm256_set1_epi8((char)0x88);
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 sums[IN_FOURS];
+    int64_t block;
+    int row, part;
+    UNROLLED
+    for (row = 0; row < count; row++)
+        sums[row] = _mm256_setzero_ps();
+    for (block = 0; block < blocks; block++, x += BLOCK, y += bytes) {
+        /* scales in the order that sums of pairs bring about: 0 1 4 5 2 3 6 7 */
+        const __m256 theirs = _mm256_cvtph_ps(_mm_shuffle_epi32(
+            _mm_loadu_si128((const __m128i *)x), _MM_SHUFFLE(3, 1, 2, 0)));
+        __m256i weights[4][2]; /* by eight numbers: of rows 0 to 3 and 4 to 7 */
+        fetch(x, BLOCK);
+        UNROLLED
+        for (part = 0; part < 4; part++) {
+            const __m256i both = _mm256_xor_si256(signs, load(x + WEIGHTS + 32 * part));
+            weights[part / 2][part % 2] = _mm256_and_si256(both, low);
+            weights[2 + part / 2][part % 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        }
+        UNROLLED
+        for (row = 0; row < count; row++) {
+            __m256i left = _mm256_setzero_si256(), right = left, whole;
+            UNROLLED
+            for (part = 0; part < 4; part++) {
+                int64_t number;
+                memcpy(&number, y + row * apart + part * step, sizeof number);
+                /* at most 4 * 2 * 15 * 127 in 16 bits */
+                left = _mm256_add_epi16(left, _mm256_maddubs_epi16(
+                    weights[part][0], _mm256_set1_epi64x(number)));
+                right = _mm256_add_epi16(right, _mm256_maddubs_epi16(
+                    weights[part][1], _mm256_set1_epi64x(number)));
+            }
+            whole = _mm256_sub_epi32(_mm256_hadd_epi32(_mm256_madd_epi16(left, ones),
+                                                       _mm256_madd_epi16(right, ones)),
+                                     _mm256_set1_epi32(offsets[first + row][block]));
+            sums[row] = _mm256_fmadd_ps(
+                _mm256_cvtepi32_ps(whole),
+                _mm256_mul_ps(theirs, _mm256_broadcast_ss(&scales[first + row][block])), sums[row]);
+        }
+    }
+    UNROLLED
+    for (row = 0; row < count; row++)
+        _mm256_storeu_ps(to + row * to_apart, _mm256_castpd_ps(_mm256_permute4x64_pd(
+            _mm256_castps_pd(sums[row]), _MM_SHUFFLE(3, 1, 2, 0))));
+}
+
+/* Eight times the sums of eight numbers each */
+INLINE __m256i eight_times(__m256i numbers)
+{
+    const __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(numbers, _mm256_set1_epi8((char)0x80)),
+                                         _mm256_setzero_si256());
+    return _mm256_slli_epi64(_mm256_sub_epi64(sums, _mm256_set1_epi64x(8 * 128)), 3);
+}
+
+/* Up to three rows, one after another as Q8_0 */
+AVX2 static void few(int count, int length, float *to, size_t to_apart, const uint8_t *x,
+                     const uint8_t *y, int weights)
+{
+    const int64_t blocks = length / 32, apart = blocks * OTHER;
+    int64_t block;
+    int row, at;
+    for (row = 0; row < count; row++)
+        for (block = 0; block < blocks; block++) {
+            const uint8_t *other = y + row * apart + block * OTHER;
+            int64_t sums[4];
+            _mm256_storeu_si256((__m256i *)(void *)sums, eight_times(load(other + 2)));
+            scales[row][block] = one(other);
+            offsets[row][block] = (int32_t)(sums[0] + sums[1] + sums[2] + sums[3]);
+        }
+#define ALL(COUNT)                                                                                    \
+    for (at = 0; at < weights; at += COLUMNS, x += blocks * BLOCK)                                    \
+        eight(COUNT, blocks, x, y + 2, OTHER, 8, apart, 0, to + at, to_apart)
+    switch (count) {
+    case 1: ALL(1); break;
+    case 2: ALL(2); break;
+    default: ALL(3);
+    }
+}
+
+/* Rows in fours, of which eight numbers each lie side by side */
+AVX2 static void fours(int count, int length, float *to, size_t to_apart, const uint8_t *x,
+                       const uint8_t *y, int weights)
+{
+    const int64_t blocks = length / 32, bytes = IN_FOURS * OTHER;
+    int64_t block;
+    int row, at, part;
+    for (row = 0; row < count; row += IN_FOURS)
+        for (block = 0; block < blocks; block++) {
+            const uint8_t *other = y + row * blocks * OTHER + block * bytes;
+            __m256i all = _mm256_setzero_si256();
+            int64_t sums[IN_FOURS];
+            for (part = 0; part < 4; part++)
+                all = _mm256_add_epi64(all, eight_times(load(other + 2 * IN_FOURS + 32 * part)));
+            _mm256_storeu_si256((__m256i *)(void *)sums, all);
+            for (part = 0; part < IN_FOURS; part++) {
+                scales[row + part][block] = one(other + 2 * part);
+                offsets[row + part][block] = (int32_t)sums[part];
+            }
+        }
+    for (at = 0; at < weights; at += COLUMNS, x += blocks * BLOCK)
+        for (row = 0; row < count; row += IN_FOURS)
+            eight(IN_FOURS, blocks, x, y + row * blocks * OTHER + 2 * IN_FOURS, bytes, 32, 8, row,
+                  to + row * to_apart + at, to_apart);
+}
+
+static bool fits(int length) { return length / 32 <= MOST_BLOCKS; }
+
+#endif
+
+/* A single row. */
+void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
+                             int rows, int weights)
+{
+#ifdef KERNELS
+    if (most_rows && rows == 1 && fits(length)) {
+        const int64_t bytes = length / 32 * OTHER;
+        if (made.rows && made.x == x && made.y == y) {
+            made.rows--;
+            made.y += bytes;
+            return;
+        }
+        few(rest ? rest : 1, length, to, apart, x, y, weights);
+        made.x = x;
+        made.y = (const uint8_t *)y + bytes;
+        made.rows = rest ? rest - 1 : 0;
+        return;
+    }
+#endif
+    their_gemv(length, to, apart, x, y, rows, weights);
+}
+
+/* Rows in fours. */
+void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
+                             int rows, int weights)
+{
+#ifdef KERNELS
+    if (rows <= most_rows && fits(length)) {
+        fours(rows, length, to, apart, x, y, weights);
+        return;
+    }
+#endif
+    their_gemm(length, to, apart, x, y, rows, weights);
+}
+
+/* ggml::cpu::repack::tensor_traits<block_q4_0, 8, 8, GGML_TYPE_Q8_0>::compute_forward: a whole product.
+   Rows of a matrix follow one another on both sides; of experts' products nothing is known. */
+bool _ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE15compute_forwardEP19ggml_compute_paramsP11ggml_tensor(
+    const void *self, void *params, void *tensor)
+{
+    bool done;
+    made.rows = rest = 0;
+    if (most_rows && rows_of && is_matrix && is_contiguous && name_of
+        && strcmp(name_of(tensor), "MUL_MAT") == 0 && is_matrix(tensor) && is_contiguous(tensor))
+        rest = (int)(rows_of(tensor) % 4);
+    done = their_forward(self, params, tensor);
+    made.rows = rest = 0;
+    return done;
+}
+
+#ifdef KERNELS
+
+enum { TRIED = 256 };
+
+/* Whether the kernels give the bits of the library's own for single rows, for rows in fours as well. */
+static bool agree(const struct traits *partner)
+{
+    enum { BLOCKS = TRIED / 32, LENGTH = BLOCKS * OTHER };
+    static float from[TRIED], wanted[MOST_ROWS][COLUMNS], to[MOST_ROWS][COLUMNS];
+    static uint8_t x[BLOCKS * BLOCK], y[MOST_ROWS][LENGTH], sided[MOST_ROWS * LENGTH];
+    uint32_t dice = 1;
+    int row, block, i, count;
+    for (i = 0; i < (int)sizeof x; i++)
+        x[i] = (uint8_t)roll(&dice);
+    for (i = 0; i < BLOCKS * COLUMNS; i++) {
+        const uint16_t half = some_scale(&dice);
+        memcpy(x + i / COLUMNS * BLOCK + i % COLUMNS * 2, &half, sizeof half);
+    }
+    for (row = 0; row < MOST_ROWS; row++) {
+        uint8_t *fours_of = sided + row / IN_FOURS * IN_FOURS * LENGTH;
+        for (i = 0; i < TRIED; i++)
+            from[i] = some_number(&dice);
+        partner->from_float(from, y[row], TRIED);
+        their_gemv(TRIED, wanted[row], COLUMNS, x, y[row], 1, COLUMNS);
+        for (block = 0; block < BLOCKS; block++) {
+            uint8_t *four = fours_of + block * IN_FOURS * OTHER;
+            memcpy(four + row % IN_FOURS * 2, y[row] + block * OTHER, 2);
+            for (i = 0; i < 4; i++)
+                memcpy(four + 2 * IN_FOURS + 32 * i + row % IN_FOURS * 8,
+                       y[row] + block * OTHER + 2 + 8 * i, 8);
+        }
+    }
+    for (count = 1; count < IN_FOURS; count++) {
+        memset(to, 0, sizeof to);
+        few(count, TRIED, to[0], COLUMNS, x, y[0], COLUMNS);
+        if (memcmp(to, wanted, count * sizeof to[0]) != 0)
+            return false;
+    }
+    for (count = IN_FOURS; count <= MOST_ROWS; count += IN_FOURS) {
+        memset(to, 0, sizeof to);
+        fours(count, TRIED, to[0], COLUMNS, x, sided, COLUMNS);
+        if (memcmp(to, wanted, count * sizeof to[0]) != 0)
+            return false;
+        memset(to, 0, sizeof to);
+        their_gemm(TRIED, to[0], COLUMNS, x, sided, count, COLUMNS);
+        if (memcmp(to, wanted, count * sizeof to[0]) != 0)
+            return false;
+    }
+    return true;
+}
+
+#endif
+
+/* Begins to take up to `most` rows, if the bits are the library's own; returns whether. The library's
+   functions: the first three are needed, without the rest two or three rows go one by one. */
+bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
+                             method *forward, int64_t (*rows)(const void *),
+                             bool (*matrix)(const void *), bool (*contiguous)(const void *),
+                             const char *(*name)(const void *), int most)
+{
+    their_gemv = gemv;
+    their_gemm = gemm;
+    their_forward = forward;
+    rows_of = rows;
+    is_matrix = matrix;
+    is_contiguous = contiguous;
+    name_of = name;
+    most_rows = 0;
+#ifdef KERNELS
+    if (most > 0 && has_avx2() && agree(traits_of(8)))
+        most_rows = most < MOST_ROWS ? most : MOST_ROWS;
+#else
+    (void)traits_of, (void)most;
+#endif
+    return most_rows > 0;
+}
