@@ -15,7 +15,8 @@ setup(ext_modules=[Extension(
     py_limited_api=True,
 ), Extension(
     "pipeinfer.models._short_runs",
-    ["pipeinfer/models/short_runs.c", "pipeinfer/models/repacked_runs.c"],
+    ["pipeinfer/models/short_runs.c", "pipeinfer/models/repacked_runs.c",
+     "pipeinfer/models/huge_pages.c"],
     depends=["pipeinfer/models/short_runs.h"],
     # products and sums are rounded where the code says so
     extra_compile_args=["-O3", "-ffp-contract=off"],

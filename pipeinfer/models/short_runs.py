@@ -37,6 +37,7 @@ _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8E
 REPACKED_FUNCTIONS = (
     "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
     "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc")
+ALLOCATOR = "ggml_aligned_malloc"  #: llama.cpp's, whose large buffers get huge pages
 
 _used: list[str] = []
 #: the C part with llama.cpp's functions, once these are loaded: rows at most -> types taken
@@ -56,6 +57,8 @@ def begin(functions: Mapping[str, Any]) -> None:
     """
     if _compiled.cache_info().currsize == 0 or (own := _compiled()) is None:
         return
+    if ALLOCATOR in functions:
+        own.pipeinfer_huge_pages(ctypes.cast(functions[ALLOCATOR], ctypes.c_void_p))
     ready = "ggml_cpu_init" in functions
     if ready:
         functions["ggml_cpu_init"]()  # fills tables that its kernels read
@@ -106,6 +109,8 @@ def _compiled() -> Any | None:
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), ctypes.c_int, *more]
+        library.pipeinfer_huge_pages.restype = None
+        library.pipeinfer_huge_pages.argtypes = [ctypes.c_void_p]
     except (OSError, AttributeError):
         return None
     return library

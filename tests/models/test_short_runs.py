@@ -226,6 +226,35 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
     assert wanted.tobytes() == found.tobytes()
 
 
+def wishes_for_huge_pages(address):
+    """Whether the mapping there was advised so."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in "0123456789abcdef":
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = begin <= address < end
+        elif inside and line.startswith("VmFlags"):
+            return "hg" in line.split()
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+                    reason="a kernel without transparent huge pages")
+@pytest.mark.parametrize(("megabytes", "huge"), [(1, False), (32, True)])
+def test_large_buffers_are_to_have_huge_pages(sgemm, megabytes, huge):
+    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
+    allocate = ctypes.CDLL(str(path)).ggml_aligned_malloc
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    free = ctypes.CDLL(None).free
+    free.restype, free.argtypes = None, [ctypes.c_void_p]
+    found = allocate(megabytes << 20)
+    try:
+        assert found % 64 == 0
+        assert wishes_for_huge_pages(found + (megabytes << 19)) == huge
+    finally:
+        free(found)
+
+
 PROBE = """
 import sys
 from pathlib import Path
