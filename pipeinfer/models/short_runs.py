@@ -37,7 +37,14 @@ _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8E
 REPACKED_FUNCTIONS = (
     "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
     "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc")
+#: functions for attention over a cache of q8_0, all needed, most of them for a trial
+ATTENTION_FUNCTIONS = (
+    "ggml_compute_forward_flash_attn_ext", "ggml_get_type_traits_cpu", "ggml_init", "ggml_free",
+    "ggml_new_tensor_4d", "ggml_flash_attn_ext", "ggml_new_graph", "ggml_build_forward_expand",
+    "ggml_graph_compute_with_ctx", "ggml_get_data")
+_ATTENTION = "attention"
 ALLOCATOR = "ggml_aligned_malloc"  #: llama.cpp's, whose large buffers get huge pages
+ALL_FUNCTIONS = {*FUNCTIONS, *REPACKED_FUNCTIONS, *ATTENTION_FUNCTIONS, ALLOCATOR}
 
 _used: list[str] = []
 #: the C part with llama.cpp's functions, once these are loaded: rows at most -> types taken
@@ -73,10 +80,17 @@ def begin(functions: Mapping[str, Any]) -> None:
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, sum(1 << kind for kind in _TYPES))
     laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
 
+    attends = ready and all(name in functions for name in ATTENTION_FUNCTIONS)
+    for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
+        ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
+        for name in ATTENTION_FUNCTIONS))
+
     def begin_with(most: int) -> list[str]:
         kernels = in_files(most)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *([_REPACKED] if laid_out_anew(most) else [])]
+                *([_REPACKED] if laid_out_anew(most) else []),
+                *([_ATTENTION] if own.pipeinfer_short_attention(
+                    for_attention, attends and most > 0) else [])]
 
     _begin[:] = [begin_with]
     limit(MOST_ROWS)
@@ -90,8 +104,8 @@ def limit(most: int) -> None:
 
 
 def used() -> tuple[str, ...]:
-    """Types of weights whose products are made here, "q4_0_8x8" for Q4_0 laid out anew.
-    Empty before llama.cpp is loaded."""
+    """Types of weights whose products are made here, "q4_0_8x8" for Q4_0 laid out anew, and
+    "attention". Empty before llama.cpp is loaded."""
     return tuple(_used)
 
 
@@ -109,6 +123,8 @@ def _compiled() -> Any | None:
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), ctypes.c_int, *more]
+        library.pipeinfer_short_attention.restype = ctypes.c_bool
+        library.pipeinfer_short_attention.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_bool]
         library.pipeinfer_huge_pages.restype = None
         library.pipeinfer_huge_pages.argtypes = [ctypes.c_void_p]
     except (OSError, AttributeError):

@@ -1,0 +1,430 @@
+/* Flash attention over a cache of q8_0, which is what makes long texts slow on processors with AVX2.
+
+   llama.cpp takes each head of each row alone: cell after cell it multiplies by the keys, unpacks the
+   values and adds them up in memory. Here values are unpacked once for all heads and rows that read
+   them, products of four cells are summed up together, and sums stay in registers over a block of
+   cells. What is computed, and in which order, is the same, and so are the bits: at the start both are
+   tried on random numbers. Found before llama.cpp's own function as in short_runs.c. */
+
+#include "short_runs.h"
+
+#include <math.h>
+
+enum { OPERANDS = 10, Q8_0 = 8, F16 = 1, F32 = 0 };
+
+/* ggml_tensor, as far as it is needed; whether it is laid out so is tried first */
+struct tensor {
+    int type;
+    void *buffer;
+    int64_t ne[4];
+    size_t nb[4];
+    int op;
+    float parameters[16];
+    int32_t flags;
+    struct tensor *operands[OPERANDS];
+    struct tensor *viewed;
+    size_t offset;
+    uint8_t *data;
+};
+
+/* ggml_compute_params, as far as it is known */
+struct team { int ith, nth; };
+
+struct memory { size_t bytes; void *at; bool only_sizes; }; /* ggml_init_params */
+
+typedef void forward(const struct team *, struct tensor *to);
+
+static forward *theirs;
+static void (*quantise)(const float *from, void *to, int64_t count);
+static bool used;
+static bool fused; /* whether the library rounds once where a sum is scaled and a weight of 1 added */
+
+#ifdef KERNELS
+
+enum { CELLS = 32,       /* that are taken together */
+       PAIRS = 16,       /* of a head and a row, likewise */
+       WIDEST = 256,     /* numbers of a head */
+       BLOCK = 34, MOST = WIDEST / 32 };
+
+static _Thread_local struct {
+    float sums[PAIRS][WIDEST], values[CELLS * WIDEST], key_scales[MOST][CELLS];
+    int8_t query[PAIRS][WIDEST];
+    float query_scales[PAIRS][MOST];
+    float total[PAIRS], most[PAIRS];
+} own ALIGNED;
+
+INLINE __m256 sums_of_halves(__m256 a, __m256 b)
+{
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+/* Four sums as hsum_float_8 of llama.cpp adds each up: halves, then every second, then the rest */
+INLINE __m128 four_sums(const __m256 *x)
+{
+    const __m256 ab = sums_of_halves(x[0], x[1]), cd = sums_of_halves(x[2], x[3]);
+    const __m128 a = _mm256_castps256_ps128(ab), b = _mm256_extractf128_ps(ab, 1);
+    const __m128 c = _mm256_castps256_ps128(cd), d = _mm256_extractf128_ps(cd, 1);
+    const __m128 two = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 more = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    return _mm_add_ps(_mm_movelh_ps(two, more), _mm_movehl_ps(more, two));
+}
+
+/* Products of one query with the keys of `count` cells, which are `apart` bytes from one another */
+AVX2 static void products(int blocks, int count, const uint8_t *keys, size_t apart, int pair,
+                          float scale, float *to)
+{
+    const __m256i ones = _mm256_set1_epi16(1);
+    float both[MOST][CELLS];
+    int block, cell, i;
+    for (block = 0; block < blocks; block++) {
+        const __m256 query = _mm256_set1_ps(own.query_scales[pair][block]);
+        for (cell = 0; cell < count; cell += 8)
+            _mm256_storeu_ps(&both[block][cell], _mm256_mul_ps(
+                query, _mm256_load_ps(&own.key_scales[block][cell])));
+    }
+    for (cell = 0; cell < count; cell += 4) {
+        __m256 sums[4];
+        UNROLLED
+        for (i = 0; i < 4; i++)
+            sums[i] = _mm256_setzero_ps();
+        for (block = 0; block < blocks; block++) {
+            const __m256i query = _mm256_load_si256(
+                (const __m256i *)(const void *)&own.query[pair][32 * block]);
+            UNROLLED
+            for (i = 0; i < 4; i++) {
+                /* beyond the last cell the last is read again */
+                const int at = cell + i < count ? cell + i : count - 1;
+                const __m256i key = load(keys + at * apart + block * BLOCK + 2);
+                const __m256i twos = _mm256_maddubs_epi16(_mm256_sign_epi8(key, key),
+                                                          _mm256_sign_epi8(query, key));
+                sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both[block][at]),
+                                          _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, twos)), sums[i]);
+            }
+        }
+        _mm_storeu_ps(to + cell, _mm_mul_ps(four_sums(sums), _mm_set1_ps(scale)));
+    }
+}
+
+/* Adds values of cells by their weights; `width` is a multiple of 32. */
+AVX2 static void add_up(int width, int count, const uint8_t *cells, const float *weights, float *sums)
+{
+    int at, i, part;
+    for (at = 0; at + 64 <= width; at += 64) {
+        __m256 own_sums[8];
+        UNROLLED
+        for (part = 0; part < 8; part++)
+            own_sums[part] = _mm256_load_ps(sums + at + 8 * part);
+        for (i = 0; i < count; i++) {
+            const __m256 weight = _mm256_broadcast_ss(weights + i);
+            const float *values = own.values + cells[i] * width + at;
+            UNROLLED
+            for (part = 0; part < 8; part++)
+                own_sums[part] = _mm256_fmadd_ps(_mm256_load_ps(values + 8 * part), weight,
+                                                 own_sums[part]);
+        }
+        UNROLLED
+        for (part = 0; part < 8; part++)
+            _mm256_store_ps(sums + at + 8 * part, own_sums[part]);
+    }
+    for (; at < width; at += 8) {
+        __m256 sum = _mm256_load_ps(sums + at);
+        for (i = 0; i < count; i++)
+            sum = _mm256_fmadd_ps(_mm256_load_ps(own.values + cells[i] * width + at),
+                                  _mm256_broadcast_ss(weights + i), sum);
+        _mm256_store_ps(sums + at, sum);
+    }
+}
+
+AVX2 static void scale_sums(int width, float by, float *sums)
+{
+    int at;
+    for (at = 0; at < width; at += 8)
+        _mm256_store_ps(sums + at, _mm256_mul_ps(_mm256_load_ps(sums + at), _mm256_set1_ps(by)));
+}
+
+/* One block of cells for one pair. mask: of its row, or NULL */
+AVX2 static void attend(int width, int count, const float *scores, const uint16_t *mask, int pair)
+{
+    uint8_t cells[CELLS];
+    float weights[CELLS];
+    float most = own.most[pair], total = own.total[pair];
+    int cell, waiting = 0;
+    for (cell = 0; cell < count; cell++) {
+        const float hidden = mask ? one((const uint8_t *)(mask + cell)) : 0.0f;
+        const float score = scores[cell] + hidden;
+        if (hidden == -INFINITY)
+            continue;
+        cells[waiting] = (uint8_t)cell;
+        if (score > most) {
+            const float fall = expf(most - score);
+            most = score;
+            add_up(width, waiting, cells, weights, own.sums[pair]);
+            scale_sums(width, fall, own.sums[pair]);
+            cells[0] = (uint8_t)cell;
+            weights[0] = 1.0f;
+            waiting = 1;
+            total = fused ? fmaf(total, fall, 1.0f) : total * fall + 1.0f;
+        } else {
+            weights[waiting] = expf(score - most);
+            total += weights[waiting++];
+        }
+    }
+    add_up(width, waiting, cells, weights, own.sums[pair]);
+    own.most[pair] = most;
+    own.total[pair] = total;
+}
+
+/* Whether no row sees any of these cells. */
+AVX2 static bool all_hidden(int count, const uint16_t *mask)
+{
+    int cell;
+    for (cell = 0; cell < count; cell++)
+        if (mask[cell] != 0xfc00)
+            return false;
+    return true;
+}
+
+/* What of a head's cells lies where, and how a pair's number says its head and row */
+struct task {
+    const struct tensor *q, *k, *v, *mask;
+    struct tensor *to;
+    float scale;
+    int64_t rows, heads, shared; /* heads that read the same keys and values */
+};
+
+static const uint16_t *mask_of(const struct task *task, int64_t pair, int64_t plane)
+{
+    const struct tensor *mask = task->mask;
+    const int64_t row = pair % task->rows, head = pair / task->rows;
+    return mask == NULL ? NULL : (const uint16_t *)(const void *)(
+        mask->data + row * mask->nb[1] + head % mask->ne[2] * mask->nb[2]
+        + plane % mask->ne[3] * mask->nb[3]);
+}
+
+/* Pairs `from` to `until` of one plane, PAIRS at most, whose heads read the same keys. */
+AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from, int64_t until)
+{
+    const struct tensor *q = task->q, *k = task->k, *v = task->v;
+    const int64_t source = from / task->rows / task->shared, cells = k->ne[1];
+    const int pairs = (int)(until - from), width = (int)v->ne[0], blocks = (int)k->ne[0] / 32;
+    const uint8_t *keys = k->data + source * k->nb[2] + plane / (q->ne[3] / k->ne[3]) * k->nb[3];
+    const uint8_t *values = v->data + source * v->nb[2] + plane / (q->ne[3] / v->ne[3]) * v->nb[3];
+    int64_t first;
+    int pair, block, cell, at;
+    for (pair = 0; pair < pairs; pair++) {
+        const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
+        uint8_t packed[MOST * BLOCK];
+        quantise((const float *)(const void *)(q->data + row * q->nb[1] + head * q->nb[2]
+                                               + plane * q->nb[3]), packed, k->ne[0]);
+        for (block = 0; block < blocks; block++) {
+            own.query_scales[pair][block] = one(packed + block * BLOCK);
+            memcpy(&own.query[pair][32 * block], packed + block * BLOCK + 2, 32);
+        }
+        memset(own.sums[pair], 0, width * sizeof(float));
+        own.total[pair] = 0.0f;
+        own.most[pair] = -INFINITY;
+    }
+    for (first = 0; first < cells; first += CELLS) {
+        const int count = (int)(cells - first < CELLS ? cells - first : CELLS);
+        bool seen[PAIRS], any = false;
+        for (pair = 0; pair < pairs; pair++) {
+            const uint16_t *mask = mask_of(task, from + pair, plane);
+            seen[pair] = mask == NULL || !all_hidden(count, mask + first);
+            any |= seen[pair];
+        }
+        if (!any)
+            continue;
+        for (cell = 0; cell < count; cell++) {
+            const uint8_t *key = keys + (first + cell) * k->nb[1];
+            const uint8_t *value = values + (first + cell) * v->nb[1];
+            for (block = 0; block < blocks; block++)
+                own.key_scales[block][cell] = one(key + block * BLOCK);
+            for (at = 0; at < width; at += 8)
+                _mm256_store_ps(&own.values[cell * width + at], _mm256_mul_ps(
+                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(
+                        const void *)(value + at / 32 * BLOCK + 2 + at % 32)))),
+                    _mm256_set1_ps(one(value + at / 32 * BLOCK))));
+        }
+        for (pair = 0; pair < pairs; pair++) {
+            const uint16_t *mask = mask_of(task, from + pair, plane);
+            float scores[CELLS];
+            if (!seen[pair])
+                continue;
+            products(blocks, count, keys + first * k->nb[1], k->nb[1], pair, task->scale, scores);
+            attend(width, count, scores, mask ? mask + first : NULL, pair);
+        }
+    }
+    for (pair = 0; pair < pairs; pair++) {
+        const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
+        const float total = own.total[pair];
+        scale_sums(width, total == 0.0f ? 0.0f : 1.0f / total, own.sums[pair]);
+        memcpy(task->to->data + ((plane * task->rows + row) * task->heads + head) * task->to->nb[1],
+               own.sums[pair], width * sizeof(float));
+    }
+}
+
+/* Whether the product is one that is made here: nothing but keys, values and a mask. */
+static bool fits(const struct tensor *to)
+{
+    const struct tensor *q = to->operands[0], *k = to->operands[1], *v = to->operands[2];
+    const struct tensor *mask = to->operands[3];
+    int i;
+    for (i = 4; i < OPERANDS; i++)
+        if (to->operands[i] != NULL)
+            return false;
+    return q->type == F32 && k->type == Q8_0 && v->type == Q8_0 && (!mask || mask->type == F16)
+        && k->ne[0] <= WIDEST && v->ne[0] <= WIDEST && q->nb[0] == sizeof(float)
+        && k->nb[0] == BLOCK && v->nb[0] == BLOCK && k->ne[2] == v->ne[2]
+        && to->nb[1] == v->ne[0] * sizeof(float) && to->parameters[1] == 0.0f && to->parameters[2] == 0.0f;
+}
+
+static void attention(const struct team *team, struct tensor *to)
+{
+    struct task task = {to->operands[0], to->operands[1], to->operands[2], to->operands[3], to,
+                        to->parameters[0], 0, 0, 0};
+    int64_t all, plane, from, until;
+    task.rows = task.q->ne[1];
+    task.heads = task.q->ne[2];
+    task.shared = task.heads / task.k->ne[2];
+    all = task.rows * task.heads;
+    for (plane = 0; plane < task.q->ne[3]; plane++)
+        for (from = team->ith * all / team->nth; from < (team->ith + 1) * all / team->nth;
+             from = until) {
+            const int64_t same = task.rows * task.shared, end = (team->ith + 1) * all / team->nth;
+            until = (from / same + 1) * same;
+            until = until < end ? until : end;
+            until = until < from + PAIRS ? until : from + PAIRS;
+            some_pairs(&task, plane, from, until);
+        }
+}
+
+#endif
+
+void ggml_compute_forward_flash_attn_ext(const struct team *team, struct tensor *to)
+{
+#ifdef KERNELS
+    if (used && fits(to)) {
+        attention(team, to);
+        return;
+    }
+#endif
+    theirs(team, to);
+}
+
+#ifdef KERNELS
+
+/* ggml's, for a trial: see below */
+static struct {
+    void *(*init)(struct memory);
+    void (*free)(void *context);
+    struct tensor *(*tensor)(void *context, int type, int64_t, int64_t, int64_t, int64_t);
+    struct tensor *(*attention)(void *context, struct tensor *q, struct tensor *k, struct tensor *v,
+                                struct tensor *mask, float scale, float bias, float cap);
+    void *(*graph)(void *context);
+    void (*expand)(void *graph, struct tensor *);
+    int (*compute)(void *context, void *graph, int threads);
+    void *(*data)(const struct tensor *);
+} ggml;
+
+enum { TRIED = 70, TRIED_ROWS = 3, HEADS = 6, SOURCES = 2, ROOM = 1 << 20 };
+
+static void fill(struct tensor *to, uint32_t *dice)
+{
+    int64_t i, number, count = to->ne[0] * to->ne[1] * to->ne[2];
+    float some[32];
+    for (i = 0; i < count; i++)
+        if (to->type == F32) {
+            ((float *)(void *)to->data)[i] = some_number(dice);
+        } else if (to->type == F16) {
+            ((uint16_t *)(void *)to->data)[i] = roll(dice) % 4 ? 0 : 0xfc00;
+        } else if (i % 32 == 0) {
+            for (number = 0; number < 32; number++)
+                some[number] = some_number(dice);
+            quantise(some, to->data + i / 32 * BLOCK, 32);
+        }
+}
+
+/* Whether ours and theirs have the same bits for heads of this width. */
+static bool agrees(int width, uint32_t *dice)
+{
+    static uint8_t room[ROOM];
+    static float wanted[TRIED_ROWS * HEADS * WIDEST];
+    const struct memory memory = {ROOM, room, false};
+    const float scale = 0.125f;
+    void *context = ggml.init(memory), *graph;
+    struct tensor *q, *k, *v, *mask, *to;
+    size_t bytes;
+    bool same;
+    if (context == NULL)
+        return false;
+    q = ggml.tensor(context, F32, width, TRIED_ROWS, HEADS, 1);
+    k = ggml.tensor(context, Q8_0, width, TRIED, SOURCES, 1);
+    v = ggml.tensor(context, Q8_0, width, TRIED, SOURCES, 1);
+    mask = ggml.tensor(context, F16, TRIED, TRIED_ROWS, 1, 1);
+    to = ggml.attention(context, q, k, v, mask, scale, 0.0f, 0.0f);
+    bytes = (size_t)width * HEADS * TRIED_ROWS * sizeof(float);
+    same = k->type == Q8_0 && k->ne[0] == width && k->ne[1] == TRIED && k->ne[2] == SOURCES
+        && k->ne[3] == 1 && k->nb[0] == BLOCK && k->nb[1] == (size_t)width / 32 * BLOCK
+        && k->nb[2] == TRIED * k->nb[1] && k->data == ggml.data(k) && to->data == ggml.data(to)
+        && q->data == ggml.data(q) && to->operands[0] == q && to->operands[1] == k
+        && to->operands[2] == v && to->operands[3] == mask && to->operands[4] == NULL
+        && to->operands[OPERANDS - 1] == NULL && to->viewed == NULL && to->parameters[0] == scale
+        && to->ne[0] == width && to->ne[1] == HEADS && to->ne[2] == TRIED_ROWS;
+    if (same) {
+        const struct team alone = {0, 1};
+        fill(q, dice);
+        fill(k, dice);
+        fill(v, dice);
+        fill(mask, dice);
+        graph = ggml.graph(context);
+        ggml.expand(graph, to);
+        same = ggml.compute(context, graph, 1) == 0;
+        memcpy(wanted, to->data, bytes);
+        memset(to->data, 0, bytes);
+        same = same && fits(to);
+        if (same)
+            attention(&alone, to);
+        same = same && memcmp(wanted, to->data, bytes) == 0;
+    }
+    ggml.free(context);
+    return same;
+}
+
+static bool agree(void)
+{
+    static const int WIDTHS[] = {64, 96, 128, 256};
+    uint32_t dice = 1;
+    int i;
+    for (i = 0; i < 4; i++)
+        if (!agrees(WIDTHS[i], &dice))
+            return false;
+    return true;
+}
+
+#endif
+
+/* Begins to make these products if `wanted` and their bits are the library's own; returns whether.
+   functions, all needed: its ggml_compute_forward_flash_attn_ext, ggml_get_type_traits_cpu, ggml_init,
+   ggml_free, ggml_new_tensor_4d, ggml_flash_attn_ext, ggml_new_graph, ggml_build_forward_expand,
+   ggml_graph_compute_with_ctx, ggml_get_data. */
+bool pipeinfer_short_attention(void *const *functions, bool wanted)
+{
+    used = false;
+    theirs = (forward *)functions[0];
+#ifdef KERNELS
+    if (wanted && has_avx2()) {
+        const struct traits *(*traits_of)(int) = (const struct traits *(*)(int))functions[1];
+        memcpy(&ggml, functions + 2, sizeof ggml);
+        quantise = traits_of(Q8_0)->from_float;
+        fused = true;
+        used = agree();
+        if (!used) {
+            fused = false;
+            used = agree();
+        }
+    }
+#else
+    (void)wanted, (void)quantise, (void)fused;
+#endif
+    return used;
+}
