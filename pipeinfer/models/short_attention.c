@@ -46,12 +46,15 @@ enum { CELLS = 32,       /* that are taken together */
        WIDEST = 256,     /* numbers of a head */
        BLOCK = 34, MOST = WIDEST / 32 };
 
-static _Thread_local struct {
-    float sums[PAIRS][WIDEST], values[CELLS * WIDEST], key_scales[MOST][CELLS];
+/* What one thread works with; rows of values and sums are as wide as a head */
+struct space {
+    float sums[PAIRS * WIDEST], values[CELLS * WIDEST], key_scales[MOST][CELLS];
     int8_t query[PAIRS][WIDEST];
     float query_scales[PAIRS][MOST];
     float total[PAIRS], most[PAIRS];
-} own ALIGNED;
+};
+
+static _Thread_local struct space of_thread ALIGNED;
 
 INLINE __m256 sums_of_halves(__m256 a, __m256 b)
 {
@@ -70,34 +73,36 @@ INLINE __m128 four_sums(const __m256 *x)
 }
 
 /* Products of one query with the keys of `count` cells, which are `apart` bytes from one another */
-AVX2 static void products(int blocks, int count, const uint8_t *keys, size_t apart, int pair,
-                          float scale, float *to)
+INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart,
+                        const struct space *own, int pair, float scale, float *to)
 {
     const __m256i ones = _mm256_set1_epi16(1);
     float both[MOST][CELLS];
     int block, cell, i;
     for (block = 0; block < blocks; block++) {
-        const __m256 query = _mm256_set1_ps(own.query_scales[pair][block]);
+        const __m256 query = _mm256_set1_ps(own->query_scales[pair][block]);
         for (cell = 0; cell < count; cell += 8)
             _mm256_storeu_ps(&both[block][cell], _mm256_mul_ps(
-                query, _mm256_load_ps(&own.key_scales[block][cell])));
+                query, _mm256_load_ps(&own->key_scales[block][cell])));
     }
     for (cell = 0; cell < count; cell += 4) {
+        const uint8_t *four[4];
         __m256 sums[4];
         UNROLLED
-        for (i = 0; i < 4; i++)
+        for (i = 0; i < 4; i++) { /* beyond the last cell the last is read again */
+            four[i] = keys + (cell + i < count ? cell + i : count - 1) * apart + 2;
             sums[i] = _mm256_setzero_ps();
+        }
+        UNROLLED
         for (block = 0; block < blocks; block++) {
             const __m256i query = _mm256_load_si256(
-                (const __m256i *)(const void *)&own.query[pair][32 * block]);
+                (const __m256i *)(const void *)&own->query[pair][32 * block]);
             UNROLLED
             for (i = 0; i < 4; i++) {
-                /* beyond the last cell the last is read again */
-                const int at = cell + i < count ? cell + i : count - 1;
-                const __m256i key = load(keys + at * apart + block * BLOCK + 2);
+                const __m256i key = load(four[i] + block * BLOCK);
                 const __m256i twos = _mm256_maddubs_epi16(_mm256_sign_epi8(key, key),
                                                           _mm256_sign_epi8(query, key));
-                sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both[block][at]),
+                sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both[block][cell + i]),
                                           _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, twos)), sums[i]);
             }
         }
@@ -105,8 +110,20 @@ AVX2 static void products(int blocks, int count, const uint8_t *keys, size_t apa
     }
 }
 
+AVX2 static void products(int blocks, int count, const uint8_t *keys, size_t apart,
+                          const struct space *own, int pair, float scale, float *to)
+{
+    if (count == CELLS && blocks == 2)
+        products_of(2, CELLS, keys, apart, own, pair, scale, to);
+    else if (count == CELLS && blocks == 4)
+        products_of(4, CELLS, keys, apart, own, pair, scale, to);
+    else
+        products_of(blocks, count, keys, apart, own, pair, scale, to);
+}
+
 /* Adds values of cells by their weights; `width` is a multiple of 32. */
-AVX2 static void add_up(int width, int count, const uint8_t *cells, const float *weights, float *sums)
+AVX2 static void add_up(int width, int count, const float *from, const uint8_t *cells,
+                        const float *weights, float *sums)
 {
     int at, i, part;
     for (at = 0; at + 64 <= width; at += 64) {
@@ -116,7 +133,7 @@ AVX2 static void add_up(int width, int count, const uint8_t *cells, const float 
             own_sums[part] = _mm256_load_ps(sums + at + 8 * part);
         for (i = 0; i < count; i++) {
             const __m256 weight = _mm256_broadcast_ss(weights + i);
-            const float *values = own.values + cells[i] * width + at;
+            const float *values = from + cells[i] * width + at;
             UNROLLED
             for (part = 0; part < 8; part++)
                 own_sums[part] = _mm256_fmadd_ps(_mm256_load_ps(values + 8 * part), weight,
@@ -129,7 +146,7 @@ AVX2 static void add_up(int width, int count, const uint8_t *cells, const float 
     for (; at < width; at += 8) {
         __m256 sum = _mm256_load_ps(sums + at);
         for (i = 0; i < count; i++)
-            sum = _mm256_fmadd_ps(_mm256_load_ps(own.values + cells[i] * width + at),
+            sum = _mm256_fmadd_ps(_mm256_load_ps(from + cells[i] * width + at),
                                   _mm256_broadcast_ss(weights + i), sum);
         _mm256_store_ps(sums + at, sum);
     }
@@ -142,13 +159,54 @@ AVX2 static void scale_sums(int width, float by, float *sums)
         _mm256_store_ps(sums + at, _mm256_mul_ps(_mm256_load_ps(sums + at), _mm256_set1_ps(by)));
 }
 
-/* One block of cells for one pair. mask: of its row, or NULL */
-AVX2 static void attend(int width, int count, const float *scores, const uint16_t *mask, int pair)
+enum sight { NOTHING, SOME, ALL };
+
+/* Which of these cells a row sees. */
+AVX2 static enum sight sight_of(int count, const uint16_t *mask)
+{
+    int cell, hidden = 0, shown = 0;
+    if (mask == NULL)
+        return ALL;
+    for (cell = 0; cell < count; cell++) {
+        hidden += mask[cell] == 0xfc00;
+        shown += mask[cell] == 0;
+    }
+    return hidden == count ? NOTHING : shown == count ? ALL : SOME;
+}
+
+INLINE float largest(const float *scores)
+{
+    __m256 most = _mm256_loadu_ps(scores);
+    __m128 four;
+    int cell;
+    for (cell = 8; cell < CELLS; cell += 8)
+        most = _mm256_max_ps(most, _mm256_loadu_ps(scores + cell));
+    four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+static const uint8_t IN_ORDER[CELLS] = {
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
+    27, 28, 29, 30, 31};
+
+/* One block of cells for one pair. mask: of its row, NULL where all are seen */
+AVX2 static void attend(int width, int count, const float *scores, const uint16_t *mask,
+                        struct space *own, int pair)
 {
     uint8_t cells[CELLS];
     float weights[CELLS];
-    float most = own.most[pair], total = own.total[pair];
+    float most = own->most[pair], total = own->total[pair], *sums = own->sums + pair * width;
     int cell, waiting = 0;
+    if (mask == NULL && count == CELLS && largest(scores) <= most) {
+        for (cell = 0; cell < CELLS; cell++)
+            weights[cell] = expf(scores[cell] - most);
+        for (cell = 0; cell < CELLS; cell++)
+            total += weights[cell];
+        add_up(width, CELLS, own->values, IN_ORDER, weights, sums);
+        own->total[pair] = total;
+        return;
+    }
     for (cell = 0; cell < count; cell++) {
         const float hidden = mask ? one((const uint8_t *)(mask + cell)) : 0.0f;
         const float score = scores[cell] + hidden;
@@ -158,8 +216,8 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
         if (score > most) {
             const float fall = expf(most - score);
             most = score;
-            add_up(width, waiting, cells, weights, own.sums[pair]);
-            scale_sums(width, fall, own.sums[pair]);
+            add_up(width, waiting, own->values, cells, weights, sums);
+            scale_sums(width, fall, sums);
             cells[0] = (uint8_t)cell;
             weights[0] = 1.0f;
             waiting = 1;
@@ -169,19 +227,29 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
             total += weights[waiting++];
         }
     }
-    add_up(width, waiting, cells, weights, own.sums[pair]);
-    own.most[pair] = most;
-    own.total[pair] = total;
+    add_up(width, waiting, own->values, cells, weights, sums);
+    own->most[pair] = most;
+    own->total[pair] = total;
 }
 
-/* Whether no row sees any of these cells. */
-AVX2 static bool all_hidden(int count, const uint16_t *mask)
+/* Scales of the keys and all values of these cells */
+AVX2 static void unpack(int blocks, int width, int count, const uint8_t *keys, size_t keys_apart,
+                        const uint8_t *values, size_t values_apart, struct space *own)
 {
-    int cell;
-    for (cell = 0; cell < count; cell++)
-        if (mask[cell] != 0xfc00)
-            return false;
-    return true;
+    int cell, block, part;
+    for (cell = 0; cell < count; cell++) {
+        const uint8_t *key = keys + cell * keys_apart, *value = values + cell * values_apart;
+        float *to = own->values + cell * width;
+        for (block = 0; block < blocks; block++)
+            own->key_scales[block][cell] = one(key + block * BLOCK);
+        for (block = 0; block < width / 32; block++, value += BLOCK, to += 32) {
+            const __m256 scale = _mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(value)));
+            UNROLLED
+            for (part = 0; part < 32; part += 8)
+                _mm256_store_ps(to + part, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(
+                    _mm_loadl_epi64((const __m128i *)(const void *)(value + 2 + part)))), scale));
+        }
+    }
 }
 
 /* What of a head's cells lies where, and how a pair's number says its head and row */
@@ -209,57 +277,50 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from
     const int pairs = (int)(until - from), width = (int)v->ne[0], blocks = (int)k->ne[0] / 32;
     const uint8_t *keys = k->data + source * k->nb[2] + plane / (q->ne[3] / k->ne[3]) * k->nb[3];
     const uint8_t *values = v->data + source * v->nb[2] + plane / (q->ne[3] / v->ne[3]) * v->nb[3];
+    struct space *own = &of_thread;
     int64_t first;
-    int pair, block, cell, at;
+    int pair, block;
     for (pair = 0; pair < pairs; pair++) {
         const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
         uint8_t packed[MOST * BLOCK];
         quantise((const float *)(const void *)(q->data + row * q->nb[1] + head * q->nb[2]
                                                + plane * q->nb[3]), packed, k->ne[0]);
         for (block = 0; block < blocks; block++) {
-            own.query_scales[pair][block] = one(packed + block * BLOCK);
-            memcpy(&own.query[pair][32 * block], packed + block * BLOCK + 2, 32);
+            own->query_scales[pair][block] = one(packed + block * BLOCK);
+            memcpy(&own->query[pair][32 * block], packed + block * BLOCK + 2, 32);
         }
-        memset(own.sums[pair], 0, width * sizeof(float));
-        own.total[pair] = 0.0f;
-        own.most[pair] = -INFINITY;
+        memset(own->sums + pair * width, 0, width * sizeof(float));
+        own->total[pair] = 0.0f;
+        own->most[pair] = -INFINITY;
     }
     for (first = 0; first < cells; first += CELLS) {
         const int count = (int)(cells - first < CELLS ? cells - first : CELLS);
-        bool seen[PAIRS], any = false;
+        enum sight sights[PAIRS];
+        bool any = false;
         for (pair = 0; pair < pairs; pair++) {
             const uint16_t *mask = mask_of(task, from + pair, plane);
-            seen[pair] = mask == NULL || !all_hidden(count, mask + first);
-            any |= seen[pair];
+            sights[pair] = sight_of(count, mask ? mask + first : NULL);
+            any |= sights[pair] != NOTHING;
         }
         if (!any)
             continue;
-        for (cell = 0; cell < count; cell++) {
-            const uint8_t *key = keys + (first + cell) * k->nb[1];
-            const uint8_t *value = values + (first + cell) * v->nb[1];
-            for (block = 0; block < blocks; block++)
-                own.key_scales[block][cell] = one(key + block * BLOCK);
-            for (at = 0; at < width; at += 8)
-                _mm256_store_ps(&own.values[cell * width + at], _mm256_mul_ps(
-                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(
-                        const void *)(value + at / 32 * BLOCK + 2 + at % 32)))),
-                    _mm256_set1_ps(one(value + at / 32 * BLOCK))));
-        }
+        unpack(blocks, width, count, keys + first * k->nb[1], k->nb[1], values + first * v->nb[1],
+               v->nb[1], own);
         for (pair = 0; pair < pairs; pair++) {
-            const uint16_t *mask = mask_of(task, from + pair, plane);
             float scores[CELLS];
-            if (!seen[pair])
+            if (sights[pair] == NOTHING)
                 continue;
-            products(blocks, count, keys + first * k->nb[1], k->nb[1], pair, task->scale, scores);
-            attend(width, count, scores, mask ? mask + first : NULL, pair);
+            products(blocks, count, keys + first * k->nb[1], k->nb[1], own, pair, task->scale, scores);
+            attend(width, count, scores,
+                   sights[pair] == ALL ? NULL : mask_of(task, from + pair, plane) + first, own, pair);
         }
     }
     for (pair = 0; pair < pairs; pair++) {
         const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
-        const float total = own.total[pair];
-        scale_sums(width, total == 0.0f ? 0.0f : 1.0f / total, own.sums[pair]);
+        const float total = own->total[pair];
+        scale_sums(width, total == 0.0f ? 0.0f : 1.0f / total, own->sums + pair * width);
         memcpy(task->to->data + ((plane * task->rows + row) * task->heads + head) * task->to->nb[1],
-               own.sums[pair], width * sizeof(float));
+               own->sums + pair * width, width * sizeof(float));
     }
 }
 
