@@ -19,7 +19,7 @@ static method *their_forward;
 static int64_t (*rows_of)(const void *tensor);
 static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tensor);
 static const char *(*name_of)(const void *tensor);
-static int most_rows; /* 0: everything is left to llama.cpp */
+static bool used, prompts; /* prompts: more than MOST_ROWS rows as well */
 
 /* Rows that follow those in fours and are one product's, 0: unknown */
 static _Thread_local int rest;
@@ -158,7 +158,7 @@ void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
                              int rows, int weights)
 {
 #ifdef KERNELS
-    if (most_rows && rows == 1 && fits(length)) {
+    if (used && rows == 1 && fits(length)) {
         const int64_t bytes = length / 32 * OTHER;
         if (made.rows && made.x == x && made.y == y) {
             made.rows--;
@@ -180,8 +180,12 @@ void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
                              int rows, int weights)
 {
 #ifdef KERNELS
-    if (rows <= most_rows && fits(length)) {
-        fours(rows, length, to, apart, x, y, weights);
+    if (used && (prompts || rows <= MOST_ROWS) && fits(length)) {
+        const int64_t bytes = length / 32 * OTHER;
+        int row;
+        for (row = 0; row < rows; row += MOST_ROWS)
+            fours(rows - row < MOST_ROWS ? rows - row : MOST_ROWS, length, to + row * apart, apart, x,
+                  (const uint8_t *)y + row * bytes, weights);
         return;
     }
 #endif
@@ -195,7 +199,7 @@ bool _ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE15comp
 {
     bool done;
     made.rows = rest = 0;
-    if (most_rows && rows_of && is_matrix && is_contiguous && name_of
+    if (used && rows_of && is_matrix && is_contiguous && name_of
         && strcmp(name_of(tensor), "MUL_MAT") == 0 && is_matrix(tensor) && is_contiguous(tensor))
         rest = (int)(rows_of(tensor) % 4);
     done = their_forward(self, params, tensor);
@@ -256,12 +260,13 @@ static bool agree(const struct traits *partner)
 
 #endif
 
-/* Begins to take up to `most` rows, if the bits are the library's own; returns whether. The library's
-   functions: the first three are needed, without the rest two or three rows go one by one. */
+/* Begins to make these products if `wanted` and their bits are the library's own; returns whether. More
+   rows than MOST_ROWS only if `long_ones`. The library's functions: the first three are needed, without
+   the rest two or three rows go one by one. */
 bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
                              method *forward, int64_t (*rows)(const void *),
                              bool (*matrix)(const void *), bool (*contiguous)(const void *),
-                             const char *(*name)(const void *), int most)
+                             const char *(*name)(const void *), bool wanted, bool long_ones)
 {
     their_gemv = gemv;
     their_gemm = gemm;
@@ -270,12 +275,12 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
     is_matrix = matrix;
     is_contiguous = contiguous;
     name_of = name;
-    most_rows = 0;
+    prompts = long_ones;
+    used = false;
 #ifdef KERNELS
-    if (most > 0 && has_avx2() && agree(traits_of(8)))
-        most_rows = most < MOST_ROWS ? most : MOST_ROWS;
+    used = wanted && has_avx2() && agree(traits_of(8));
 #else
-    (void)traits_of, (void)most;
+    (void)traits_of, (void)wanted, (void)prompts;
 #endif
-    return most_rows > 0;
+    return used;
 }

@@ -33,6 +33,8 @@ static product *theirs;
 static tiled_product *their_tiles;
 static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
 static int most_rows;                           /* 0: everything is left to llama.cpp */
+static bool prompts;                            /* whether more rows are taken, where llamafile has no
+                                                   kernel and single rows' would be called */
 static uint32_t kernels;                        /* types, as bits, whose kernels are used */
 
 #ifdef KERNELS
@@ -562,6 +564,15 @@ AVX2 static void unpack_floats(int type, const uint8_t *rows, size_t apart, int 
         }
 }
 
+static void unpack(const struct kernel *kernel, int type, const uint8_t *rows, size_t apart, int count,
+                   int64_t blocks)
+{
+    if (kernel->elements > 1)
+        unpack_blocks(kernel, rows, apart, count, blocks);
+    else
+        unpack_floats(type, rows, apart, count, blocks);
+}
+
 /* The part of the product that rows `from` to `until` of the weights make. */
 static void piece(const struct kernel *kernel, int64_t from, int64_t until, int count, int64_t blocks,
                   const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart, float *to,
@@ -583,30 +594,54 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
     }
 }
 
-static void multiply(const struct team *team, int64_t m, int count, int64_t blocks, const void *a,
+/* How many rows of weights a thread takes at a time. */
+static int64_t chunk_of(int64_t m, const struct team *team)
+{
+    const int64_t rows = m / (8 * team->nth) / 16 * 16;
+    return rows < 16 ? 16 : rows > 64 ? 64 : rows;
+}
+
+/* All rows of the right side, `count`, by rows `from` to `until` of the weights. Up to MOST_ROWS are
+   unpacked before, if `there`. */
+static void by_rows(const struct kernel *kernel, int type, int64_t from, int64_t until, int64_t count,
+                    int64_t blocks, const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart,
+                    float *to, int64_t apart, bool there)
+{
+    int64_t row, some;
+    for (row = 0; row < count; row += some) {
+        some = count - row < MOST_ROWS ? count - row : MOST_ROWS;
+        if (!there)
+            unpack(kernel, type, y + row * y_apart, y_apart, (int)some, blocks);
+        piece(kernel, from, until, (int)some, blocks, x, x_apart, y + row * y_apart, y_apart,
+              to + row * apart, apart);
+    }
+}
+
+static void multiply(const struct team *team, int64_t m, int64_t count, int64_t blocks, const void *a,
                      int64_t lda, const void *b, int64_t ldb, float *to, int64_t ldc, int type)
 {
     const struct kernel *kernel = &KERNEL[type];
     const size_t x_apart = lda * kernel->bytes, y_apart = ldb * kernel->partner_bytes;
     /* ggml has just begun to count this product's chunks anew, before threads met; of several
        products of one operation, whose right sides follow one another, only before the first */
-    const bool shares = next_chunk && team->nth > 1 && b == team->work;
-    int64_t rows = m / (8 * team->nth) / 16 * 16, chunk;
+    const bool shares = next_chunk && team->nth > 1 && b == team->work, few = count <= MOST_ROWS;
+    const int64_t rows = chunk_of(m, team);
+    int64_t chunk = team->ith, from, until;
 
-    if (kernel->elements > 1)
-        unpack_blocks(kernel, b, y_apart, count, blocks);
+    if (few)
+        unpack(kernel, type, b, y_apart, (int)count, blocks);
+    if (!shares)
+        for (from = team->ith * m / team->nth; from < (team->ith + 1) * m / team->nth; from = until) {
+            const int64_t end = (team->ith + 1) * m / team->nth;
+            until = few || end - from < rows ? end : from + rows;
+            by_rows(kernel, type, from, until, count, blocks, a, x_apart, b, y_apart, to, ldc, few);
+        }
     else
-        unpack_floats(type, b, y_apart, count, blocks);
-    if (!shares) {
-        piece(kernel, team->ith * m / team->nth, (team->ith + 1) * m / team->nth, count, blocks, a,
-              x_apart, b, y_apart, to, ldc);
-        return;
-    }
-    rows = rows < 16 ? 16 : rows > 64 ? 64 : rows;
-    for (chunk = team->ith; chunk * rows < m; chunk = next_chunk(team->pool, 1)) {
-        const int64_t end = (chunk + 1) * rows;
-        piece(kernel, chunk * rows, end < m ? end : m, count, blocks, a, x_apart, b, y_apart, to, ldc);
-    }
+        for (; chunk * rows < m; chunk = next_chunk(team->pool, 1)) {
+            until = (chunk + 1) * rows;
+            by_rows(kernel, type, chunk * rows, until < m ? until : m, count, blocks, a, x_apart, b,
+                    y_apart, to, ldc, few);
+        }
 }
 
 #endif
@@ -620,11 +655,20 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
     if (n <= most_rows && c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass) {
         if (!(kernels >> a_type & 1) || b_type != KERNEL[a_type].partner || !fits(a_type, k))
             return false;  /* llamafile's kernels may add up in another order */
-        multiply(team, m, (int)n, k, a, lda, b, ldb, c, ldc, a_type);
+        multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
         return true;
     }
 #endif
-    return theirs != NULL && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type);
+    if (theirs != NULL && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type))
+        return true;
+#ifdef KERNELS
+    if (prompts && c_type == F32 && a_type >= 0 && a_type < TYPES && kernels >> a_type & 1
+        && b_type == KERNEL[a_type].partner && fits(a_type, k)) {
+        multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
+        return true;
+    }
+#endif
+    return false;
 }
 
 /* The same for products that llama.cpp would make in tiles. */
@@ -710,18 +754,20 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
 #endif
 
 /* Begins to take products of up to `most` rows, of those of `wanted` types (bits) whose kernels give
-   the library's own bits. Returns these types. The library's functions: its llamafile_sgemm and
+   the library's own bits; if `long_ones`, also longer ones that llamafile's leave to those of single
+   rows. Returns these types. The library's functions: its llamafile_sgemm and
    ggml_compute_forward_mul_mat_tiled, which the rest is left to, ggml_get_type_traits_cpu,
    ggml_nrows, and ggml_threadpool_chunk_add or NULL. */
 uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),
                               int64_t (*rows)(const void *), int (*chunk)(void *, int), int most,
-                              uint32_t wanted)
+                              uint32_t wanted, bool long_ones)
 {
     theirs = own;
     their_tiles = tiles;
     rows_of = rows;
     kernels = 0;
     most_rows = 0;
+    prompts = false;
 #ifdef KERNELS
     if (most > 0) {
         const bool avx2 = has_avx2();
@@ -735,9 +781,10 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
         next_chunk = chunk;
         kernels = found;
         most_rows = most < MOST_ROWS ? most : MOST_ROWS;
+        prompts = long_ones;
     }
 #else
-    (void)traits_of, (void)chunk, (void)most, (void)wanted;
+    (void)traits_of, (void)chunk, (void)most, (void)wanted, (void)long_ones;
 #endif
     return kernels;
 }

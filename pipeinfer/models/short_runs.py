@@ -70,16 +70,17 @@ def begin(functions: Mapping[str, Any]) -> None:
     if ready:
         functions["ggml_cpu_init"]()  # fills tables that its kernels read
 
-    def begun(function: Any, names: tuple[str, ...], needed: int,
-              *more: int) -> Callable[[int], int]:
+    def begun(function: Any, names: tuple[str, ...], needed: int, *more: Any) -> Any:
         complete = ready and all(name in functions for name in names[:needed])
         pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
                     for name in names]
-        return lambda most: int(function(*pointers, most if complete else 0, *more))
+        return lambda most: function(*pointers, most if complete else 0, *more)
 
-    in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, sum(1 << kind for kind in _TYPES))
-    laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
-
+    # of prompts AVX-512 makes more than these kernels do
+    prompts = not any(functions[name]() for name in ("ggml_cpu_has_avx512",) if name in functions)
+    every = sum(1 << kind for kind in _TYPES)
+    in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
+    laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3, prompts)
     attends = ready and all(name in functions for name in ATTENTION_FUNCTIONS)
     for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
         ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
@@ -88,7 +89,7 @@ def begin(functions: Mapping[str, Any]) -> None:
     def begin_with(most: int) -> list[str]:
         kernels = in_files(most)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *([_REPACKED] if laid_out_anew(most) else []),
+                *([_REPACKED] if laid_out_anew(most > 0) else []),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
 
@@ -117,14 +118,16 @@ def _compiled() -> Any | None:
         return None
     try:
         library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        yes = ctypes.c_bool
         for name, result, pointers, more in (
-                ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS, (ctypes.c_uint32,)),
-                ("pipeinfer_repacked_runs", ctypes.c_bool, REPACKED_FUNCTIONS, ())):
+                ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS,
+                 (ctypes.c_int, ctypes.c_uint32, yes)),
+                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes, yes))):
             function = getattr(library, name)
             function.restype = result
-            function.argtypes = [*[ctypes.c_void_p] * len(pointers), ctypes.c_int, *more]
-        library.pipeinfer_short_attention.restype = ctypes.c_bool
-        library.pipeinfer_short_attention.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_bool]
+            function.argtypes = [*[ctypes.c_void_p] * len(pointers), *more]
+        library.pipeinfer_short_attention.restype = yes
+        library.pipeinfer_short_attention.argtypes = [ctypes.POINTER(ctypes.c_void_p), yes]
         library.pipeinfer_huge_pages.restype = None
         library.pipeinfer_huge_pages.argtypes = [ctypes.c_void_p]
     except (OSError, AttributeError):

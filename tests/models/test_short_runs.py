@@ -22,7 +22,7 @@ BLOCKS = {0: (1, 4, ()), 1: (1, 2, ()), 2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 
           8: (32, 34, (0,)), 12: (256, 144, (0, 2)), 13: (256, 176, (0, 2)),
           14: (256, 210, (208,)), 30: (1, 2, ())}
 PARTNERS = {0: (1, 4), 1: (1, 2), 8: (32, 34), 9: (32, 36), 15: (256, 292), 30: (1, 2)}
-FIXED = "fixed parts"
+LLAMAFILES = (0, 1, 2, 6, 8, 30)  #: types of which llamafile's kernels take longer runs
 
 
 class Team(ctypes.Structure):
@@ -77,13 +77,15 @@ def partner_rows(kind, values):
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@given(weights=st.integers(1, 90), rows=st.integers(1, short_runs.MOST_ROWS),
+@given(weights=st.integers(1, 90), rows=st.integers(1, 2 * short_runs.MOST_ROWS + 1),
        blocks=st.integers(1, 9), threads=st.integers(1, 3), spare=st.integers(0, 2),
        seed=st.integers(0, 2**16))
 def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
     if short_runs._TYPES[kind] not in short_runs.used():
         pytest.skip("this build of llama.cpp adds up in another order")
+    if kind in LLAMAFILES:
+        rows = min(rows, short_runs.MOST_ROWS)
     elements = BLOCKS[kind][0]
     count = blocks * (32 if elements == 1 else elements)
     rng = np.random.default_rng(seed)
@@ -125,7 +127,8 @@ def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
     """What `begin` leaves out it leaves out silently; with AVX2 alone nothing should be."""
     if "avx512f" in llama_c.kernels():
         pytest.skip("compiled for AVX-512, where products of floats add up in another order")
-    assert set(short_runs.used()) == {*short_runs._TYPES.values(), short_runs._REPACKED}
+    assert set(short_runs.used()) == {
+        *short_runs._TYPES.values(), short_runs._REPACKED, short_runs._ATTENTION}
 
 
 GEMV, GEMM, METHOD = (short_runs.REPACKED_FUNCTIONS[i] for i in (0, 1, 3))
@@ -150,9 +153,9 @@ class Repacked:
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
         begin.restype = ctypes.c_bool
-        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int]
+        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool, ctypes.c_bool]
         assert begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (*own, *self._kept[4:5],
-                                                                  *self._kept[:4])), 16)
+                                                                  *self._kept[:4])), True, True)
 
     def run(self, product):
         self.product = product
@@ -224,6 +227,66 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
                           NAMES["MUL_MAT_ID" if known == "experts" else "MUL_MAT"])}
     repacked.run(product)
     assert wanted.tobytes() == found.tobytes()
+
+
+def attended(q, k, v, mask, heads, sources, threads):
+    """What llama.cpp's graph of one product with flash attention gives, whoever makes it."""
+    rows, width, cells = q.shape[0], q.shape[2], k.shape[0]
+    context = llama_c.ggml_init(llama_c.ggml_init_params(8 << 20, None, False))
+    try:
+        def tensor(kind, *shape):
+            new = llama_c.ggml_new_tensor_4d
+            new.restype = ctypes.c_void_p
+            return new(ctypes.c_void_p(context), kind, *map(ctypes.c_int64, (*shape, 1)))
+
+        def put(to, values):
+            values = np.ascontiguousarray(values)
+            ctypes.memmove(llama_c.ggml_get_data(to), values.ctypes.data, values.nbytes)
+
+        of = {}
+        for name, kind, shape, values in (
+                ("q", 0, (width, rows, heads), q.transpose(1, 0, 2)),
+                ("k", 8, (width, cells, sources), k.transpose(1, 0, 2)),
+                ("v", 8, (width, cells, sources), v.transpose(1, 0, 2)),
+                ("mask", 1, (cells, rows, 1), mask)):
+            of[name] = tensor(kind, *shape)
+            put(of[name], values)
+        flash = llama_c.ggml_flash_attn_ext
+        flash.restype = ctypes.c_void_p
+        to = flash(*(ctypes.c_void_p(p) for p in (context, *of.values())), ctypes.c_float(0.125),
+                   ctypes.c_float(0), ctypes.c_float(0))
+        graph = llama_c.ggml_new_graph(ctypes.c_void_p(context))
+        llama_c.ggml_build_forward_expand(ctypes.c_void_p(graph), ctypes.c_void_p(to))
+        compute = llama_c.ggml_graph_compute_with_ctx
+        compute.restype = ctypes.c_int
+        assert compute(ctypes.c_void_p(context), ctypes.c_void_p(graph), threads) == 0
+        return ctypes.string_at(llama_c.ggml_get_data(to), 4 * width * heads * rows)
+    finally:
+        llama_c.ggml_free(context)
+
+
+@given(width=st.sampled_from([32, 64, 96, 128, 256]), sources=st.integers(1, 3),
+       shared=st.integers(1, 7), rows=st.integers(1, 5), cells=st.integers(1, 150),
+       hidden=st.sampled_from([0.0, 0.1, 0.9, 1.0]), threads=st.integers(1, 3),
+       seed=st.integers(0, 2**16))
+def test_attention_over_a_cache_of_q8_0_has_llama_cpps_bits(
+        sgemm, width, sources, shared, rows, cells, hidden, threads, seed):
+    if short_runs._ATTENTION not in short_runs.used():
+        pytest.skip("this build of llama.cpp computes it in another way")
+    rng = np.random.default_rng(seed)
+    heads = sources * shared
+    q = rng.standard_normal((rows, heads, width)).astype(np.float32) * np.float32(3)
+    k, v = (partner_rows(8, rng.standard_normal((cells * sources, width)).astype(np.float32)
+                         ).reshape(cells, sources, -1) for _ in "kv")
+    mask = np.where(rng.random((rows, cells)) < hidden, -np.inf, 0).astype(np.float16)
+    found = []
+    for most in (short_runs.MOST_ROWS, 0):
+        short_runs.limit(most)
+        try:
+            found.append(attended(q, k, v, mask, heads, sources, threads))
+        finally:
+            short_runs.limit(short_runs.MOST_ROWS)
+    assert found[0] == found[1]
 
 
 def wishes_for_huge_pages(address):
