@@ -9,6 +9,7 @@ import pytest
 
 from pipeinfer.experiments.inflate import inflate
 from pipeinfer.experiments.rig import launch
+from tests.support.own_caches import own_caches
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -46,8 +47,9 @@ def job(head, stages, command, n_stages=2, mpi=(), **env):
     line = [launcher, *mpi, "-np", "1", "--wdir", str(head), "-x", f"PIPEINFER_CACHE={head}/cache",
             *command, ":", "-np", str(n_stages), "--wdir", str(stages), "-x",
             f"PIPEINFER_CACHE={stages}/cache", *command]
-    process = launch.start(line, timeout=120, **env)
-    out, err = process.communicate(timeout=120)
+    with own_caches(head / "cache", stages / "cache"):
+        process = launch.start(line, timeout=120, **env)
+        out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 
@@ -58,8 +60,9 @@ def spread(head, hosts, command):
         directory.mkdir(exist_ok=True)
         line += ["-np", "1", "--wdir", str(directory), "-x",
                  f"PIPEINFER_CACHE={directory}/cache", *command, ":"]
-    process = launch.start(line[:-1], timeout=120)
-    out, err = process.communicate(timeout=120)
+    with own_caches(*(directory / "cache" for directory in (head, *hosts))):
+        process = launch.start(line[:-1], timeout=120)
+        out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 

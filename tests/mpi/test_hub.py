@@ -13,6 +13,7 @@ from pipeinfer.experiments.rig import launch
 from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
 from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
+from tests.support.own_caches import own_caches
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -59,8 +60,9 @@ def apart(homes, request, **rank_0):
         for name, value in env.items():
             line += ["-x", f"{name}={value}"]
         line += ["-np", "1", "--wdir", str(home), *PIPEINFER, "generate", *request, *REQUEST, ":"]
-    process = launch.start(line[:-1], timeout=120)
-    out, err = process.communicate(timeout=120)
+    with own_caches(*(home / "cache" for home in homes)):
+        process = launch.start(line[:-1], timeout=120)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out
 

@@ -14,6 +14,7 @@ from pipeinfer.experiments.rig.served import serve
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.planning.wide import shares_of
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, cases, check, run_matrix
+from tests.support.own_caches import own_caches
 from tests.support.sample import full, mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -106,8 +107,9 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
     assert len(drawn) == 1
     assert "KV heads 0-0, columns 0-127 and KV heads 1-1, columns 128-255" in drawn[0]
     two = generate(3, *own, "--grid", "1x2")
-    other = generate(3, *own, "--grid", "1x2", "--sum-path", "messages", "--distribute",
-                     PIPEINFER_CACHE=str(tmp_path / "cache"))
+    with own_caches(tmp_path / "cache"):
+        other = generate(3, *own, "--grid", "1x2", "--sum-path", "messages", "--distribute",
+                         PIPEINFER_CACHE=str(tmp_path / "cache"))
     assert one["tokens"] == two["tokens"] == other["tokens"]
     assert [stage["slices"] for stage in two["stats"]["stages"].values()] == [
         [name] for name in one["stats"]["stages"]["1"]["slices"]]
