@@ -12,15 +12,16 @@ from pipeinfer.experiments.random_model import tiny, write_random_model
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.locate import open_tokenizer
-from tests.support.sample import mostly_full
+from tests.support.sample import fewer, mostly_full
 
+COUNT = fewer(128, 48)
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 def tokens(n_ranks, path, *more):
     done = launch.run(n_ranks, [
         sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p", "the rain in",
-        "-n", "128", "-c", "256", "-t", "1", "--ignore-eos", "--json", *more])
+        "-n", str(COUNT), "-c", "256", "-t", "1", "--ignore-eos", "--json", *more])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["tokens"]
 
@@ -45,7 +46,7 @@ def test_grids_write_what_a_plain_loop_over_their_slices_writes(name, tmp_path):
     layers = (spec.n_layer - 2, 2)
     loop = SlicedLoop(path, layers, ((1.0, 1.0), (1.0, 1.0)), cache_dir=tmp_path)
     tokenizer = open_tokenizer(path)
-    expected = loop.generate(tokenizer.encode("the rain in"), 128)
+    expected = loop.generate(tokenizer.encode("the rain in"), COUNT)
     tokenizer.close()
     loop.close()
     assert len(set(expected)) > 10
