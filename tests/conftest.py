@@ -20,20 +20,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("full" if config.getoption("full") else "sample")
 
 
-#: tests that start real jobs by the dozen
-_JOBS = ("tests/mpi/", "tests/models/test_hub.py")
+#: tests that start real jobs by the dozen, or with `-t 1`
+_JOBS = ("tests/mpi/", "tests/models/test_hub.py", "tests/supervise/test_up.py",
+         "tests/namespaces/test_cut.py", "tests/experiments/test_ablations.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_a_rank(request: pytest.FixtureRequest) -> Iterator[None]:
     """Jobs of the sample do not try out how many threads they are fastest with: for models as
     small as these that takes longer than all they decode. The full run does, and so do in the
-    sample the jobs of tests/test_wheel.py and of tests/namespaces."""
+    sample the jobs of tests/test_wheel.py and of tests/namespaces/test_namespaces.py."""
     if request.config.getoption("full") or not request.node.nodeid.startswith(_JOBS):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEINFER_THREADS", "1")
+        patch.setenv("PIPEINFER_THREADS_DRAFT", "1")
         yield
 
 
