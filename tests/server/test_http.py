@@ -523,17 +523,23 @@ def test_a_client_that_takes_nothing_is_dropped_and_others_go_on():
         slow.close()
 
 
+@pytest.fixture(scope="module")
+def impatient():
+    with front(MODEL, client_timeout=0.5) as server:
+        yield server
+
+
 @pytest.mark.parametrize(("begun", "answer"), [
     (b"", b""), (b"POST /v1/comp", b""),
     (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
      b"Content-Length: 100\r\n\r\n{", b"HTTP/1.1 408 "),
 ])
-def test_a_request_that_does_not_arrive_is_not_waited_for(begun, answer):
-    with front(MODEL, client_timeout=0.5) as server:
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as client:
-            client.settimeout(SECONDS)
-            client.sendall(begun)
-            assert client.recv(4096)[:13] == answer
+def test_a_request_that_does_not_arrive_is_not_waited_for(impatient, begun, answer):
+    port = int(impatient.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(SECONDS)
+        client.sendall(begun)
+        assert client.recv(4096)[:13] == answer
 
 
 # --- states -----------------------------------------------------------------------------------
