@@ -14,8 +14,10 @@ from pipeinfer.training.draft.answers import KEPT, Talk
 from pipeinfer.training.draft.own_draft import Settings, joined, marks_of, run, spread
 from pipeinfer.training.draft.teach import Lessons, agreement, batches, pack, thinned
 from pipeinfer.training.pair.restore import restore
+from tests.support.sample import fewer
 
 TARGET = EMBEDDED / "target.gguf"
+LENGTH = fewer(60, 48)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,8 @@ def marks():
 
 @pytest.fixture(scope="module")
 def texts(target, marks):
-    talk, found = Talk(target, marks, slots=6, length=60, seed=1), []
-    while len(found) < 24:
+    talk, found = Talk(target, marks, slots=6, length=LENGTH, seed=1), []
+    while len(found) < fewer(24, 20):
         found += talk.step()
     return found
 
@@ -60,7 +62,7 @@ def test_texts_are_of_several_kinds_and_end_where_the_target_ends_them(marks, te
     before = list(marks.before)
     chats = [t for t in texts if t.tokens[: len(before)].tolist() == before]
     assert 0 < len(chats) < len(texts)
-    assert all(len(t.tokens) <= 60 for t in texts)
+    assert all(len(t.tokens) <= LENGTH for t in texts)
     between = list(marks.between)
 
     def answered(tokens):
@@ -113,8 +115,8 @@ def test_layers_are_spread_over_the_target():
 
 def test_a_draft_learns_and_is_a_file_with_the_targets_vocabulary(tmp_path):
     out = tmp_path / "draft.gguf"
-    settings = Settings(TARGET, out, tmp_path / "work", layers=2, texts=30, slots=8, length=48,
-                        steps=12, quantisation="q8_0")
+    settings = Settings(TARGET, out, tmp_path / "work", layers=2, texts=fewer(30, 20), slots=8,
+                        length=48, steps=fewer(12, 10), quantisation="q8_0")
     result = run(settings, report=lambda line: None)
     held_out = result["held_out"]
     assert held_out["taught"]["nats"] < held_out["thinned"]["nats"] - 0.05
