@@ -38,6 +38,7 @@ static forward *theirs;
 static void (*quantise)(const float *from, void *to, int64_t count);
 static bool used;
 static bool fused; /* whether the library rounds once where a sum is scaled and a weight of 1 added */
+static bool expf_known; /* whether expf is the one that is repeated below */
 
 #ifdef KERNELS
 
@@ -186,6 +187,51 @@ INLINE float largest(const float *scores)
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
+/* 2^(i / 32) as bits, less i * 2^47 */
+static const int64_t POWERS[32] = {
+    0x3ff0000000000000, 0x3fefd9b0d3158574, 0x3fefb5586cf9890f, 0x3fef9301d0125b51,
+    0x3fef72b83c7d517b, 0x3fef54873168b9aa, 0x3fef387a6e756238, 0x3fef1e9df51fdee1,
+    0x3fef06fe0a31b715, 0x3feef1a7373aa9cb, 0x3feedea64c123422, 0x3feece086061892d,
+    0x3feebfdad5362a27, 0x3feeb42b569d4f82, 0x3feeab07dd485429, 0x3feea47eb03a5585,
+    0x3feea09e667f3bcd, 0x3fee9f75e8ec5f74, 0x3feea11473eb0187, 0x3feea589994cce13,
+    0x3feeace5422aa0db, 0x3feeb737b0cdc5e5, 0x3feec49182a3f090, 0x3feed503b23e255d,
+    0x3feee89f995ad3ad, 0x3feeff76f2fb5e47, 0x3fef199bdd85529c, 0x3fef3720dcef9069,
+    0x3fef5818dcfba487, 0x3fef7c97337b9b5f, 0x3fefa4afa2a490da, 0x3fefd0765b6e4540};
+static const float LEAST = -87.0f; /* below it expf has cases of their own */
+
+/* expf of four numbers between LEAST and 0 as glibc computes it since 2.28 with FMA, and musl: a
+   polynomial of x * 32 / log 2 less the nearest whole number, in doubles. */
+INLINE __m128 four_powers(__m128 x)
+{
+    const __m256d wide = _mm256_cvtps_pd(x), by = _mm256_set1_pd(0x1.71547652b82fep+5);
+    const __m256d shift = _mm256_set1_pd(0x1.8p+52);
+    const __m256d shifted = _mm256_fmadd_pd(wide, by, shift);
+    const __m256i whole = _mm256_castpd_si256(shifted);
+    const __m256d rest = _mm256_fmsub_pd(wide, by, _mm256_sub_pd(shifted, shift));
+    const __m256i power = _mm256_add_epi64(_mm256_slli_epi64(whole, 47), _mm256_i64gather_epi64(
+        (const long long *)POWERS, _mm256_and_si256(whole, _mm256_set1_epi64x(31)), 8));
+    const __m256d upper = _mm256_fmadd_pd(_mm256_set1_pd(0x1.c6af84b912394p-20), rest,
+                                          _mm256_set1_pd(0x1.ebfce50fac4f3p-13));
+    const __m256d lower = _mm256_fmadd_pd(_mm256_set1_pd(0x1.62e42ff0c52d6p-6), rest,
+                                          _mm256_set1_pd(1.0));
+    return _mm256_cvtpd_ps(_mm256_mul_pd(
+        _mm256_fmadd_pd(upper, _mm256_mul_pd(rest, rest), lower), _mm256_castsi256_pd(power)));
+}
+
+/* expf of numbers of which none is above 0; `count` is a multiple of four. */
+AVX2 static void powers(int count, const float *x, float *to)
+{
+    int at, i;
+    for (at = 0; at < count; at += 4) {
+        const __m128 four = _mm_loadu_ps(x + at);
+        if (expf_known && _mm_movemask_ps(_mm_cmplt_ps(four, _mm_set1_ps(LEAST))) == 0)
+            _mm_storeu_ps(to + at, four_powers(four));
+        else
+            for (i = at; i < at + 4; i++)
+                to[i] = expf(x[i]);
+    }
+}
+
 static const uint8_t IN_ORDER[CELLS] = {
     0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
     27, 28, 29, 30, 31};
@@ -200,7 +246,8 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
     int cell, waiting = 0;
     if (mask == NULL && count == CELLS && largest(scores) <= most) {
         for (cell = 0; cell < CELLS; cell++)
-            weights[cell] = expf(scores[cell] - most);
+            weights[cell] = scores[cell] - most;
+        powers(CELLS, weights, weights);
         for (cell = 0; cell < CELLS; cell++)
             total += weights[cell];
         add_up(width, CELLS, own->values, IN_ORDER, weights, sums);
@@ -451,6 +498,24 @@ static bool agrees(int width, uint32_t *dice)
     return same;
 }
 
+static bool knows_expf(void)
+{
+    float x[4], found[4];
+    uint32_t dice = 1;
+    int i, trial;
+    for (trial = 0; trial < 512; trial++) {
+        for (i = 0; i < 4; i++) /* of all sizes down to LEAST */
+            x[i] = LEAST * (float)(roll(&dice) % 1000 + 1) / (float)(1000 << roll(&dice) % 16);
+        expf_known = true;
+        powers(4, x, found);
+        expf_known = false;
+        for (i = 0; i < 4; i++)
+            if (found[i] != expf(x[i]))
+                return false;
+    }
+    return true;
+}
+
 static bool agree(void)
 {
     static const int WIDTHS[] = {64, 96, 128, 256};
@@ -477,6 +542,7 @@ bool pipeinfer_short_attention(void *const *functions, bool wanted)
         const struct traits *(*traits_of)(int) = (const struct traits *(*)(int))functions[1];
         memcpy(&ggml, functions + 2, sizeof ggml);
         quantise = traits_of(Q8_0)->from_float;
+        expf_known = knows_expf();
         fused = true;
         used = agree();
         if (!used) {
@@ -485,7 +551,7 @@ bool pipeinfer_short_attention(void *const *functions, bool wanted)
         }
     }
 #else
-    (void)wanted, (void)quantise, (void)fused;
+    (void)wanted, (void)quantise, (void)fused, (void)expf_known;
 #endif
     return used;
 }
