@@ -379,71 +379,43 @@ INLINE float sum_of_four_bf16(const __m256 *x)
     return sum_of(_mm256_add_ps(_mm256_add_ps(x[0], x[2]), _mm256_add_ps(x[1], x[3])));
 }
 
-enum { TILE = 256,        /* elements of a row, so many that those of all rows stay in the first cache */
-       TOGETHER = 8 };    /* rows of weights that are taken tile after tile */
+enum { TILE = 256 }; /* elements of a row, so many that those of all rows stay in the first cache */
 
 /* Types without blocks: `blocks` counts elements, which are a multiple of 32. Each row has four sums,
    for which registers do not suffice from four rows on: then two at a time. */
 #define ELEMENTS(NAME, BYTES, LOAD, SUM)                                                              \
-INLINE void NAME##_tile(int count, int64_t size, const uint8_t *x, const uint8_t *next,               \
-                        const float *y, int64_t length, __m256 (*sums)[4])                            \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
+                 int64_t apart)                                                                       \
 {                                                                                                     \
     const int step = count > 3 ? 2 : 4;                                                               \
+    __m256 sums[MOST_GROUP][4];                                                                       \
+    int64_t i, from, until;                                                                           \
     int row, part, first;                                                                             \
-    int64_t i;                                                                                        \
     UNROLLED                                                                                          \
-    for (first = 0; first < 4; first += step) {                                                       \
-        __m256 own[MOST_GROUP][4];                                                                    \
+    for (row = 0; row < count; row++)                                                                 \
+        for (part = 0; part < 4; part++)                                                              \
+            sums[row][part] = _mm256_setzero_ps();                                                    \
+    for (from = 0; from < blocks; from = until) {                                                     \
+        until = from + TILE < blocks ? from + TILE : blocks;                                          \
         UNROLLED                                                                                      \
-        for (row = 0; row < count; row++)                                                             \
-            UNROLLED                                                                                  \
-            for (part = first; part < first + step; part++)                                           \
-                own[row][part] = sums[row][part];                                                     \
-        for (i = 0; i < size; i += 32) {                                                              \
-            if (first == 0)                                                                           \
-                fetch(next + BYTES * i, 32 * BYTES);                                                  \
-            UNROLLED                                                                                  \
-            for (part = first; part < first + step; part++) {                                         \
-                const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                              \
+        for (first = 0; first < 4; first += step)                                                     \
+            for (i = from; i < until; i += 32) {                                                      \
+                if (first == 0)                                                                       \
+                    fetch(x + BYTES * i, 32 * BYTES);                                                 \
                 UNROLLED                                                                              \
-                for (row = 0; row < count; row++)                                                     \
-                    own[row][part] = _mm256_fmadd_ps(                                                 \
-                        weights, _mm256_load_ps(y + row * length + i + 8 * part), own[row][part]);    \
+                for (part = first; part < first + step; part++) {                                     \
+                    const __m256 weights = LOAD(x + BYTES * (i + 8 * part));                          \
+                    UNROLLED                                                                          \
+                    for (row = 0; row < count; row++)                                                 \
+                        sums[row][part] = _mm256_fmadd_ps(                                            \
+                            weights, _mm256_load_ps(y->floats + row * y->length + i + 8 * part),      \
+                            sums[row][part]);                                                         \
+                }                                                                                     \
             }                                                                                         \
-        }                                                                                             \
-        UNROLLED                                                                                      \
-        for (row = 0; row < count; row++)                                                             \
-            UNROLLED                                                                                  \
-            for (part = first; part < first + step; part++)                                           \
-                sums[row][part] = own[row][part];                                                     \
     }                                                                                                 \
-}                                                                                                     \
-INLINE void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,        \
-                 const struct rows *y, float *to, int64_t apart)                                      \
-{                                                                                                     \
-    const int64_t together = count > 2 ? TOGETHER : 1;                                                \
-    __m256 sums[TOGETHER][MOST_GROUP][4];                                                             \
-    int64_t from, i, at;                                                                              \
-    int row, part;                                                                                    \
-    for (from = 0; from < weights; from += together) {                                                \
-        const int64_t some = weights - from < together ? weights - from : together;                   \
-        for (i = 0; i < some; i++)                                                                    \
-            for (row = 0; row < count; row++)                                                         \
-                for (part = 0; part < 4; part++)                                                      \
-                    sums[i][row][part] = _mm256_setzero_ps();                                         \
-        for (at = 0; at < blocks; at += TILE) {                                                       \
-            const int64_t size = blocks - at < TILE ? blocks - at : TILE;                             \
-            for (i = 0; i < some; i++) {                                                              \
-                const uint8_t *tile = x + (from + i) * x_apart + BYTES * at;                          \
-                const uint8_t *next = together == 1 ? tile + AHEAD :                                  \
-                    at + size < blocks ? tile + BYTES * TILE : tile - BYTES * at + together * x_apart;\
-                NAME##_tile(count, size, tile, next, y->floats + at, y->length, sums[i]);             \
-            }                                                                                         \
-        }                                                                                             \
-        for (i = 0; i < some; i++)                                                                    \
-            for (row = 0; row < count; row++)                                                         \
-                to[from + i + row * apart] = SUM(sums[i][row]);                                       \
-    }                                                                                                 \
+    UNROLLED                                                                                          \
+    for (row = 0; row < count; row++)                                                                 \
+        to[row * apart] = SUM(sums[row]);                                                             \
 }
 
 ELEMENTS(dots_f32, 4, floats_of_f32, sum_of_four)
@@ -479,6 +451,9 @@ AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apar
     }                                                                                                 \
 }
 
+EACH(each_f32, dots_f32)
+EACH(each_f16, dots_f16)
+EACH(each_bf16, dots_bf16)
 EACH(each_q4_0, dots_q4_0)
 EACH(each_q4_1, dots_q4_1)
 EACH(each_q5_0, dots_q5_0)
@@ -487,9 +462,9 @@ EACH(each_q4_k, dots_q4_k)
 EACH(each_q5_k, dots_q5_k)
 EACH(each_q6_k, dots_q6_k)
 
-PASSES(all_f32, dots_f32)
-PASSES(all_f16, dots_f16)
-PASSES(all_bf16, dots_bf16)
+PASSES(all_f32, each_f32)
+PASSES(all_f16, each_f16)
+PASSES(all_bf16, each_bf16)
 PASSES(all_q4_0, each_q4_0)
 PASSES(all_q4_1, each_q4_1)
 PASSES(all_q5_0, each_q5_0)
