@@ -195,13 +195,13 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _short_runs(everyone: list[dict[str, Any]]) -> list[Finding]:
-    """Whose products of few rows are made by `short_runs.c`."""
+    """Which products are made by `short_runs`, and on which ranks."""
     kinds: dict[str, list[str]] = {}
     for rank in everyone:
         kinds.setdefault(" ".join(rank["short_runs"]), []).append(str(rank["rank"]))
     return [Finding(
-        "ok", "short runs", f"{types} by kernels that make further rows cheap (ranks "
-        f"{', '.join(ranks)})" if types else f"left to llama.cpp (ranks {', '.join(ranks)})",
+        "ok", "short runs",
+        f"{types or 'left to llama.cpp'}{' by own kernels' * bool(types)} (ranks {', '.join(ranks)})",
         "" if types else "on processors with AVX2: install a C compiler, then pipeinfer again")
         for types, ranks in kinds.items()]
 
