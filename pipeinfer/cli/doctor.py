@@ -200,8 +200,8 @@ def _short_runs(everyone: list[dict[str, Any]]) -> list[Finding]:
     for rank in everyone:
         kinds.setdefault(" ".join(rank["short_runs"]), []).append(str(rank["rank"]))
     return [Finding(
-        "ok", "short runs",
-        f"{types or 'left to llama.cpp'}{' by own kernels' * bool(types)} (ranks {', '.join(ranks)})",
+        "ok", "short runs", f"{f'{types} by own kernels' if types else 'left to llama.cpp'} "
+        f"(ranks {', '.join(ranks)})",
         "" if types else "on processors with AVX2: install a C compiler, then pipeinfer again")
         for types, ranks in kinds.items()]
 

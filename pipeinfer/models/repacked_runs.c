@@ -19,7 +19,7 @@ static method *their_forward;
 static int64_t (*rows_of)(const void *tensor);
 static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tensor);
 static const char *(*name_of)(const void *tensor);
-static bool used, prompts; /* prompts: more than MOST_ROWS rows as well */
+static bool used;
 
 /* Rows that follow those in fours and are one product's, 0: unknown */
 static _Thread_local int rest;
@@ -180,12 +180,8 @@ void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
                              int rows, int weights)
 {
 #ifdef KERNELS
-    if (used && (prompts || rows <= MOST_ROWS) && fits(length)) {
-        const int64_t bytes = length / 32 * OTHER;
-        int row;
-        for (row = 0; row < rows; row += MOST_ROWS)
-            fours(rows - row < MOST_ROWS ? rows - row : MOST_ROWS, length, to + row * apart, apart, x,
-                  (const uint8_t *)y + row * bytes, weights);
+    if (used && rows <= MOST_ROWS && fits(length)) {
+        fours(rows, length, to, apart, x, y, weights);
         return;
     }
 #endif
@@ -260,13 +256,12 @@ static bool agree(const struct traits *partner)
 
 #endif
 
-/* Begins to make these products if `wanted` and their bits are the library's own; returns whether. More
-   rows than MOST_ROWS only if `long_ones`. The library's functions: the first three are needed, without
-   the rest two or three rows go one by one. */
+/* Begins to make these products if `wanted` and their bits are the library's own; returns whether. The
+   library's functions: the first three are needed, without the rest two or three rows go one by one. */
 bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
                              method *forward, int64_t (*rows)(const void *),
                              bool (*matrix)(const void *), bool (*contiguous)(const void *),
-                             const char *(*name)(const void *), bool wanted, bool long_ones)
+                             const char *(*name)(const void *), bool wanted)
 {
     their_gemv = gemv;
     their_gemm = gemm;
@@ -275,12 +270,11 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
     is_matrix = matrix;
     is_contiguous = contiguous;
     name_of = name;
-    prompts = long_ones;
     used = false;
 #ifdef KERNELS
     used = wanted && has_avx2() && agree(traits_of(8));
 #else
-    (void)traits_of, (void)wanted, (void)prompts;
+    (void)traits_of, (void)wanted;
 #endif
     return used;
 }

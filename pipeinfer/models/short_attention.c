@@ -218,7 +218,13 @@ INLINE __m128 four_powers(__m128 x)
         _mm256_fmadd_pd(upper, _mm256_mul_pd(rest, rest), lower), _mm256_castsi256_pd(power)));
 }
 
-/* expf of numbers of which none is above 0; `count` is a multiple of four. */
+/* expf of a number that is not above 0, whatever stands beside it */
+AVX2 static float power(float x)
+{
+    return expf_known && x >= LEAST ? _mm_cvtss_f32(four_powers(_mm_set1_ps(x))) : expf(x);
+}
+
+/* The same of several; `count` is a multiple of four. */
 AVX2 static void powers(int count, const float *x, float *to)
 {
     int at, i;
@@ -228,7 +234,7 @@ AVX2 static void powers(int count, const float *x, float *to)
             _mm_storeu_ps(to + at, four_powers(four));
         else
             for (i = at; i < at + 4; i++)
-                to[i] = expf(x[i]);
+                to[i] = power(x[i]);
     }
 }
 
@@ -261,7 +267,7 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
             continue;
         cells[waiting] = (uint8_t)cell;
         if (score > most) {
-            const float fall = expf(most - score);
+            const float fall = power(most - score);
             most = score;
             add_up(width, waiting, own->values, cells, weights, sums);
             scale_sums(width, fall, sums);
@@ -270,7 +276,7 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
             waiting = 1;
             total = fused ? fmaf(total, fall, 1.0f) : total * fall + 1.0f;
         } else {
-            weights[waiting] = expf(score - most);
+            weights[waiting] = power(score - most);
             total += weights[waiting++];
         }
     }
@@ -371,7 +377,8 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from
     }
 }
 
-/* Whether the product is one that is made here: nothing but keys, values and a mask. */
+/* Whether the product is one that is made here: nothing but keys, values and a mask, and no parameter
+   that versions to come may add (the first four are scale, bias, cap and precision). */
 static bool fits(const struct tensor *to)
 {
     const struct tensor *q = to->operands[0], *k = to->operands[1], *v = to->operands[2];
@@ -379,6 +386,9 @@ static bool fits(const struct tensor *to)
     int i;
     for (i = 4; i < OPERANDS; i++)
         if (to->operands[i] != NULL)
+            return false;
+    for (i = 4; i < 16; i++)
+        if (to->parameters[i] != 0.0f)
             return false;
     return q->type == F32 && k->type == Q8_0 && v->type == Q8_0 && (!mask || mask->type == F16)
         && k->ne[0] <= WIDEST && v->ne[0] <= WIDEST && q->nb[0] == sizeof(float)

@@ -80,7 +80,7 @@ def begin(functions: Mapping[str, Any]) -> None:
     prompts = not any(functions[name]() for name in ("ggml_cpu_has_avx512",) if name in functions)
     every = sum(1 << kind for kind in _TYPES)
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
-    laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3, prompts)
+    laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
     attends = ready and all(name in functions for name in ATTENTION_FUNCTIONS)
     for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
         ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
@@ -122,7 +122,7 @@ def _compiled() -> Any | None:
         for name, result, pointers, more in (
                 ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS,
                  (ctypes.c_int, ctypes.c_uint32, yes)),
-                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes, yes))):
+                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes,))):
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), *more]

@@ -153,9 +153,9 @@ class Repacked:
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
         begin.restype = ctypes.c_bool
-        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool, ctypes.c_bool]
+        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool]
         assert begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (*own, *self._kept[4:5],
-                                                                  *self._kept[:4])), True, True)
+                                                                  *self._kept[:4])), True)
 
     def run(self, product):
         self.product = product
