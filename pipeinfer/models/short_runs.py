@@ -1,10 +1,12 @@
-"""Products of a matrix with few rows, by kernels that share what unpacking its weights costs.
+"""What is computed in llama.cpp's place, bit for bit the same: few rows, and long texts.
 
 A guess is worth a row of a run if that row is cheap and gets the bits that it gets alone. llama.cpp
-has one or the other: `short_runs.c` has both, for processors with AVX2, and `repacked_runs.c` for
-Q4_0 that llama.cpp has laid out anew. The dynamic linker hands llama.cpp the functions there in
-place of its own, so that library has to be loaded before, for everybody. What it does not take goes
-on to llama.cpp's. Single rows keep their bits, whether it is there or not.
+has one or the other: `short_runs.c` has both, for processors with AVX2, by sharing what unpacking
+weights costs, and so has `repacked_runs.c` for Q4_0 that llama.cpp has laid out anew.
+`short_attention.c` shares what unpacking the cache's values costs, `huge_pages.c` is about memory.
+The dynamic linker hands llama.cpp the functions there in place of its own, so that library has to
+be loaded before, for everybody. What it does not take goes on to llama.cpp's. Single rows keep
+their bits, whether it is there or not.
 
 PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. Knows no models.
 """
@@ -76,8 +78,8 @@ def begin(functions: Mapping[str, Any]) -> None:
                     for name in names]
         return lambda most: function(*pointers, most if complete else 0, *more)
 
-    # of prompts AVX-512 makes more than these kernels do
-    prompts = not any(functions[name]() for name in ("ggml_cpu_has_avx512",) if name in functions)
+    avx512 = functions.get("ggml_cpu_has_avx512")
+    prompts = avx512 is None or not avx512()  # with it llama.cpp makes more of them than these do
     every = sum(1 << kind for kind in _TYPES)
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
     laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
