@@ -247,11 +247,12 @@ _KERNELS = {
     "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
     "fp16_va": "asimdhp", "matmul_int8": "i8mm", "sve": "sve",
 }
-_FUNCTIONS |= {name: (_P, ()) for name in short_runs.ALL_FUNCTIONS if name not in _FUNCTIONS}
+_OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: which nobody else calls
+_FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
 _OPTIONAL = ("ggml_cpu_init", "llama_model_quantize", "llama_model_quantize_default_params",
-             *(name for name in short_runs.ALL_FUNCTIONS if name != "ggml_nrows"),
+             *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
 _lock = threading.Lock()

@@ -31,8 +31,7 @@ static _Thread_local struct { const void *x; const uint8_t *y; int rows; } made;
 enum { COLUMNS = 8,       /* rows of weights that lie side by side */
        IN_FOURS = 4,
        WEIGHTS = 16,      /* where a block's numbers begin, behind eight scales */
-       BLOCK = 144,       /* bytes of eight blocks of weights */
-       OTHER = 34 };      /* bytes of a block of the right side, Q8_0 */
+       BLOCK = 144 };     /* bytes of eight blocks of weights */
 
 /* Of the rows on the right, per block: its scale, and what the weights' offset of 8 adds to a sum */
 static _Thread_local float scales[MOST_ROWS][MOST_BLOCKS];
@@ -102,12 +101,12 @@ INLINE __m256i eight_times(__m256i numbers)
 AVX2 static void few(int count, int length, float *to, size_t to_apart, const uint8_t *x,
                      const uint8_t *y, int weights)
 {
-    const int64_t blocks = length / 32, apart = blocks * OTHER;
+    const int64_t blocks = length / 32, apart = blocks * Q8_0_BYTES;
     int64_t block;
     int row, at;
     for (row = 0; row < count; row++)
         for (block = 0; block < blocks; block++) {
-            const uint8_t *other = y + row * apart + block * OTHER;
+            const uint8_t *other = y + row * apart + block * Q8_0_BYTES;
             int64_t sums[4];
             _mm256_storeu_si256((__m256i *)(void *)sums, eight_times(load(other + 2)));
             scales[row][block] = one(other);
@@ -115,7 +114,7 @@ AVX2 static void few(int count, int length, float *to, size_t to_apart, const ui
         }
 #define ALL(COUNT)                                                                                    \
     for (at = 0; at < weights; at += COLUMNS, x += blocks * BLOCK)                                    \
-        eight(COUNT, blocks, x, y + 2, OTHER, 8, apart, 0, to + at, to_apart)
+        eight(COUNT, blocks, x, y + 2, Q8_0_BYTES, 8, apart, 0, to + at, to_apart)
     switch (count) {
     case 1: ALL(1); break;
     case 2: ALL(2); break;
@@ -127,12 +126,12 @@ AVX2 static void few(int count, int length, float *to, size_t to_apart, const ui
 AVX2 static void fours(int count, int length, float *to, size_t to_apart, const uint8_t *x,
                        const uint8_t *y, int weights)
 {
-    const int64_t blocks = length / 32, bytes = IN_FOURS * OTHER;
+    const int64_t blocks = length / 32, bytes = IN_FOURS * Q8_0_BYTES;
     int64_t block;
     int row, at, part;
     for (row = 0; row < count; row += IN_FOURS)
         for (block = 0; block < blocks; block++) {
-            const uint8_t *other = y + row * blocks * OTHER + block * bytes;
+            const uint8_t *other = y + row * blocks * Q8_0_BYTES + block * bytes;
             __m256i all = _mm256_setzero_si256();
             int64_t sums[IN_FOURS];
             for (part = 0; part < 4; part++)
@@ -145,7 +144,7 @@ AVX2 static void fours(int count, int length, float *to, size_t to_apart, const 
         }
     for (at = 0; at < weights; at += COLUMNS, x += blocks * BLOCK)
         for (row = 0; row < count; row += IN_FOURS)
-            eight(IN_FOURS, blocks, x, y + row * blocks * OTHER + 2 * IN_FOURS, bytes, 32, 8, row,
+            eight(IN_FOURS, blocks, x, y + row * blocks * Q8_0_BYTES + 2 * IN_FOURS, bytes, 32, 8, row,
                   to + row * to_apart + at, to_apart);
 }
 
@@ -159,7 +158,7 @@ void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
 {
 #ifdef KERNELS
     if (used && rows == 1 && fits(length)) {
-        const int64_t bytes = length / 32 * OTHER;
+        const int64_t bytes = length / 32 * Q8_0_BYTES;
         if (made.rows && made.x == x && made.y == y) {
             made.rows--;
             made.y += bytes;
@@ -210,7 +209,7 @@ enum { TRIED = 256 };
 /* Whether the kernels give the bits of the library's own for single rows, for rows in fours as well. */
 static bool agree(const struct traits *partner)
 {
-    enum { BLOCKS = TRIED / 32, LENGTH = BLOCKS * OTHER };
+    enum { BLOCKS = TRIED / 32, LENGTH = BLOCKS * Q8_0_BYTES };
     static float from[TRIED], wanted[MOST_ROWS][COLUMNS], to[MOST_ROWS][COLUMNS];
     static uint8_t x[BLOCKS * BLOCK], y[MOST_ROWS][LENGTH], sided[MOST_ROWS * LENGTH];
     uint32_t dice = 1;
@@ -228,11 +227,11 @@ static bool agree(const struct traits *partner)
         partner->from_float(from, y[row], TRIED);
         their_gemv(TRIED, wanted[row], COLUMNS, x, y[row], 1, COLUMNS);
         for (block = 0; block < BLOCKS; block++) {
-            uint8_t *four = fours_of + block * IN_FOURS * OTHER;
-            memcpy(four + row % IN_FOURS * 2, y[row] + block * OTHER, 2);
+            uint8_t *four = fours_of + block * IN_FOURS * Q8_0_BYTES;
+            memcpy(four + row % IN_FOURS * 2, y[row] + block * Q8_0_BYTES, 2);
             for (i = 0; i < 4; i++)
                 memcpy(four + 2 * IN_FOURS + 32 * i + row % IN_FOURS * 8,
-                       y[row] + block * OTHER + 2 + 8 * i, 8);
+                       y[row] + block * Q8_0_BYTES + 2 + 8 * i, 8);
         }
     }
     for (count = 1; count < IN_FOURS; count++) {
@@ -272,7 +271,7 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
     name_of = name;
     used = false;
 #ifdef KERNELS
-    used = wanted && has_avx2() && agree(traits_of(8));
+    used = wanted && has_avx2() && agree(traits_of(Q8_0));
 #else
     (void)traits_of, (void)wanted;
 #endif

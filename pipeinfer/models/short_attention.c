@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-enum { OPERANDS = 10, Q8_0 = 8, F16 = 1, F32 = 0 };
+enum { OPERANDS = 10, PARAMETERS = 16 };
 
 /* ggml_tensor, as far as it is needed; whether it is laid out so is tried first */
 struct tensor {
@@ -19,16 +19,13 @@ struct tensor {
     int64_t ne[4];
     size_t nb[4];
     int op;
-    float parameters[16];
+    int32_t parameters[PARAMETERS]; /* the first three are floats */
     int32_t flags;
     struct tensor *operands[OPERANDS];
     struct tensor *viewed;
     size_t offset;
     uint8_t *data;
 };
-
-/* ggml_compute_params, as far as it is known */
-struct team { int ith, nth; };
 
 struct memory { size_t bytes; void *at; bool only_sizes; }; /* ggml_init_params */
 
@@ -45,7 +42,7 @@ static bool expf_known; /* whether expf is the one that is repeated below */
 enum { CELLS = 32,       /* that are taken together */
        PAIRS = 16,       /* of a head and a row, likewise */
        WIDEST = 256,     /* numbers of a head */
-       BLOCK = 34, MOST = WIDEST / 32 };
+       MOST = WIDEST / 32 };
 
 /* What one thread works with; rows of values and sums are as wide as a head */
 struct space {
@@ -100,7 +97,7 @@ INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart
                 (const __m256i *)(const void *)&own->query[pair][32 * block]);
             UNROLLED
             for (i = 0; i < 4; i++) {
-                const __m256i key = load(four[i] + block * BLOCK);
+                const __m256i key = load(four[i] + block * Q8_0_BYTES);
                 const __m256i twos = _mm256_maddubs_epi16(_mm256_sign_epi8(key, key),
                                                           _mm256_sign_epi8(query, key));
                 sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both[block][cell + i]),
@@ -294,8 +291,8 @@ AVX2 static void unpack(int blocks, int width, int count, const uint8_t *keys, s
         const uint8_t *key = keys + cell * keys_apart, *value = values + cell * values_apart;
         float *to = own->values + cell * width;
         for (block = 0; block < blocks; block++)
-            own->key_scales[block][cell] = one(key + block * BLOCK);
-        for (block = 0; block < width / 32; block++, value += BLOCK, to += 32) {
+            own->key_scales[block][cell] = one(key + block * Q8_0_BYTES);
+        for (block = 0; block < width / 32; block++, value += Q8_0_BYTES, to += 32) {
             const __m256 scale = _mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(value)));
             UNROLLED
             for (part = 0; part < 32; part += 8)
@@ -335,12 +332,12 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from
     int pair, block;
     for (pair = 0; pair < pairs; pair++) {
         const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
-        uint8_t packed[MOST * BLOCK];
+        uint8_t packed[MOST * Q8_0_BYTES];
         quantise((const float *)(const void *)(q->data + row * q->nb[1] + head * q->nb[2]
                                                + plane * q->nb[3]), packed, k->ne[0]);
         for (block = 0; block < blocks; block++) {
-            own->query_scales[pair][block] = one(packed + block * BLOCK);
-            memcpy(&own->query[pair][32 * block], packed + block * BLOCK + 2, 32);
+            own->query_scales[pair][block] = one(packed + block * Q8_0_BYTES);
+            memcpy(&own->query[pair][32 * block], packed + block * Q8_0_BYTES + 2, 32);
         }
         memset(own->sums + pair * width, 0, width * sizeof(float));
         own->total[pair] = 0.0f;
@@ -377,8 +374,10 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from
     }
 }
 
-/* Whether the product is one that is made here: nothing but keys, values and a mask, and no parameter
-   that versions to come may add (the first four are scale, bias, cap and precision). */
+enum { SCALE, PRECISION = 3 };
+
+/* Whether the product is one that is made here: nothing but keys, values and a mask, no bias and no cap,
+   and no parameter that versions to come may add. */
 static bool fits(const struct tensor *to)
 {
     const struct tensor *q = to->operands[0], *k = to->operands[1], *v = to->operands[2];
@@ -387,19 +386,26 @@ static bool fits(const struct tensor *to)
     for (i = 4; i < OPERANDS; i++)
         if (to->operands[i] != NULL)
             return false;
-    for (i = 4; i < 16; i++)
-        if (to->parameters[i] != 0.0f)
+    for (i = 0; i < PARAMETERS; i++)
+        if (i != SCALE && i != PRECISION && to->parameters[i] != 0)
             return false;
     return q->type == F32 && k->type == Q8_0 && v->type == Q8_0 && (!mask || mask->type == F16)
         && k->ne[0] <= WIDEST && v->ne[0] <= WIDEST && q->nb[0] == sizeof(float)
-        && k->nb[0] == BLOCK && v->nb[0] == BLOCK && k->ne[2] == v->ne[2]
-        && to->nb[1] == v->ne[0] * sizeof(float) && to->parameters[1] == 0.0f && to->parameters[2] == 0.0f;
+        && k->nb[0] == Q8_0_BYTES && v->nb[0] == Q8_0_BYTES && k->ne[2] == v->ne[2]
+        && to->nb[1] == v->ne[0] * sizeof(float);
+}
+
+static float scale_of(const struct tensor *to)
+{
+    float scale;
+    memcpy(&scale, &to->parameters[SCALE], sizeof scale);
+    return scale;
 }
 
 static void attention(const struct team *team, struct tensor *to)
 {
     struct task task = {to->operands[0], to->operands[1], to->operands[2], to->operands[3], to,
-                        to->parameters[0], 0, 0, 0};
+                        scale_of(to), 0, 0, 0};
     int64_t all, plane, from, until;
     task.rows = task.q->ne[1];
     task.heads = task.q->ne[2];
@@ -458,7 +464,7 @@ static void fill(struct tensor *to, uint32_t *dice)
         } else if (i % 32 == 0) {
             for (number = 0; number < 32; number++)
                 some[number] = some_number(dice);
-            quantise(some, to->data + i / 32 * BLOCK, 32);
+            quantise(some, to->data + i / 32 * Q8_0_BYTES, 32);
         }
 }
 
@@ -482,14 +488,14 @@ static bool agrees(int width, uint32_t *dice)
     to = ggml.attention(context, q, k, v, mask, scale, 0.0f, 0.0f);
     bytes = (size_t)width * HEADS * TRIED_ROWS * sizeof(float);
     same = k->type == Q8_0 && k->ne[0] == width && k->ne[1] == TRIED && k->ne[2] == SOURCES
-        && k->ne[3] == 1 && k->nb[0] == BLOCK && k->nb[1] == (size_t)width / 32 * BLOCK
+        && k->ne[3] == 1 && k->nb[0] == Q8_0_BYTES && k->nb[1] == (size_t)width / 32 * Q8_0_BYTES
         && k->nb[2] == TRIED * k->nb[1] && k->data == ggml.data(k) && to->data == ggml.data(to)
         && q->data == ggml.data(q) && to->operands[0] == q && to->operands[1] == k
         && to->operands[2] == v && to->operands[3] == mask && to->operands[4] == NULL
-        && to->operands[OPERANDS - 1] == NULL && to->viewed == NULL && to->parameters[0] == scale
+        && to->operands[OPERANDS - 1] == NULL && to->viewed == NULL && scale_of(to) == scale
         && to->ne[0] == width && to->ne[1] == HEADS && to->ne[2] == TRIED_ROWS;
     if (same) {
-        const struct team alone = {0, 1};
+        const struct team alone = {0, 1, 0, NULL, NULL};
         fill(q, dice);
         fill(k, dice);
         fill(v, dice);

@@ -12,15 +12,12 @@
 
 #include "short_runs.h"
 
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K = 12, Q5_K = 13,
-       Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_1 = 9, Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15, BF16 = 30,
+       TYPES = 31 };
 enum { MOST_NUMBERS = 32 * MOST_BLOCKS,  /* of a row, which is copied */
        MOST_GROUP = 8,   /* rows that one pass over a weight's row takes */
        MOST_FLOATS = 6,  /* the same for types without blocks, */
        MOST_OFFSET = 4 };  /* and for those with an offset, of which twice as much is read */
-
-/* ggml_compute_params, as far as it is known */
-struct team { int ith, nth; size_t bytes; void *work; void *pool; };
 
 typedef bool product(const struct team *, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
                      const void *b, int64_t ldb, void *c, int64_t ldc, int a_type, int b_type,
@@ -425,53 +422,34 @@ ELEMENTS(dots_bf16, 2, floats_of_bf16, sum_of_four_bf16)
 typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
                     const struct rows *y, float *to, int64_t apart);
 
-#define EACH(NAME, DOTS)                                                                              \
-INLINE void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,        \
-                 const struct rows *y, float *to, int64_t apart)                                      \
-{                                                                                                     \
-    int64_t i;                                                                                        \
-    for (i = 0; i < weights; i++)                                                                     \
-        DOTS(count, blocks, x + i * x_apart, y, to + i, apart);                                       \
-}
-
-/* `weights` rows of weights by `count` rows, which the compiler knows in each of the passes */
-#define PASSES(NAME, PASS)                                                                            \
+/* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
+#define PASSES(NAME, DOTS)                                                                            \
 AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,   \
                       const struct rows *y, float *to, int64_t apart)                                 \
 {                                                                                                     \
+    int64_t i;                                                                                        \
     switch (count) {                                                                                  \
-    case 1: PASS(1, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 2: PASS(2, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 3: PASS(3, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 4: PASS(4, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 5: PASS(5, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 6: PASS(6, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    case 7: PASS(7, blocks, x, x_apart, weights, y, to, apart); break;                                \
-    default: PASS(8, blocks, x, x_apart, weights, y, to, apart);                                      \
+    case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 4: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 5: for (i = 0; i < weights; i++) DOTS(5, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 6: for (i = 0; i < weights; i++) DOTS(6, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 7: for (i = 0; i < weights; i++) DOTS(7, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    default: for (i = 0; i < weights; i++) DOTS(8, blocks, x + i * x_apart, y, to + i, apart);        \
     }                                                                                                 \
 }
 
-EACH(each_f32, dots_f32)
-EACH(each_f16, dots_f16)
-EACH(each_bf16, dots_bf16)
-EACH(each_q4_0, dots_q4_0)
-EACH(each_q4_1, dots_q4_1)
-EACH(each_q5_0, dots_q5_0)
-EACH(each_q8_0, dots_q8_0)
-EACH(each_q4_k, dots_q4_k)
-EACH(each_q5_k, dots_q5_k)
-EACH(each_q6_k, dots_q6_k)
-
-PASSES(all_f32, each_f32)
-PASSES(all_f16, each_f16)
-PASSES(all_bf16, each_bf16)
-PASSES(all_q4_0, each_q4_0)
-PASSES(all_q4_1, each_q4_1)
-PASSES(all_q5_0, each_q5_0)
-PASSES(all_q8_0, each_q8_0)
-PASSES(all_q4_k, each_q4_k)
-PASSES(all_q5_k, each_q5_k)
-PASSES(all_q6_k, each_q6_k)
+PASSES(all_f32, dots_f32)
+PASSES(all_f16, dots_f16)
+PASSES(all_bf16, dots_bf16)
+PASSES(all_q4_0, dots_q4_0)
+PASSES(all_q4_1, dots_q4_1)
+PASSES(all_q5_0, dots_q5_0)
+PASSES(all_q8_0, dots_q8_0)
+PASSES(all_q4_k, dots_q4_k)
+PASSES(all_q5_k, dots_q5_k)
+PASSES(all_q6_k, dots_q6_k)
 
 /* elements: of a block; bytes: of a block; group: rows of a pass at most, as registers allow;
    scales: numbers in 16 bits that a partner's block begins with; offset: of what is stored */
@@ -482,10 +460,10 @@ static const struct kernel {
     [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0, 0},
     [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0, 0},
     [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0, 0},
-    [Q4_0] = {all_q4_0, Q8_0, 32, 18, 34, MOST_OFFSET, 1, 8},
+    [Q4_0] = {all_q4_0, Q8_0, 32, 18, Q8_0_BYTES, MOST_OFFSET, 1, 8},
     [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2, 0},
-    [Q5_0] = {all_q5_0, Q8_0, 32, 22, 34, MOST_OFFSET, 1, 16},
-    [Q8_0] = {all_q8_0, Q8_0, 32, 34, 34, MOST_GROUP, 1, 0},
+    [Q5_0] = {all_q5_0, Q8_0, 32, 22, Q8_0_BYTES, MOST_OFFSET, 1, 16},
+    [Q8_0] = {all_q8_0, Q8_0, 32, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0},
     [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0, 0},
     [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0, 0},
     [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0, 0},
@@ -498,9 +476,11 @@ static bool fits(int type, int64_t blocks)
 }
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
-static _Thread_local float floats[MOST_ROWS * MOST_NUMBERS] ALIGNED;
-static _Thread_local int8_t numbers[MOST_ROWS * MOST_NUMBERS] ALIGNED;
-static _Thread_local int8_t offsets[MOST_ROWS * MOST_NUMBERS] ALIGNED;
+/* A product's rows have blocks or they have none. */
+static _Thread_local union {
+    struct { int8_t numbers[MOST_ROWS * MOST_NUMBERS], offsets[MOST_ROWS * MOST_NUMBERS]; };
+    float floats[MOST_ROWS * MOST_NUMBERS];
+} unpacked ALIGNED;
 
 /* What blocks begin with, and their numbers to where loads cross no line. */
 AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows, size_t apart,
@@ -520,9 +500,9 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
                 const int64_t at = (row * blocks + block) * kernel->elements + part;
                 const __m256i few = load(rows + row * apart + block * kernel->partner_bytes + begin
                                          + part);
-                _mm256_store_si256((__m256i *)(void *)(numbers + at), few);
+                _mm256_store_si256((__m256i *)(void *)(unpacked.numbers + at), few);
                 if (kernel->offset)
-                    _mm256_store_si256((__m256i *)(void *)(offsets + at), _mm256_maddubs_epi16(
+                    _mm256_store_si256((__m256i *)(void *)(unpacked.offsets + at), _mm256_maddubs_epi16(
                         _mm256_set1_epi8(kernel->offset), few));
             }
 }
@@ -534,7 +514,7 @@ AVX2 static void unpack_floats(int type, const uint8_t *rows, size_t apart, int 
     for (row = 0; row < count; row++)
         for (i = 0; i < length; i += 8) {
             const uint8_t *from = rows + row * apart + i * KERNEL[type].partner_bytes;
-            _mm256_store_ps(floats + row * length + i, type == F32 ? floats_of_f32(from) :
+            _mm256_store_ps(unpacked.floats + row * length + i, type == F32 ? floats_of_f32(from) :
                             type == F16 ? floats_of_f16(from) : floats_of_bf16(from));
         }
 }
@@ -559,9 +539,9 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
         const int end = (group + 1) * count / groups;  /* groups of about one size */
         const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * blocks,
                                   scales + (count + begin) * blocks,
-                                  numbers + begin * blocks * kernel->elements,
-                                  offsets + begin * blocks * kernel->elements,
-                                  floats + begin * blocks, blocks,
+                                  unpacked.numbers + begin * blocks * kernel->elements,
+                                  unpacked.offsets + begin * blocks * kernel->elements,
+                                  unpacked.floats + begin * blocks, blocks,
                                   blocks * kernel->elements};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
@@ -627,23 +607,22 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
                      int b_type, int c_type)
 {
 #ifdef KERNELS
-    if (n <= most_rows && c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass) {
-        if (!(kernels >> a_type & 1) || b_type != KERNEL[a_type].partner || !fits(a_type, k))
-            return false;  /* llamafile's kernels may add up in another order */
-        multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
-        return true;
-    }
+    const bool known = c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass;
+    const bool ours = known && kernels >> a_type & 1 && b_type == KERNEL[a_type].partner
+        && fits(a_type, k);
+    const bool few = known && n <= most_rows;  /* llamafile's kernels may add up in another order */
+#else
+    const bool ours = false, few = false;
 #endif
-    if (theirs != NULL && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type))
+    if (!few && theirs != NULL
+        && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type))
         return true;
+    if (!ours || !(few || prompts))
+        return false;
 #ifdef KERNELS
-    if (prompts && c_type == F32 && a_type >= 0 && a_type < TYPES && kernels >> a_type & 1
-        && b_type == KERNEL[a_type].partner && fits(a_type, k)) {
-        multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
-        return true;
-    }
+    multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
 #endif
-    return false;
+    return true;
 }
 
 /* The same for products that llama.cpp would make in tiles. */

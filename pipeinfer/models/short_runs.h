@@ -13,8 +13,14 @@
 #include <immintrin.h>
 #endif
 
+/* ggml's numbers of types that several files know, and the bytes of a block of 32 */
+enum { F32 = 0, F16 = 1, Q8_0 = 8, Q8_0_BYTES = 34 };
+
 enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
        MOST_BLOCKS = 1024 }; /* of a row whose scales are kept unpacked */
+
+/* ggml_compute_params, as far as it is known */
+struct team { int ith, nth; size_t bytes; void *work; void *pool; };
 
 /* ggml_type_traits_cpu */
 struct traits {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.loading import c_part
 from pipeinfer.models import llama_c, short_runs
 
 #: ggml's number of a type -> elements and bytes of a block, where halves of its scales are
@@ -32,13 +34,16 @@ class Team(ctypes.Structure):
                 ("work", ctypes.c_void_p), ("pool", ctypes.c_void_p))
 
 
+def compiled():
+    return c_part("_short_runs", Path(short_runs.__file__).parent)
+
+
 @pytest.fixture(scope="module")
 def sgemm():
     llama_c.loaded()
     if not short_runs.used():
         pytest.skip("no kernels here: no C compiler, another processor, or switched off")
-    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
-    found = ctypes.CDLL(str(path)).llamafile_sgemm
+    found = ctypes.CDLL(compiled()).llamafile_sgemm
     found.restype = ctypes.c_bool
     return found
 
@@ -168,10 +173,7 @@ class Repacked:
 def repacked(sgemm, tmp_path_factory):
     if short_runs._REPACKED not in short_runs.used():
         pytest.skip("this build of llama.cpp does not lay out Q4_0 like that")
-    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
-    copy = tmp_path_factory.mktemp("repacked") / path.name
-    copy.write_bytes(path.read_bytes())
-    return Repacked(copy)
+    return Repacked(shutil.copy(compiled(), tmp_path_factory.mktemp("repacked")))
 
 
 def side_by_side(right):
@@ -304,8 +306,7 @@ def wishes_for_huge_pages(address):
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(),
                     reason="a kernel without transparent huge pages")
 def test_large_buffers_are_to_have_huge_pages(sgemm):
-    path = next(Path(short_runs.__file__).parent.glob("_short_runs*.so"))
-    allocate = ctypes.CDLL(str(path)).ggml_aligned_malloc
+    allocate = ctypes.CDLL(compiled()).ggml_aligned_malloc
     allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     free = ctypes.CDLL(None).free
     free.restype, free.argtypes = None, [ctypes.c_void_p]

@@ -4,12 +4,10 @@ exactly together is measured once in a session of tests, not once in each of the
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeinfer.files import write_atomically
 from pipeinfer.models.shard_cache import cache_directory
 
 
@@ -29,7 +27,4 @@ def _hand_on(source: Path, target: Path) -> None:
     for path in source.glob("widths-*"):
         if path.suffix or (target / path.name).exists():
             continue
-        handle, name = tempfile.mkstemp(suffix=".tmp", prefix=f"{path.name}.", dir=target)
-        os.close(handle)
-        shutil.copyfile(path, name)
-        os.replace(name, target / path.name)  # others may look there at this moment
+        write_atomically(target / path.name, path.read_text())  # others may look there meanwhile
