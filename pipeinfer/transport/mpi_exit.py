@@ -10,11 +10,11 @@ from typing import NoReturn
 from mpi4py import MPI
 
 from pipeinfer.errors import ClusterError
-from pipeinfer.transport.base import Layout
-from pipeinfer.transport.mpi import MpiPort
 from pipeinfer.transport.mpi_job import JOB, failed_ranks, survivable
+from pipeinfer.transport.mpi_startup import dismiss
 
 _PMIX_USERS = 8  #: at most, in one process
+_HEARD_SECONDS = 5.0  #: within which a rank that has left MPI_Init hears that the job is over
 
 
 def has_losses() -> bool:
@@ -33,10 +33,11 @@ def abort(code: int) -> None:
     if MPI.COMM_WORLD.Get_rank() == 0:
         with contextlib.suppress(MPI.Exception, ClusterError):
             if not JOB.ports:
-                MpiPort(MPI.COMM_WORLD, Layout((0,)))
-            port = JOB.ports[-1]
-            port.dismiss()
-            port.close(timeout=0.5)
+                dismiss(MPI.COMM_WORLD, _HEARD_SECONDS, heard=True)
+            else:
+                port = JOB.ports[-1]
+                port.dismiss()
+                port.close(timeout=0.5)
     elif 0 not in failed_ranks(MPI.COMM_WORLD):
         code = 0  # MPI does not tell of a rank that ends with another code
     os._exit(code)

@@ -137,12 +137,26 @@ class Link(Struct, frozen=True):
     bandwidth: float
 
 
-def dismiss(comm: MPI.Comm) -> bool:
-    """Rank 0 tells every other one to leave; True where all of them could be told."""
-    told = True
+def dismiss(comm: MPI.Comm, timeout: float = 60.0, *, heard: bool = False) -> bool:
+    """Rank 0 tells every other one to leave; True where all of them could be told.
+
+    heard: wait until each has taken the order, in `timeout` seconds together. For a rank 0 that
+    ends at once: what it sent may end with it, and a rank that has just left MPI_Init does not
+    hear of a death before that, so that it would wait for a dead rank until its deadline.
+    """
+    told, deadline = True, time.monotonic() + timeout
+    send = comm.Issend if heard else comm.Isend
+    requests = {}
     for rank in range(1, comm.Get_size()):
         try:
-            send_json(comm, rank, _LEAVE.decode())
+            requests[rank] = send([_LEAVE, MPI.BYTE], dest=rank, tag=ORDER_TAG)
+        except MPI.Exception as error:
+            if error.Get_error_class() not in DEATH:
+                raise
+            told = False
+    for rank, request in requests.items():
+        try:
+            _until(request.Test, comm, rank, deadline, timeout, "start-up")
         except (TransportTimeout, RankLost):
             told = False
     return told

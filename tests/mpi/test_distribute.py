@@ -143,7 +143,8 @@ def test_a_job_killed_midway_is_taken_up(head, tmp_path, tokens):
 
 def test_survivors_get_only_the_layers_that_they_lack(head, tmp_path, tokens):
     hosts = [tmp_path / name for name in ("one", "two", "three")]
-    code, out, err = spread(head, hosts, [*FAULTY, "2", "kill", *REQUEST, "--distribute"])
+    code, out, err = spread(head, hosts, [*FAULTY, "2", "kill", *REQUEST, "--distribute",
+                                          "--split", "equal"])
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens
     (first, before), (_, _), (third, after) = map(held, hosts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 
 import psutil
@@ -94,8 +95,11 @@ def test_rank_0_alone_asks_the_hub_and_once(hub, parts, tmp_path):
 
 
 def test_a_name_that_leads_nowhere_is_said_once(hub):
-    done = launch.run(3, [*PIPEINFER, "generate", "-hf", f"{REPO}:Q2_K", *REQUEST],
-                      HF_ENDPOINT=hub.url, HF_HOME="/nonexistent/hf")
+    """Ranks that are not ready for messages when rank 0 ends do not wait for it until a deadline:
+    that of meeting each other is 60 s."""
+    program = launch.ROOT / "tests" / "mpi" / "programs" / "slow_start.py"
+    done = launch.run(3, [sys.executable, str(program), "1", "generate", "-hf", f"{REPO}:Q2_K",
+                          *REQUEST], timeout=45, HF_ENDPOINT=hub.url, HF_HOME="/nonexistent/hf")
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("has no Q2_K: there are Q8_0 (11.3 MB)") == 1
     assert "Traceback" not in done.stderr
