@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeinfer.loading import c_part
@@ -23,6 +24,7 @@ _LOOKS = "GOMP_SPINCOUNT"
 _OURS = "PIPEINFER_SPINCOUNT"  #: what was measured here, perhaps on the host that started this one
 _BOUND_NS = 15_000.0  #: less: threads sleep within a decode; more: dearer neighbours
 _FEWEST, _MOST = 100, 100_000
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _UNMEASURED = 1_000  #: without the C part: 4 to 45 us
 
 
@@ -59,4 +61,21 @@ def look_ns() -> float | None:
     return float(function())
 
 
+@contextmanager
+def one_blas_thread(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """OpenBLAS is loaded here, with numpy. It starts a thread per core, each of which looks for
+    work for 2^26 cycles before it sleeps (THREAD_TIMEOUT); nothing here multiplies matrices with
+    it. Other libraries, and programs that are started from here, are not told."""
+    if _BLAS_THREADS in environment:
+        yield
+        return
+    environment[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del environment[_BLAS_THREADS]
+
+
 bound_waiting(os.environ)
+with one_blas_thread(os.environ):
+    import numpy as numpy
