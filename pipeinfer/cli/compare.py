@@ -185,9 +185,11 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               "there, such as those of a model from baseline-sft.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write table.md, results.json and plots there.")
+@click.option("--plots/--no-plots", default=True, show_default=True,
+              help="Draw speedup.png and quality.png, too.")
 def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
                     prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
-                    baseline: Path | None, out: Path | None) -> None:
+                    baseline: Path | None, out: Path | None, plots: bool) -> None:
     """Answer the same prompts by every method and compare.
 
     \b
@@ -237,7 +239,7 @@ def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | N
     for note in notes:
         click.echo(f"note: {note}", err=True)
     if out is not None:
-        write(out, title, text, table, answers, questions)
+        write(out, title, text, table, answers, questions, plots=plots)
 
 
 def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobConfig], JobConfig]:

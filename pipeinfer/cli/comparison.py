@@ -203,10 +203,10 @@ def table_text(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(out: Path, title: str, text: str, table: Sequence[Mapping[str, Any]],
-          answers: Mapping[str, Sequence[Answer]], questions: Sequence[str] = ()) -> None:
+          answers: Mapping[str, Sequence[Answer]], questions: Sequence[str] = (), *,
+          plots: bool = True) -> None:
     """Leave the tables, every answer and the plots in a folder. Raises PipeinferError."""
-    from pipeinfer.experiments.plots import draw
-
+    written = ["table.md", "results.json"]
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
@@ -214,10 +214,13 @@ def write(out: Path, title: str, text: str, table: Sequence[Mapping[str, Any]],
             "title": title, "table": table, "kinds": by_kind(answers), "questions": questions,
             "answers": {name: [dataclasses.asdict(a) for a in given]
                         for name, given in answers.items()}}, indent=1), encoding="utf-8")
-        draw(out, title, table)
+        if plots:
+            from pipeinfer.experiments.plots import draw
+
+            written += draw(out, title, table)
     except OSError as error:
         raise PipeinferError(f"cannot write to {out}: {error}") from error
-    click.echo(f"wrote {out}/table.md, results.json, speedup.png, quality.png", err=True)
+    click.echo(f"wrote {out}/{', '.join(written)}", err=True)
 
 
 def read_baseline(folder: Path, questions: Sequence[str]) -> list[Answer]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-def draw(out: Path, title: str, table: Sequence[Mapping[str, Any]]) -> None:
-    """Write speedup.png, and quality.png where quality is known.
+def draw(out: Path, title: str, table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write speedup.png, and quality.png where quality is known; the names of what was written.
 
     Raises UsageError without matplotlib.
     """
@@ -35,7 +35,7 @@ def draw(out: Path, title: str, table: Sequence[Mapping[str, Any]]) -> None:
     plt.close(figure)
     known = [row for row in table if row["exact"] is not None]
     if not known:
-        return
+        return ["speedup.png"]
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for row in known:
         axes.plot(row["speedup"], 100 * row["exact"], "o")
@@ -47,3 +47,4 @@ def draw(out: Path, title: str, table: Sequence[Mapping[str, Any]]) -> None:
     axes.margins(x=0.15, y=0.15)
     figure.savefig(out / "quality.png", dpi=140)
     plt.close(figure)
+    return ["speedup.png", "quality.png"]

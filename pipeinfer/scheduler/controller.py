@@ -149,8 +149,10 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
     depth, hits = _batch(round(acceptance, 2), setting.size, alternatives, round(second, 2))
     drafted = setting.size * timing.draft
     rows, guesses = (1 + setting.size, depth) if setting.join else (1, 0)
+    slot, latency = timing.slot(rows), timing.latency(rows)
+    later = timing.slot(setting.size), timing.latency(setting.size)
     issue = drafted if setting.join else 0.0
-    done = issue + timing.latency(rows)
+    done = issue + latency
     issues, results = [issue], [done]
     reach, tokens, seconds = 1.0, 0.0, 0.0
     for right in range(_HORIZON):
@@ -158,11 +160,11 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
             run = len(issues)
             if setting.join or run > 1:
                 drafted += depth * timing.draft
-            issue = max(drafted, issues[-1] + timing.slot(rows))
+            issue = max(drafted, issues[-1] + slot)
             if run >= credit:
                 issue = max(issue, results[run - credit])
-            rows = setting.size
-            done = max(issue + timing.latency(rows), results[-1] + timing.slot(rows))
+            slot, latency = later
+            done = max(issue + latency, results[-1] + slot)
             issues.append(issue)
             results.append(done)
             guesses += depth
@@ -171,7 +173,7 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
         seconds += share * results[-1]
         reach *= acceptance
     # Longer streaks go on at the pipeline's steady pace.
-    pace = max(timing.slot(rows), depth * timing.draft, timing.latency(rows) / credit) / depth
+    pace = max(slot, depth * timing.draft, latency / credit) / depth
     further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
     tokens += reach * (1 + _HORIZON + further)
     seconds += reach * (results[-1] + further * pace)

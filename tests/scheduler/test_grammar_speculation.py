@@ -65,8 +65,9 @@ def plain(params, count=COUNT):
     path = list(PROMPT)
     logits = backend.decode(make_rows(
         [(t, i, (0,), i == len(path) - 1) for i, t in enumerate(path)]))
+    fresh = VOCABULARY.matcher(params.grammar)
     while len(path) < len(PROMPT) + count:
-        matcher = VOCABULARY.matcher(params.grammar)
+        matcher = fresh.deep_copy()
         assert matcher.try_consume_tokens(path[len(PROMPT):]) == len(path) - len(PROMPT)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         assert not matcher.is_error(), matcher.get_error()
