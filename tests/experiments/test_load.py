@@ -14,9 +14,9 @@ from pipeinfer.experiments.emulation.profiles import load_profiles
 from pipeinfer.experiments.emulation.scenarios import Experiment, build
 from pipeinfer.experiments.emulation.virtual import prompt_of
 from pipeinfer.scheduler.controller import Controller, Timing, gaps, groups
-from tests.support.sample import full
+from tests.support.sample import fewer, full
 
-TOKENS = 64
+TOKENS = fewer(64, 32)
 
 
 def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", nodes=8):
