@@ -14,6 +14,7 @@ from pipeinfer.models.llama_loader import find_library
 NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
 #: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; what each part of a split file still says
 _MOSTLY_Q4_K = (14, 15)
+_Q4_0, _Q4_K = 2, 12  #: ggml's numbers of these types of tensors
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -100,8 +101,20 @@ def may_repack(model: ModelFile) -> bool:
     """
     if b"AMX_INT8 = 1" in llama_c.llama_print_system_info():
         return False
-    return "q4_K" not in short_runs.used() \
-        or model.get("general.file_type") not in _MOSTLY_Q4_K
+    if "q4_K" not in short_runs.used():
+        return True
+    kind = model.get("general.file_type")
+    return not (_mostly_q4_k(model) if kind is None else kind in _MOSTLY_Q4_K)
+
+
+def _mostly_q4_k(model: ModelFile) -> bool:
+    """For files that do not say what they are: whether more of it is Q4_K than Q4_0, the other type
+    whose layout changes."""
+    sizes = {_Q4_0: 0, _Q4_K: 0}
+    for tensor in model.tensors.values():
+        if tensor.type in sizes:
+            sizes[tensor.type] += tensor.nbytes
+    return sizes[_Q4_K] > sizes[_Q4_0]
 
 
 def reads_halves_fast() -> bool:

@@ -338,10 +338,11 @@ print(width, len(short_runs.used()), hash(b"".join(hidden)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q8_0", "Q4_K_M"])
 def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind, sgemm):
     path = tmp_path / "model.gguf"
-    write_random_model(path, RandomSpec(qtype=kind))
+    wide = {"n_embd": 256, "n_ff": 512} if kind == "Q4_K_M" else {}
+    write_random_model(path, RandomSpec(qtype=kind, **wide))
     answers = []
     for switch in ("", "off"):
         done = subprocess.run(
@@ -352,7 +353,8 @@ def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind,
     (width, kernels, bits), (_, without, same) = answers
     assert (int(width), int(without)) == (short_runs.MOST_ROWS, 0)
     assert int(kernels) > 0
-    assert bits == same  # hosts with and without it may be in one job
+    if kind != "Q4_K_M":  # without it these weights are laid out anew: hosts warn of each other
+        assert bits == same  # hosts with and without it may be in one job
 
 
 def test_without_the_c_part_llama_cpp_does_it_all(monkeypatch, tmp_path):
