@@ -39,6 +39,7 @@ class Environment:
 
 
 _NEW = ("X86_V4", "AVX512_ICL", "AVX512_SPR")
+_NO_AVX2 = {"PIPEINFER_SHORT_RUNS": "one-by-one"}
 ENVIRONMENTS = {
     "native": Environment("this processor", {}),
     "avx2": Environment("Haswell (2013)", {
@@ -46,12 +47,12 @@ ENVIRONMENTS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, _NEW),
     "avx": Environment("Sandy Bridge (2011)", {
         "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX"}, ("X86_V3", *_NEW), "avx"),
-    "avx-no-llamafile": Environment("Sandy Bridge (2011)", {}, ("X86_V3", *_NEW),
+        "MKL_ENABLE_INSTRUCTIONS": "AVX", **_NO_AVX2}, ("X86_V3", *_NEW), "avx"),
+    "avx-no-llamafile": Environment("Sandy Bridge (2011)", _NO_AVX2, ("X86_V3", *_NEW),
                                     "avx-no-llamafile"),
     "sse": Environment("Nehalem (2008)", {
         "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}, ("X86_V3", *_NEW), "sse"),
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", **_NO_AVX2}, ("X86_V3", *_NEW), "sse"),
 }
 _POLICIES = "test_every_policy_gives_the_plain_tokens"
 _TORCH_POLICIES = "tests/mpi/test_torch.py::test_every_policy_gives_a_plain_torch_loops_tokens"

@@ -187,9 +187,11 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Write table.md, results.json and plots there.")
 @click.option("--plots/--no-plots", default=True, show_default=True,
               help="Draw speedup.png and quality.png, too.")
-def compare_command(resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
-                    prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
-                    baseline: Path | None, out: Path | None, plots: bool) -> None:
+def compare_command(  # noqa: PLR0913  (an option each)
+    resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
+    prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
+    baseline: Path | None, out: Path | None, plots: bool,
+) -> None:
     """Answer the same prompts by every method and compare.
 
     \b

@@ -8,7 +8,8 @@ The dynamic linker hands llama.cpp the functions there in place of its own, so t
 be loaded before, for everybody. What it does not take goes on to llama.cpp's. Single rows keep
 their bits, whether it is there or not.
 
-PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. Knows no models.
+PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp; with `one-by-one` it is as on processors
+without AVX2: the rows of a run are handed to llama.cpp one after the other. Knows no models.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ def begin(functions: Mapping[str, Any]) -> None:
 
     avx512 = functions.get("ggml_cpu_has_avx512")
     prompts = avx512 is None or not avx512()  # with it llama.cpp makes more of them than these do
-    every = sum(1 << kind for kind in _TYPES)
+    own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
+    every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
     laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
-    attends = ready and all(name in functions for name in ATTENTION_FUNCTIONS)
+    attends = own_kernels and ready and all(name in functions for name in ATTENTION_FUNCTIONS)
     for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
         ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
         for name in ATTENTION_FUNCTIONS))
@@ -91,7 +93,7 @@ def begin(functions: Mapping[str, Any]) -> None:
     def begin_with(most: int) -> list[str]:
         kernels = in_files(most)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *([_REPACKED] if laid_out_anew(most > 0) else []),
+                *([_REPACKED] if laid_out_anew(own_kernels and most > 0) else []),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
 

@@ -344,15 +344,17 @@ def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind,
     wide = {"n_embd": 256, "n_ff": 512} if kind == "Q4_K_M" else {}
     write_random_model(path, RandomSpec(qtype=kind, **wide))
     answers = []
-    for switch in ("", "off"):
+    for switch in ("", "off", "one-by-one"):
         done = subprocess.run(
             [sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=False,
             env=os.environ | {short_runs.SWITCH: switch, "PYTHONHASHSEED": "0"}, timeout=120)
         assert done.returncode == 0, done.stderr
         answers.append(done.stdout.split())
-    (width, kernels, bits), (_, without, same) = answers
-    assert (int(width), int(without)) == (short_runs.MOST_ROWS, 0)
+    (width, kernels, bits), (_, without, same), (alone_width, none, alone) = answers
+    assert (int(width), int(without), int(none)) == (short_runs.MOST_ROWS, 0, 0)
     assert int(kernels) > 0
+    if kind in ("F32", "F16", "Q8_0"):  # as on processors without AVX2, which lay out nothing anew
+        assert (int(alone_width), alone) == (short_runs.MOST_ROWS, bits)
     if kind != "Q4_K_M":  # without it these weights are laid out anew: hosts warn of each other
         assert bits == same  # hosts with and without it may be in one job
 
