@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 from pipeinfer.core.noise import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.settings import PUBLISHED
 from tests.support.sample import fewer, full
 
@@ -32,44 +34,55 @@ MORTAL = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverab
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
 
 
+LIMITS = (
+    {"policy": "iterative"},
+    {"policy": "speculative", "branches": 3, "p_split": 0.1},
+    {"policy": "pipeinfer", "p_min": 0.2},
+    {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
+    {"policy": "pipeinfer", "adapt": True},
+    {"policy": "pipeinfer", "take_turns": True, "tree_max": 3, "p_min": 0.05},
+    {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
+    {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
+    {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
+    {"policy": "pipeinfer", "ablations": ["alternatives"], "p_min": 0.1},
+    {"policy": "published", **PUBLISHED},
+    {"policy": "published", **PUBLISHED, "ablations": ["multibuffer"]},
+)
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1, "key": noise_key(5)}
+
+
+def case(prompt, params, limits):
+    return {"prompt": prompt, "params": params, "limits": limits, "count": fewer(40, 16)}
+
+
 def cases():
-    out, count = [], fewer(40, 16)
+    """Each policy with each prompt and each way to choose; the sample chooses in one way a
+    prompt."""
+    out = []
     for i, prompt in enumerate(PROMPTS):
-        for params in ({"temperature": 0.0},
-                       {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1,
-                        "key": noise_key(5)}):
-            for limits in (
-                {"policy": "iterative"},
-                {"policy": "speculative", "branches": 3, "p_split": 0.1},
-                {"policy": "pipeinfer", "p_min": 0.2},
-                {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
-                {"policy": "pipeinfer", "adapt": True},
-                {"policy": "pipeinfer", "take_turns": True, "tree_max": 3, "p_min": 0.05},
-                {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
-                {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
-                {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
-                {"policy": "pipeinfer", "ablations": ["alternatives"], "p_min": 0.1},
-                {"policy": "published", **PUBLISHED},
-                {"policy": "published", **PUBLISHED, "ablations": ["multibuffer"]},
-            ):
-                if i == 0 or limits["policy"] in ("pipeinfer", "published"):
-                    out.append({"prompt": prompt, "params": params, "limits": limits,
-                                "count": count})
+        for k, params in enumerate((GREEDY, SEEDED)):
+            for limits in LIMITS:
+                waits = limits["policy"] in ("iterative", "speculative")
+                if i == 0 if waits else i == k or fewer(True, False):
+                    out.append(case(prompt, params, limits))
     return out
+
+
+def one_of_each():
+    """Each policy once, in turns with either prompt and either way to choose."""
+    return [case(PROMPTS[k // 4 % 2], (GREEDY, SEEDED)[k // 2 % 2], limits)
+            for k, limits in enumerate(LIMITS)]
 
 
 @pytest.fixture(scope="module")
 def reference():
-    from pipeinfer.core.types import SamplingParams
-    from pipeinfer.models.locate import open_tokenizer
-
     plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
     known = {}
-    for case in cases():
-        key = (case["prompt"], json.dumps(case["params"]))
-        if key not in known:
-            known[key] = plain.generate(tokenizer.encode(case["prompt"]), case["count"],
-                                        SamplingParams(**case["params"]))
+    for prompt in PROMPTS:
+        for params in (GREEDY, SEEDED):
+            known[prompt, json.dumps(params)] = plain.generate(
+                tokenizer.encode(prompt), fewer(40, 16), SamplingParams(**params))
     plain.close()
     tokenizer.close()
     return known
@@ -99,7 +112,7 @@ def test_every_policy_gives_the_plain_tokens(tmp_path, reference, np):
 
 
 def test_over_tcp_with_a_stage_on_the_head_and_direct_cancels(tmp_path, reference):
-    todo = cases()[::3]
+    todo = one_of_each()
     answer = run_matrix(tmp_path, 3, {"head_stage": True, "cancel_path": "direct"}, todo,
                         mpi_args=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"))
     check(answer, todo, reference)
@@ -109,13 +122,14 @@ def test_over_tcp_with_a_stage_on_the_head_and_direct_cancels(tmp_path, referenc
 def test_the_command_line_over_ranks_gives_one_process_text():
     args = ["generate", "-p", PROMPTS[0], "-n", "30", "--seed", "5", "--json"]
     one = json.loads(launch.run(1, PIPEINFER + args).stdout)
-    done = launch.run(4, PIPEINFER + args)
-    four = json.loads(done.stdout)
+    ranks = fewer(4, 3)
+    done = launch.run(ranks, PIPEINFER + args)
+    several = json.loads(done.stdout)
     assert done.returncode == 0
-    assert four["tokens"] == one["tokens"]
-    assert four["text"] == one["text"]
-    assert len(four["stats"]["stages"]) == 3
-    assert four["stats"]["n_output"] == 30
+    assert several["tokens"] == one["tokens"]
+    assert several["text"] == one["text"]
+    assert len(several["stats"]["stages"]) == ranks - 1
+    assert several["stats"]["n_output"] == 30
 
 
 def test_control_tokens_in_a_prompt_are_text_with_a_word_on_it_unless_asked_for():
@@ -171,10 +185,8 @@ main()
 ])
 def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
     """It crashes there now and then, in a job that survives the death of a rank."""
-    ranks = fewer(3, 2)
-    done = launch.run(1, [str(launch.ROOT / "launch" / "run"), str(ranks), *command], timeout=120)
+    done = launch.run(fewer(3, 2), [sys.executable, "-c", LEAVING, *command], timeout=120)
     assert done.returncode == code, done.stderr
-    done = launch.run(ranks, [sys.executable, "-c", LEAVING, *command], timeout=120)
     assert "MPI_Finalize" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -239,7 +251,11 @@ LONGER = ["generate", "-p", "x", "-n", str(MANY), "--temp", "0", "--ignore-eos",
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return json.loads(launch.run(1, [*PIPEINFER, *LONGER], timeout=60).stdout)["tokens"]
+    plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
+    tokens = plain.generate(tokenizer.encode("x"), MANY)
+    plain.close()
+    tokenizer.close()
+    return tokens
 
 
 def faulty_processes(kind, seconds=10.0):
@@ -273,7 +289,7 @@ def test_the_job_goes_on_without_a_failing_stage(undisturbed, kind, says):
     full("kill", None, ""), ("exit", None, ""),
 ])
 def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
-    done = launch.run(4, [*FAULTY, "2", kind, *LONGER], timeout=60, **MORTAL)
+    done = launch.run(fewer(4, 3), [*FAULTY, "2", kind, *LONGER], timeout=60, **MORTAL)
     assert done.returncode != 0
     if code is not None:
         assert done.returncode == code, done.stderr
@@ -284,7 +300,8 @@ def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
 
 def test_stages_behind_one_that_dies_at_the_end_leave_too():
     """Nobody passes the end on to them, and without heartbeats nobody else would tell them."""
-    done = launch.run(4, [*FAULTY, "1", "shutdown", *LONGER, "--heartbeat", "0"], timeout=60)
+    done = launch.run(fewer(4, 3), [*FAULTY, "1", "shutdown", *LONGER, "--heartbeat", "0"],
+                      timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["tokens"]) == MANY
     assert not faulty_processes("shutdown")
