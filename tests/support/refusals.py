@@ -1,0 +1,30 @@
+"""What a command refuses, without a process of its own: how errors end a process is shown where
+real jobs end with them (tests/mpi/test_jobs.py)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+import click
+from click.testing import CliRunner
+
+from pipeinfer.errors import PipeinferError
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code and the line with which `command` would end; an AssertionError where it does
+    anything else."""
+    before = {number: signal.getsignal(number) for number in _WATCHED}
+    try:
+        done = CliRunner().invoke(command, list(words))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if isinstance(done.exception, PipeinferError):
+        return done.exception.exit_code, str(done.exception)
+    assert isinstance(done.exception, SystemExit), (done.exception, done.output)
+    assert done.exit_code != 0, done.output
+    return done.exit_code, done.stderr
