@@ -7,13 +7,20 @@ import sys
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from pipeinfer.cli.generate import generate
+from pipeinfer.cluster.generate import run_request
+from pipeinfer.cluster.launch import join
 from pipeinfer.core.noise import noise_key
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.strategies import registry
 from tests.mpi.test_jobs import run_matrix
+from tests.support.refusals import refusal
 from tests.support.sample import fewer, full, matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -133,34 +140,43 @@ def test_random_masks_and_prompts_change_no_token(tmp_path, wanted, backend, ran
     assert answer["exact_width"] >= 8
 
 
-def test_the_embedded_adapter_foresees_tokens(tmp_path):
+def test_the_embedded_adapter_foresees_tokens():
+    """In this process, which has imported torch already."""
     for package in ("torch", "transformers", "safetensors"):
         pytest.importorskip(package)
-    config = {"bita": str(EMBEDDED / "bita.safetensors"), "backend": "torch", "device": "cpu",
-              "proposer": ["bita"], "policy": "speculative"}
-    count = fewer(60, 40)
-    todo = [{"prompt": PROMPT, "limits": {"policy": policy}, "count": count, "params": {}}
-            for policy in ("iterative", "speculative")]
-    plain, guessed = run_matrix(tmp_path, 2, config, todo)["results"]
-    assert guessed["tokens"] == plain["tokens"]
-    steps = guessed["runs"] - guessed["speculative_runs"]  # masks follow in runs of their own
+    count = fewer(60, 24)
+
+    config = registry.job_config(
+        model=str(EMBEDDED / "target.gguf"), bita=str(EMBEDDED / "bita.safetensors"),
+        proposer=("bita",), policy="speculative", backend="torch", device="cpu", ctx=512,
+        threads=1)
+    with join(config).lead() as session:
+        def answer(policy):
+            session.head.drain(60)
+            session.head.reconfigure(structs.replace(session.limits, policy=policy), None)
+            return run_request(session, session.tokenizer.encode(PROMPT), SamplingParams(), count,
+                               ignore_eos=True)
+
+        plain, guessed = answer(Policy.ITERATIVE), answer(Policy.SPECULATIVE)
+    assert guessed.tokens == plain.tokens
+    assert len(plain.tokens) == count
+    runs = guessed.stats()
+    steps = runs["runs"] - runs["speculative_runs"]  # masks follow in runs of their own
     assert steps < count / 1.25
 
 
 def test_what_bita_cannot_do_is_said(tmp_path):
     pytest.importorskip("safetensors")
     adapter = adapter_at(tmp_path / "a.safetensors", 4)
-    ask = [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2", "--bita"]
     for args, code, says in (
             ([adapter], 2, "--prompting none"),
             (["", "--proposer", "bita"], 2, "--proposer bita needs an adapter"),
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
              "is for 12 layers of 256 elements, the model has 2 layers of 256")):
-        done = launch.run(1, [*ask, *args], timeout=60)
-        assert done.returncode == code, done.stderr
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
+        found, line = refusal(generate, ["-p", "x", "-n", "2", "--bita", *args])
+        assert found == code, line
+        assert says in line
 
 
 def test_prompt_lookup_needs_no_draft_model():
@@ -168,7 +184,6 @@ def test_prompt_lookup_needs_no_draft_model():
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", target, "-p", PROMPT,
                           "-n", "20", "--json", "--proposer", "prompt-lookup"], timeout=60)
     assert json.loads(done.stdout)["stats"]["policy"] == "pipeinfer"
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", target, "-p", PROMPT,
-                          "--proposer", "draft"], timeout=60)
-    assert done.returncode == 2
-    assert "--proposer draft needs a draft model" in done.stderr
+    code, says = refusal(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"])
+    assert code == 2
+    assert "--proposer draft needs a draft model" in says
