@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
@@ -17,6 +18,7 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
+from tests.support.refusals import refusal
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -85,10 +87,9 @@ def test_the_command_line_with_a_replica_on_rank_0_and_torch():
     ("--policy", "pipeinfer"), ("--proposer", "draft"), ("--proposer", "prompt-lookup"),
     ("-md", str(EMBEDDED / "draft.gguf")), ("--layers", "6,6")])
 def test_what_replicas_do_not_go_with(args):
-    done = launch.run(1, [*GENERATE, "-n", "2", "--layout", "replicate", *args])
-    assert done.returncode == 2
-    assert f"it cannot be combined with {args[0]}" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, says = refusal(generate, ["-p", PROMPT, "-n", "2", "--layout", "replicate", *args])
+    assert code == 2
+    assert f"it cannot be combined with {args[0]}" in says
 
 
 @pytest.mark.parametrize(("fault", "left", "says"), [
