@@ -14,12 +14,13 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
 from pipeinfer.experiments.chaos import campaign, whole
 from pipeinfer.experiments.chaos.campaign import CampaignFile
-from pipeinfer.experiments.chaos.command import plan
+from pipeinfer.experiments.chaos.command import chaos_command, plan
 from pipeinfer.experiments.chaos.report import Outcome, resumed, spread, summary, table
 from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.experiments.chaos.victims import Victims
 from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount
 from pipeinfer.experiments.rig import launch
+from tests.support.refusals import refusal
 from tests.support.sample import full
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
@@ -135,9 +136,9 @@ def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
     (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
     (["--ranks", "2", "--fault", "cut-link"], "needs two ranks beside the head")])
 def test_wrong_use(args, says):
-    done = launch.run(1, [*CHAOS, *args], timeout=60)
-    assert done.returncode == 2
-    assert says in done.stderr
+    code, said = refusal(chaos_command, args)
+    assert code == 2
+    assert says in said
 
 
 def test_faults_of_the_disk_need_root_and_say_so(monkeypatch):
