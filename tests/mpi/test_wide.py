@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.chaos.job import poll
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
-from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, cases, check, run_matrix
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, check, one_of_each, run_matrix
 from tests.support.own_caches import own_caches
 from tests.support.sample import full, mostly_full
 
@@ -31,19 +33,22 @@ GRIDS = {
 
 
 @pytest.fixture(scope="module")
-def reference():
-    """The tokens of each case over the slices of a grid."""
-    from pipeinfer.core.types import SamplingParams
-    from pipeinfer.models.locate import open_tokenizer
+def tokenizer():
+    opened = open_tokenizer(EMBEDDED / "target.gguf")
+    yield opened
+    opened.close()
 
-    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
+
+@pytest.fixture(scope="module")
+def reference(tokenizer):
+    """The tokens of each case over the slices of a grid."""
     known = {}
 
     def tokens(grid):
         widths, slices, layers, _, sum_type = GRIDS[grid]
         shares = shares_of(slices, widths)
         loop = SlicedLoop(EMBEDDED / "target.gguf", layers, shares, sum_type=sum_type)
-        for case in cases():
+        for case in one_of_each():
             key = (case["prompt"], json.dumps(case["params"]))
             if (grid, *key) not in known:
                 known[grid, *key] = loop.generate(
@@ -52,8 +57,7 @@ def reference():
         loop.close()
         return {key[1:]: found for key, found in known.items() if key[0] == grid}
 
-    yield tokens
-    tokenizer.close()
+    return tokens
 
 
 def options(grid, **more):
@@ -65,7 +69,7 @@ def options(grid, **more):
 @pytest.mark.parametrize("grid", mostly_full(GRIDS, "1x3 unequal"))
 def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, reference, grid):
     widths = GRIDS[grid][0]
-    todo = cases()[::3]
+    todo = one_of_each()
     answer = run_matrix(tmp_path, sum(widths) + 1, options(grid), todo)
     check(answer, todo, reference(grid))
     assert len(answer["reports"]) == sum(widths)
@@ -74,17 +78,19 @@ def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path,
 
 @pytest.mark.parametrize("way", ["auto", full("messages")])
 def test_rank_0_may_be_a_member(tmp_path, reference, way):
-    todo = cases()[::4]
+    todo = one_of_each()[::2]
     answer = run_matrix(tmp_path, 2, options("1x2", head_stage=True, sum_path=way), todo)
     check(answer, todo, reference("1x2"))
 
 
-def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
+def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member(tokenizer):
     grid = ("--grid", "1x2", "--head-stage", "--ignore-eos", "-n", "48")
-    plain = generate(2, *grid, "--policy", "iterative")
+    loop = SlicedLoop(EMBEDDED / "target.gguf", (12,), shares_of("", (2,)))
+    plain = loop.generate(tokenizer.encode("def add(a, b):\n"), 48)
+    loop.close()
     turns = generate(2, *grid, "--speculation", "on", "--proposer", "draft")
     beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft")
-    assert plain["tokens"] == turns["tokens"] == beside["tokens"]
+    assert turns["tokens"] == beside["tokens"] == plain
     assert turns["stats"]["accepted"] > 5
     # guesses travel with the token that they follow; beside a stage of others they have own runs
     assert turns["stats"]["speculative_runs"] == 0 < beside["stats"]["speculative_runs"]
@@ -117,8 +123,8 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
 
 def test_a_pace_says_what_rows_cost_on_a_wide_stage_too():
     def rows_a_run(milliseconds):
-        stats = generate(3, "--grid", "1x2", "--pace-ms", "4", "--pace-row-ms", milliseconds,
-                         "--policy", "speculative", "--ignore-eos")["stats"]
+        stats = generate(2, "--grid", "1x2", "--head-stage", "--pace-ms", "4", "--pace-row-ms",
+                         milliseconds, "--policy", "speculative", "--ignore-eos")["stats"]
         return stats["rows"] / stats["runs"]
 
     assert rows_a_run("0") > 1.3 * rows_a_run("4")
@@ -129,14 +135,14 @@ def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
     assert any("grid" in note for note in found["stats"]["notes"])
 
 
-@pytest.mark.parametrize(("arguments", "what"), [
-    (("--grid", "2x4"), "8 members, but only 2 ranks"),
-    (("--grid", "1x2", "--slices", "64"), "cannot be cut into 64 slices"),
-    (("--grid", "x"), "--grid x: give"),
-    (("--grid", "1x2", "--slices", "1"), "every member"),
+@pytest.mark.parametrize(("np", "arguments", "what"), [
+    (3, ("--grid", "2x4"), "8 members, but only 2 ranks"),
+    (2, ("--grid", "1x2", "--head-stage", "--slices", "64"), "cannot be cut into 64 slices"),
+    (1, ("--grid", "x"), "--grid x: give"),
+    (2, ("--grid", "1x2", "--head-stage", "--slices", "1"), "every member"),
 ])
-def test_grids_that_cannot_be_are_refused_in_one_line(arguments, what):
-    done = launch.run(3, [*PIPEINFER, "generate", "-p", "x", "-n", "2", *arguments])
+def test_grids_that_cannot_be_are_refused_in_one_line(np, arguments, what):
+    done = launch.run(np, [*PIPEINFER, "generate", "-p", "x", "-n", "2", *arguments])
     assert done.returncode in (2, 4), done.stderr[-2000:]
     lines = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(lines) == 1
