@@ -7,11 +7,17 @@ import sys
 
 import pytest
 
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
+from tests.support.own_caches import own_caches
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]
+TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 GENERATE = [*PIPEINFER, "generate", "-p", "Once upon a time", "-n", "24", "--seed", "5", "--json"]
 
@@ -24,7 +30,12 @@ def generate(np, *args, **env):
 
 @pytest.fixture(scope="module")
 def tokens():
-    return generate(1)["tokens"]
+    loop, tokenizer = PlainLoop(TARGET), open_tokenizer(TARGET)
+    params = SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
+    found = loop.generate(tokenizer.encode("Once upon a time"), 24, params, ignore_eos=False)
+    loop.close()
+    tokenizer.close()
+    return found
 
 
 @pytest.mark.parametrize(("np", "layers", "ranks"), [
@@ -42,17 +53,18 @@ def test_a_split_from_the_command_line(np, layers, ranks, tokens):
 
 def test_a_rank_remembers_its_figures_and_plans_the_same_again(tmp_path, tokens):
     env = {"PIPEINFER_CACHE": str(tmp_path)}
-    first = generate(3, **env)
-    remembered = list(tmp_path.glob("speed-*.json"))
-    assert len(remembered) == 1  # one host, ranks alike: one of them measures
-    text = remembered[0].read_text()
-    second = generate(3, **env)
+    with own_caches(tmp_path):
+        first = generate(3, **env)
+        remembered = list(tmp_path.glob("speed-*.json"))
+        assert len(remembered) == 1  # one host, ranks alike: one of them measures
+        text = remembered[0].read_text()
+        second = generate(3, **env)
     assert remembered[0].read_text() == text
     assert first["tokens"] == second["tokens"] == tokens
     assert [stage["layers"] for stage in first["stats"]["stages"].values()] == [
         stage["layers"] for stage in second["stats"]["stages"].values()]
     assert not list(tmp_path.glob("layer-*"))
-    generate(3, "--remeasure", **env)
+    generate(3, "--remeasure", "-n", "1", **env)
     assert remembered[0].read_text() != text
 
 
