@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
 import pytest
 
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.planning.wide import shares_of
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 TARGET, DRAFT = str(EMBEDDED / "target.gguf"), str(EMBEDDED / "draft.gguf")
-GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def fibonacci(n):\n", "-n", "60",
-            "--seed", "5", "--json", "--timeout", "60"]
+PROMPT = "def fibonacci(n):\n"
+GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--seed", "5",
+            "--json", "--timeout", "60"]
 PACED = ["--pace-ms", "8"]  # else guesses are not worth their while
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return json.loads(launch.run(1, [*GENERATE, "--policy", "iterative"]).stdout)["tokens"]
+    """What decoding all alone writes, of the whole model and of two slices of it."""
+    tokenizer = open_tokenizer(TARGET)
+    prompt, params = tokenizer.encode(PROMPT), SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
+    tokenizer.close()
+
+    @functools.cache
+    def tokens(slices):
+        loop = SlicedLoop(TARGET, (12,), shares_of("", (2,))) if slices else PlainLoop(TARGET)
+        found = loop.generate(prompt, 60, params, ignore_eos=False)
+        loop.close()
+        return found
+
+    return tokens
 
 
 @pytest.mark.parametrize(("np", "options"), [
@@ -33,31 +53,31 @@ def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
     done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain
+    assert answer["tokens"] == plain(slices=False)
     assert answer["stats"]["accepted_speculative"] > 0
     assert any(f"drafts on rank {np - int(options[1])} " in note
                for note in answer["stats"]["notes"])
 
 
 @pytest.mark.parametrize(("np", "drafts"), [(3, "1"), full(4, "1"), full(4, "2")])
-def test_beside_slices(np, drafts):
+def test_beside_slices(np, drafts, plain):
     """On one rank, or as the members of a wide stage."""
-    sliced = launch.run(1, [*GENERATE, "--slices", "2", "--policy", "iterative"])
     cut = ["--grid", "1x2"] if np - int(drafts) == 3 else ["--slices", "2"]
     done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", drafts, *cut])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == json.loads(sliced.stdout)["tokens"]
+    assert answer["tokens"] == plain(slices=True)
     assert answer["stats"]["accepted_speculative"] > 0
 
 
-@pytest.mark.parametrize(("count", "victim"), [("1", 3), full("2", 2), full("2", 3)])
-def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(count, victim, plain):
-    done = launch.run(4, [*GENERATE, *PACED, "--draft-ranks", count, "--fault",
+@pytest.mark.parametrize(("np", "count", "victim"), [
+    (3, "1", 2), full(4, "1", 3), full(4, "2", 2), full(4, "2", 3)])
+def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, victim, plain):
+    done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", count, "--fault",
                           f"kill@{victim}:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain
+    assert answer["tokens"] == plain(slices=False)
     assert any("tokens come without its guesses" in note for note in answer["stats"]["notes"])
 
 
@@ -65,14 +85,14 @@ def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
     done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--fault", "error@2:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain
+    assert answer["tokens"] == plain(slices=False)
     assert any("rank 2 on" in note and "cannot draft" in note
                for note in answer["stats"]["notes"])
 
 
 @pytest.mark.parametrize(("np", "options", "words"), [
     (2, ["--draft-ranks", "1"], "start at least 3"),
-    (4, ["--draft-ranks", "3"], "start at least 5"),
+    full(4, ["--draft-ranks", "3"], "start at least 5"),
 ])
 def test_what_does_not_fit_is_refused(np, options, words):
     done = launch.run(np, [*GENERATE, *options])
