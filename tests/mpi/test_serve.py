@@ -15,12 +15,14 @@ import psutil
 import pytest
 import requests
 
+from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import PIPEINFER, serve
 from pipeinfer.models.locate import open_tokenizer
+from tests.support.refusals import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -28,6 +30,7 @@ PROMPT = "def fibonacci(n):\n"
 SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
 ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
            "extra_body": {"ignore_eos": True}}
+RANKS = 3
 KEY, SECRET = "a-key-for-tests", "a prompt that nobody else may see"
 
 
@@ -36,8 +39,8 @@ def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
     # tuning may find that guesses do not pay on few cores: some tests want to see them
-    with serve(4, "--no-adapt", "-c", "4096", "--parallel", "4", "--queue", "2", "--alias", "code",
-               "--api-key-file", str(keys)) as served:
+    with serve(RANKS, "--no-adapt", "-c", "4096", "--parallel", "4", "--queue", "2", "--alias",
+               "code", "--api-key-file", str(keys)) as served:
         served.wait_until_ready()
         yield served
         served.process.send_signal(signal.SIGUSR1)
@@ -277,7 +280,7 @@ def test_the_pipeline_can_be_watched(server, client):
 
 def test_draining_lets_the_running_request_end_and_exits_0():
     script = str(launch.ROOT / "launch" / "run")
-    with serve(3, "-c", "512", command=(script, "3")) as server:
+    with serve(2, "-c", "512", command=(script, "2")) as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(
@@ -334,7 +337,7 @@ def test_a_job_on_one_host_listens_on_no_outside_interface(server):
                for process in below for socket_ in process.net_connections("inet")
                if socket_.laddr and socket_.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)]
     assert [kind for kind, _ in waiting].count(socket.SOCK_STREAM) == 1  # HTTP
-    assert [kind for kind, _ in waiting].count(socket.SOCK_DGRAM) == 4  # a heartbeat of each rank
+    assert [kind for kind, _ in waiting].count(socket.SOCK_DGRAM) == RANKS  # heartbeats
     assert all(address.is_loopback for _, address in waiting)
 
 
@@ -352,7 +355,7 @@ def own_memory(process):
 def test_stages_hold_neither_keys_nor_prompts(server, client):
     client.completions.create(model="code", prompt=SECRET, max_tokens=2)
     found = ranks(server)
-    assert len(found) == 4
+    assert len(found) == RANKS
     for rank, process in found.items():
         holds = [text for text in (KEY, SECRET)
                  if any(text.encode() in part for part in own_memory(process))]
@@ -411,16 +414,16 @@ def test_a_stage_that_fails_is_named_in_the_error():
     (["-l", "x"], 2, "--logit-bias"),
 ])
 def test_what_cannot_be_served_is_said_at_once(args, code, says):
-    with serve(1, *args) as server:
-        assert server.end() == code
-        assert says in "".join(server.log)
-        assert "Traceback" not in "".join(server.log)
+    found, line = refusal(serve_command, args)
+    assert found == code, line
+    assert says in line
 
 
 def test_a_port_that_is_taken_is_named(server):
     port = server.url.rsplit(":", 1)[1]
     with serve(1, "--port", port) as second:
         assert second.end() == 2
+        assert "Traceback" not in "".join(second.log)
         assert f"port {port} of 127.0.0.1 is in use" in "".join(second.log)
 
 
@@ -439,7 +442,7 @@ def test_answers_are_guessed_from_others_to_the_same_key_alone():
                 extra_body={"ignore_eos": True, "top_k": 30, "min_p": 0.0})
         return answer.choices[0].text, answer.timings["accepted_n"]
 
-    with serve(3, "--no-adapt", "--alias", "code", "-md", "", "--proposer", "prompt-lookup",
+    with serve(2, "--no-adapt", "--alias", "code", "-md", "", "--proposer", "prompt-lookup",
                "--remember-answers", PIPEINFER_API_KEY=f"{KEY},another-key") as served:
         served.wait_until_ready()
         text, alone = accepted(served, KEY)
