@@ -202,9 +202,9 @@ def job_processes(job):
 
 
 @contextlib.contextmanager
-def supervised(job, port, *more):
+def supervised(job, port, *more, ranks=3):
     """A real server under launch/run, which starts it again."""
-    process = launch.start([RUN, "3", "serve", "--port", str(port), "-c", "512", "-t", "1",
+    process = launch.start([RUN, str(ranks), "serve", "--port", str(port), "-c", "512", "-t", "1",
                             "--pace-ms", "20", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
@@ -250,7 +250,8 @@ def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
     the other knows the answer's id."""
     job = f"test-{os.getpid()}-{time.monotonic_ns()}"
     body = {**ASK, "max_tokens": 120, "stream": True, "temperature": 1.0, "seed": 11}
-    with supervised(job, launch.free_port(), "--journal", str(tmp_path / "journal")) as served:
+    with supervised(job, launch.free_port(), "--journal", str(tmp_path / "journal"),
+                    ranks=2) as served:
         url = f"{served.url}/v1/completions"
 
         def read(answer, enough=10**6):
