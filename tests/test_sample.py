@@ -50,6 +50,8 @@ ALONE = {
         "such a link in tests/mpi/test_recovery.py, two members beside it",
     "tests/namespaces/test_namespaces.py::test_settings_of_single_hosts":
         "tests/test_nodes.py, a host of the nodes file in tests/mpi/test_plans.py",
+    "tests/namespaces/test_namespaces.py::test_a_host_without_the_model_says_so":
+        "test_a_stage_without_the_model_says_so in tests/mpi/test_distribute.py",
     "tests/mpi/test_hub.py::test_a_model_in_parts_is_the_model":
         "a model in parts over ranks in test_hosts_get_no_byte_of_layers_that_they_do_not_hold",
     "tests/server/test_page_status.py::test_a_key_is_asked_for_on_the_operators_page":

@@ -13,11 +13,18 @@ import time
 
 import pytest
 
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.namespaces import Cluster
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.planning.wide import shares_of
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PROMPT = "class Queue:\n    def __init__(self):\n"
 GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11", "--ignore-eos",
             "-c", "512", "-t", "1", "--split", "equal"]
@@ -25,11 +32,19 @@ PACE = ["--pace-ms", "20"]  # slow enough that the text is under way when the ca
 SECONDS = 60.0
 
 
+def written(loop):
+    """What a job writes whose tokens are those of `loop`."""
+    tokenizer = open_tokenizer(TARGET)
+    params = SamplingParams(0.7, 40, 0.95, 0.05, key=noise_key(11))
+    text = tokenizer.decode(loop.generate(tokenizer.encode(PROMPT), 90, params))
+    loop.close()
+    tokenizer.close()
+    return f"{PROMPT}{text}\n"
+
+
 @pytest.fixture(scope="module")
 def undisturbed():
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE], timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return written(PlainLoop(TARGET))
 
 
 def read_until(process, enough, seconds):
@@ -73,12 +88,11 @@ def test_a_cut_link_costs_no_character(undisturbed, spares, node):
 def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     """The head hears both, so no heartbeat is missing: one of them says so, and is left out."""
     grid = ["--grid", "1x2", "--timeout", "16"]
-    plain = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE, "--slices", "2"])
-    assert plain.returncode == 0, plain.stderr
+    plain = written(SlicedLoop(TARGET, (12,), shares_of("", (2,))))
     with Cluster(3) as cluster:
         text, err = cut_while_it_speaks(cluster, [*GENERATE, *PACE, *grid],
                                         lambda: cluster.separate(2, 3))
-    assert text == plain.stdout
+    assert text == plain
     assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
 
 

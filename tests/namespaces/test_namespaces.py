@@ -12,20 +12,30 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.noise import noise_key
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch, namespaces
 from pipeinfer.experiments.rig.namespaces import Cluster
+from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.models.locate import open_tokenizer
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-GENERATE = ["generate", "-p", "class Queue:\n    def __init__(self):\n", "-n", "24", "--temp",
-            "0.7", "--seed", "11", "--json", "--split", "equal"]  # a busy machine measures noise
+EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
+PROMPT = "class Queue:\n    def __init__(self):\n"
+GENERATE = ["generate", "-p", PROMPT, "-n", "24", "--temp", "0.7", "--seed", "11", "--json",
+            "--split", "equal"]  # a busy machine measures noise
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", *GENERATE], timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["tokens"]
+    """What one process writes, whatever its policy."""
+    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
+    params = SamplingParams(0.7, 40, 0.95, 0.05, key=noise_key(11))
+    tokens = loop.generate(tokenizer.encode(PROMPT), 24, params, ignore_eos=False)
+    loop.close()
+    tokenizer.close()
+    return tokens
 
 
 def traces(cluster_id):
@@ -102,19 +112,33 @@ def test_a_host_with_another_pipeinfer(tmp_path):
     assert "under the same path" in done.stderr
 
 
-def test_hosts_without_the_model_get_their_layers(tmp_path, one_process):
-    """Disks of their own: the model's directory and the cache are empty on node2 and node3."""
+@pytest.fixture
+def on_one_host(tmp_path):
+    """A request for models that lie on one host, which is not told to hand them out, and what each
+    host has a disk of its own for: the models' directory and the cache."""
     models, cache = tmp_path / "models", tmp_path / "cache"
     models.mkdir()
     cache.mkdir()
-    embedded = launch.ROOT / "pipeinfer" / "models" / "embedded"
     for name in ("target.gguf", "draft.gguf"):
-        (models / name).write_bytes((embedded / name).read_bytes())
-    request = [*GENERATE, "-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf")]
+        (models / name).write_bytes((EMBEDDED / name).read_bytes())
+    # each host would try out how many threads it is fastest with
+    return [*GENERATE, "-m", str(models / "target.gguf"), "-md", str(models / "draft.gguf"),
+            "-t", "1", "-td", "1"], models, cache
+
+
+@FULL
+def test_a_host_without_the_model_says_so(on_one_host):
+    request, models, cache = on_one_host
     with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:
         done = cluster.pipeinfer(request, timeout=60, PIPEINFER_CACHE=str(cache))
-        assert done.returncode == 3, done.stderr
-        assert "target.gguf does not exist on node" in done.stderr
+    assert done.returncode == 3, done.stderr
+    assert "target.gguf does not exist on node" in done.stderr
+
+
+def test_hosts_without_the_model_get_their_layers(on_one_host, one_process):
+    """Both directories are empty on node2 and node3."""
+    request, models, cache = on_one_host
+    with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:
         received = []
         for _ in range(2):
             done = cluster.pipeinfer([*request, "--distribute"], timeout=120,
