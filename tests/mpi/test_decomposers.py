@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.compare import compare_command
 from pipeinfer.cli.generate import generate
-from pipeinfer.experiments import plots
 from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.served import serve
+from tests.mpi.test_jobs import PIPEINFER
 from tests.support import scripted_model
 from tests.support.refusals import refusal
 from tests.support.sample import fewer, full
@@ -32,34 +32,25 @@ LLAMA = ("plain", "pdos", "skeleton", "apar", "pdos+lookahead", "apar+prompt-loo
 SAMPLED = ("--temp", "0.8", "--seed", "5")
 
 
-#: pictures take longer than the answers; tests/cli/test_compare.py looks at them
-UNDRAWN = """
-from pipeinfer.cli.main import main
-from pipeinfer.experiments import plots
-plots.draw = lambda *given: None
-main()
-"""
-
-
 def words(folder, backend, methods, *extra):
-    """What follows `compare`."""
+    """What follows `compare`. Pictures, which tests/cli/test_compare.py looks at, take longer than
+    the answers."""
     out = ["-m", "task", "--backend", backend, "--tasks", "1", "-n", "400", "-o", str(folder),
-           "-t", "1", *extra]
+           "--no-plots", "-t", "1", *extra]
     for method in methods:
         out += ["--method", method]
     return out
 
 
-def answers_in(folder):
-    """By method: text, tokens, steps of each prompt."""
-    return json.loads((folder / "results.json").read_text())["answers"]
-
-
 def compare(folder, ranks, *given):
-    done = launch.run(ranks, [sys.executable, "-c", UNDRAWN, "compare", *words(folder, *given)],
-                      timeout=240)
-    assert done.returncode == 0, done.stderr
-    return answers_in(folder)
+    """Answers by method: text, tokens, steps of each prompt."""
+    command = words(folder, *given)
+    if ranks == 1:
+        CliRunner().invoke(compare_command, command, catch_exceptions=False)
+    else:
+        done = launch.run(ranks, [*PIPEINFER, "compare", *command], timeout=240)
+        assert done.returncode == 0, done.stderr
+    return json.loads((folder / "results.json").read_text())["answers"]
 
 
 def texts(answers, method):
@@ -78,11 +69,7 @@ def alone(tmp_path_factory):
     def answers(backend, way):
         folder = tmp_path_factory.mktemp(f"{backend}-{way}")
         methods = TORCH if backend == "torch" else [name for name in LLAMA if "+" not in name]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plots, "draw", lambda *given: None)
-            CliRunner().invoke(compare_command, words(folder, backend, methods, *WAYS[way]),
-                               catch_exceptions=False)
-        return answers_in(folder)
+        return compare(folder, 1, backend, methods, *WAYS[way])
 
     return answers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import openai
 import pytest
@@ -14,7 +13,6 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import PIPEINFER, serve
 from pipeinfer.models.locate import open_tokenizer
-from tests.mpi.test_decomposers import UNDRAWN
 from tests.mpi.test_jobs import EMBEDDED
 from tests.support.sample import full
 
@@ -84,9 +82,9 @@ def test_serve(ranks, installed):
 @pytest.mark.parametrize("ranks", [1, full(3)])
 def test_compare(ranks, installed, tmp_path):
     done = launch.run(ranks, [
-        sys.executable, "-c", UNDRAWN, "compare", "--tasks", "1", "-n", "40", "-c", "1024",
-        "--method", "stutter", "--method", "shout", "--method", "shout+stutter",
-        "-o", str(tmp_path)], **installed)
+        *PIPEINFER, "compare", "--tasks", "1", "-n", "40", "-c", "1024", "--method", "stutter",
+        "--method", "shout", "--method", "shout+stutter", "--no-plots", "-o", str(tmp_path)],
+        **installed)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["answers"]) == {"plain", "stutter", "shout", "shout+stutter"}
