@@ -19,6 +19,10 @@ FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faul
 REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "40", "--temp", "0",
            "--ignore-eos", "-c", "128", "--json"]
 
+#: else it depends on the machine's load who holds what, and whether there are as many decodes as a
+#: fault takes to come
+SURE = ["--split", "equal", "--speculation", "off"]
+
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
@@ -143,8 +147,7 @@ def test_a_job_killed_midway_is_taken_up(head, tmp_path, tokens):
 
 def test_survivors_get_only_the_layers_that_they_lack(head, tmp_path, tokens):
     hosts = [tmp_path / name for name in ("one", "two", "three")]
-    code, out, err = spread(head, hosts, [*FAULTY, "2", "kill", *REQUEST, "--distribute",
-                                          "--split", "equal"])
+    code, out, err = spread(head, hosts, [*FAULTY, "2", "kill", *REQUEST, "--distribute", *SURE])
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens
     (first, before), (_, _), (third, after) = map(held, hosts)
@@ -159,10 +162,8 @@ def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares,
     stages = ["one"] if head_stage else ["one", "two"]
     hosts = [tmp_path / name for name in (*stages, *("left", "right")[:spares])]
     last = len(stages)
-    command = [*FAULTY, str(last), "kill", *REQUEST, "--distribute", "--spares", str(spares),
-               "--split", "equal", "--speculation", "off", *head_stage]
-    # equal and without guesses: else it depends on the machine's load who holds what, and whether
-    # there are as many decodes as the fault takes to come
+    command = [*FAULTY, str(last), "kill", *REQUEST, "--distribute", "--spares", str(spares), *SURE,
+               *head_stage]
     code, out, err = spread(head, hosts, command)
     assert code == 0, err
     assert json.loads(out)["tokens"] == tokens
