@@ -173,7 +173,7 @@ def test_what_cannot_be_survived_is_called_lost(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize(("faults", "moments"), [
-    (("kill", "clock"), ("decode",)), full(("kill", "storm", "clock"), MOMENTS)],
+    (("kill",), ("decode",)), full(("kill", "storm", "clock"), MOMENTS)],
     ids=["decode", "every moment"])
 def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody_a_token(
         faults, moments, tmp_path):

@@ -63,6 +63,15 @@ def test_the_tokens_are_those_of_before(undisturbed, np, more):
     assert found["stats"]["recovered"] >= 1
 
 
+@pytest.mark.parametrize("seconds", [3600, full(-3600)])
+def test_a_clock_that_jumps_costs_nothing(undisturbed, seconds):
+    done = generate(3, "--fault", f"clock@1:decode=12:s={seconds}")
+    found = out_of(done)
+    assert f"pipeinfer: fault: clock@1:decode=12:s={seconds}" in done.stderr
+    assert found["tokens"] == undisturbed
+    assert found["stats"]["recovered"] == 0
+
+
 @pytest.mark.full
 def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed):
     found = out_of(generate(4, "--fault", "cut-link@1:peer=2", "--timeout", "8"))
