@@ -58,14 +58,12 @@ ALONE = {
         "the same form in tests/server/test_page.py",
     "tests/mpi/test_distribute.py::test_a_spare_that_dies_while_it_receives_costs_the_other_nothing":
         "test_a_stage_killed_midway_leaves_its_layers_to_the_other",
-    "tests/mpi/test_proposers.py::test_random_masks_and_prompts_change_no_token":
-        "random adapters in tests/strategies, the embedded one over ranks beside it",
     "tests/namespaces/test_door.py::test_a_stream_outlives_a_host_and_rank_0":
         "rank 0 killed under a stream in tests/mpi/test_supervised.py, hosts that do not answer in "
         "tests/cli/test_doctor_hosts.py",
     "tests/mpi/test_replicas.py::test_the_command_line_with_a_replica_on_rank_0_and_torch":
         "replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead on torch "
-        "in tests/mpi/test_proposers.py",
+        "in tests/mpi/test_decomposers.py",
     "tests/training/test_pair.py::test_command_takes_a_few_real_steps":
         "test_run_makes_both_files_and_resumes, test_command_passes_its_options_on",
 }
