@@ -20,6 +20,7 @@ from pipeinfer.cli.comparison import (
     PLAIN,
     Answer,
     by_kind,
+    prepare,
     read_baseline,
     reference_of,
     rows_of,
@@ -207,6 +208,8 @@ def compare_command(  # noqa: PLR0913  (an option each)
     known = {} if baseline is None else {BASELINE: read_baseline(baseline, questions)}
     answers: dict[str, list[Answer]] = {**known, **{name: [] for name in configs}}
     if host.launched_rank() == 0:
+        if out is not None:
+            prepare(out, plots=plots)
         chat_template.prepare()
     joined = join(whole)
     if joined.place.rank:

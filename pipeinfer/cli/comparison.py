@@ -202,13 +202,25 @@ def table_text(table: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([text[0], rule, *text[1:]])
 
 
+def prepare(out: Path, *, plots: bool) -> None:
+    """Find out before any question is asked whether `write` can do its work. Raises UsageError
+    without matplotlib, PipeinferError."""
+    if plots:
+        from pipeinfer.experiments.trace import check_drawing
+
+        check_drawing(", or give --no-plots")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PipeinferError(f"cannot write to {out}: {error}") from error
+
+
 def write(out: Path, title: str, text: str, table: Sequence[Mapping[str, Any]],
           answers: Mapping[str, Sequence[Answer]], questions: Sequence[str] = (), *,
           plots: bool = True) -> None:
     """Leave the tables, every answer and the plots in a folder. Raises PipeinferError."""
     written = ["table.md", "results.json"]
     try:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
         (out / "results.json").write_text(json.dumps({
             "title": title, "table": table, "kinds": by_kind(answers), "questions": questions,

@@ -5,6 +5,7 @@ Works on plain reports; knows no MPI, scheduler or model.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,12 +64,17 @@ def _mark(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": 0, "ts": at * 1e6, "args": args}
 
 
+def check_drawing(otherwise: str = "") -> None:
+    """Raises UsageError where matplotlib is not installed. otherwise: what can be done instead."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"drawing needs matplotlib: pip install 'pipeinfer[plot]'{otherwise}")
+
+
 def pyplot() -> Any:
     """matplotlib's pyplot for pictures in files. Raises UsageError where it is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'pipeinfer[plot]'") from error
+    check_drawing()
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -10,12 +10,13 @@ import sys
 import threading
 
 import pytest
+from click.testing import CliRunner
 
 from pipeinfer.cli import comparison
-from pipeinfer.cli.compare import judge_all, parse_method, superset
+from pipeinfer.cli.compare import compare_command, judge_all, parse_method, superset
 from pipeinfer.cli.comparison import Answer, by_kind, geometric, rows_of
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.experiments.quality.judge import controlled
 from pipeinfer.experiments.quality.prompt_sets import Prompt
 
@@ -169,8 +170,23 @@ def test_the_mean_of_nothing_is_no_number():
 def test_results_are_written_with_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     answers = {"plain": [answer("plain", 1.0, 4, 4, 4)], "pdos": [answer("pdos", 0.5, 2, 5, 4)]}
+    comparison.prepare(tmp_path / "out", plots=True)
     comparison.write(tmp_path / "out", "title", "text", rows_of(answers), answers)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "table.md", "results.json", "speedup.png", "quality.png"}
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["answers"]["pdos"][0]["steps"] == 2
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    command = ["--tasks", "1", "--method", "plain", "-n", "4", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(compare_command, command)
+    assert "pip install 'pipeinfer[plot]', or give --no-plots" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(PipeinferError, match="cannot write to"):
+        comparison.prepare(tmp_path / "file" / "out", plots=False)
+    comparison.prepare(tmp_path / "out", plots=False)
+    comparison.write(tmp_path / "out", "title", "text", [], {}, plots=False)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "results.json"}
