@@ -10,11 +10,11 @@ from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c, short_runs
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_loader import find_library
+from pipeinfer.models.quant_types import GGMLQuantizationType
 
 NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
 #: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; what each part of a split file still says
 _MOSTLY_Q4_K = (14, 15)
-_Q4_0, _Q4_K = 2, 12  #: ggml's numbers of these types of tensors
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -110,11 +110,11 @@ def may_repack(model: ModelFile) -> bool:
 def _mostly_q4_k(model: ModelFile) -> bool:
     """For files that do not say what they are: whether more of it is Q4_K than Q4_0, the other type
     whose layout changes."""
-    sizes = {_Q4_0: 0, _Q4_K: 0}
+    sizes = {GGMLQuantizationType.Q4_0: 0, GGMLQuantizationType.Q4_K: 0}
     for tensor in model.tensors.values():
         if tensor.type in sizes:
-            sizes[tensor.type] += tensor.nbytes
-    return sizes[_Q4_K] > sizes[_Q4_0]
+            sizes[GGMLQuantizationType(tensor.type)] += tensor.nbytes
+    return sizes[GGMLQuantizationType.Q4_K] > sizes[GGMLQuantizationType.Q4_0]
 
 
 def reads_halves_fast() -> bool:

@@ -8,13 +8,8 @@ import sys
 
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
-from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.planning.wide import shares_of
+from tests.support.references import alone, seeded
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -29,18 +24,8 @@ PACED = ["--pace-ms", "8"]  # else guesses are not worth their while
 @pytest.fixture(scope="module")
 def plain():
     """What decoding all alone writes, of the whole model and of two slices of it."""
-    tokenizer = open_tokenizer(TARGET)
-    prompt, params = tokenizer.encode(PROMPT), SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
-    tokenizer.close()
-
-    @functools.cache
-    def tokens(slices):
-        loop = SlicedLoop(TARGET, (12,), shares_of("", (2,))) if slices else PlainLoop(TARGET)
-        found = loop.generate(prompt, 60, params, ignore_eos=False)
-        loop.close()
-        return found
-
-    return tokens
+    return functools.cache(lambda slices: alone(PROMPT, 60, seeded(5), slices=slices,
+                                                ignore_eos=False))
 
 
 @pytest.mark.parametrize(("np", "options"), [
@@ -53,7 +38,7 @@ def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
     done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(slices=False)
+    assert answer["tokens"] == plain(1)
     assert answer["stats"]["accepted_speculative"] > 0
     assert any(f"drafts on rank {np - int(options[1])} " in note
                for note in answer["stats"]["notes"])
@@ -66,7 +51,7 @@ def test_beside_slices(np, drafts, plain):
     done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", drafts, *cut])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(slices=True)
+    assert answer["tokens"] == plain(2)
     assert answer["stats"]["accepted_speculative"] > 0
 
 
@@ -77,7 +62,7 @@ def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, v
                           f"kill@{victim}:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(slices=False)
+    assert answer["tokens"] == plain(1)
     assert any("tokens come without its guesses" in note for note in answer["stats"]["notes"])
 
 
@@ -85,7 +70,7 @@ def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
     done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--fault", "error@2:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(slices=False)
+    assert answer["tokens"] == plain(1)
     assert any("rank 2 on" in note and "cannot draft" in note
                for note in answer["stats"]["notes"])
 

@@ -21,6 +21,7 @@ from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.support.references import alone
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -251,11 +252,7 @@ LONGER = ["generate", "-p", "x", "-n", str(MANY), "--temp", "0", "--ignore-eos",
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    plain, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
-    tokens = plain.generate(tokenizer.encode("x"), MANY)
-    plain.close()
-    tokenizer.close()
-    return tokens
+    return alone("x", MANY)
 
 
 def faulty_processes(kind, seconds=10.0):

@@ -7,17 +7,13 @@ import sys
 
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.models.locate import open_tokenizer
 from tests.support.own_caches import own_caches
+from tests.support.references import alone, seeded
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]
-TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 GENERATE = [*PIPEINFER, "generate", "-p", "Once upon a time", "-n", "24", "--seed", "5", "--json"]
 
@@ -30,12 +26,7 @@ def generate(np, *args, **env):
 
 @pytest.fixture(scope="module")
 def tokens():
-    loop, tokenizer = PlainLoop(TARGET), open_tokenizer(TARGET)
-    params = SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
-    found = loop.generate(tokenizer.encode("Once upon a time"), 24, params, ignore_eos=False)
-    loop.close()
-    tokenizer.close()
-    return found
+    return alone("Once upon a time", 24, seeded(5), ignore_eos=False)
 
 
 @pytest.mark.parametrize(("np", "layers", "ranks"), [

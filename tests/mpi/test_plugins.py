@@ -10,10 +10,9 @@ import openai
 import pytest
 
 from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import PIPEINFER, serve
-from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED
+from tests.support.references import alone
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -42,11 +41,7 @@ def generate(ranks, installed, *args):
 
 def plain_tokens():
     """What decoding without any of these writes."""
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
-    tokens = loop.generate(tokenizer.encode(PROMPT[1]), int(PROMPT[3]))
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone(PROMPT[1], int(PROMPT[3]))
 
 
 @pytest.mark.parametrize("ranks", [1, full(3)])

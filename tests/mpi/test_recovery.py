@@ -8,16 +8,12 @@ import threading
 
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.experiments.rig.served import serve
-from pipeinfer.models.locate import open_tokenizer
+from tests.support.references import alone, seeded
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 ASK = ["generate", "-p", "def read(path):\n", "-n", "60", "--temp", "0.8", "--seed", "5",
        "--ignore-eos", "--json", "-c", "512", "-t", "1"]
@@ -34,12 +30,7 @@ def out_of(done):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    loop, tokenizer = PlainLoop(TARGET), open_tokenizer(TARGET)
-    params = SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
-    tokens = loop.generate(tokenizer.encode("def read(path):\n"), 60, params)
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone("def read(path):\n", 60, seeded(5))
 
 
 @pytest.mark.parametrize(("np", "more"), [

@@ -17,6 +17,7 @@ from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, check, one_of_each, run_matrix
 from tests.support.own_caches import own_caches
+from tests.support.references import alone
 from tests.support.sample import full, mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -83,11 +84,9 @@ def test_rank_0_may_be_a_member(tmp_path, reference, way):
     check(answer, todo, reference("1x2"))
 
 
-def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member(tokenizer):
+def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
     grid = ("--grid", "1x2", "--head-stage", "--ignore-eos", "-n", "48")
-    loop = SlicedLoop(EMBEDDED / "target.gguf", (12,), shares_of("", (2,)))
-    plain = loop.generate(tokenizer.encode("def add(a, b):\n"), 48)
-    loop.close()
+    plain = alone("def add(a, b):\n", 48, slices=2)
     turns = generate(2, *grid, "--speculation", "on", "--proposer", "draft")
     beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft")
     assert turns["tokens"] == beside["tokens"] == plain

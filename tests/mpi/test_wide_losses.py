@@ -14,13 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.chaos.job import ServerJob, poll
 from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
-from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.planning.wide import shares_of
+from tests.support.references import alone, seeded
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -43,13 +39,7 @@ def out_of(done):
 @pytest.fixture(scope="module")
 def undisturbed():
     """The tokens of every grid of two slices: other slices are other roundings."""
-    target = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
-    loop, tokenizer = SlicedLoop(target, (12,), shares_of("", (2,))), open_tokenizer(target)
-    params = SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(5))
-    tokens = loop.generate(tokenizer.encode("def read(path):\n"), 60, params)
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone("def read(path):\n", 60, seeded(5), slices=2)
 
 
 def regions():

@@ -13,18 +13,12 @@ import time
 
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
 from pipeinfer.experiments.rig.namespaces import Cluster
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.planning.wide import shares_of
+from tests.support.references import TARGET, alone, seeded
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PROMPT = "class Queue:\n    def __init__(self):\n"
 GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11", "--ignore-eos",
             "-c", "512", "-t", "1", "--split", "equal"]
@@ -32,19 +26,17 @@ PACE = ["--pace-ms", "20"]  # slow enough that the text is under way when the ca
 SECONDS = 60.0
 
 
-def written(loop):
-    """What a job writes whose tokens are those of `loop`."""
+def written(slices=1):
+    """What a job of so many slices writes."""
     tokenizer = open_tokenizer(TARGET)
-    params = SamplingParams(0.7, 40, 0.95, 0.05, key=noise_key(11))
-    text = tokenizer.decode(loop.generate(tokenizer.encode(PROMPT), 90, params))
-    loop.close()
+    text = tokenizer.decode(alone(PROMPT, 90, seeded(11, 0.7), slices=slices))
     tokenizer.close()
     return f"{PROMPT}{text}\n"
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return written(PlainLoop(TARGET))
+    return written()
 
 
 def read_until(process, enough, seconds):
@@ -88,7 +80,7 @@ def test_a_cut_link_costs_no_character(undisturbed, spares, node):
 def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     """The head hears both, so no heartbeat is missing: one of them says so, and is left out."""
     grid = ["--grid", "1x2", "--timeout", "16"]
-    plain = written(SlicedLoop(TARGET, (12,), shares_of("", (2,))))
+    plain = written(slices=2)
     with Cluster(3) as cluster:
         text, err = cut_while_it_speaks(cluster, [*GENERATE, *PACE, *grid],
                                         lambda: cluster.separate(2, 3))

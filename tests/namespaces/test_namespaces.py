@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch, namespaces
 from pipeinfer.experiments.rig.namespaces import Cluster
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.models.locate import open_tokenizer
+from tests.support.references import alone, seeded
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -30,12 +27,7 @@ GENERATE = ["generate", "-p", PROMPT, "-n", "24", "--temp", "0.7", "--seed", "11
 @pytest.fixture(scope="module")
 def one_process():
     """What one process writes, whatever its policy."""
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
-    params = SamplingParams(0.7, 40, 0.95, 0.05, key=noise_key(11))
-    tokens = loop.generate(tokenizer.encode(PROMPT), 24, params, ignore_eos=False)
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone(PROMPT, 24, seeded(11, 0.7), ignore_eos=False)
 
 
 def traces(cluster_id):
