@@ -107,6 +107,22 @@ def test_everything_can_be_reached_by_keyboard(page):
 
 def test_the_pipeline_is_drawn_while_runs_pass(page):
     tab = page.tab
+    tab.evaluate(  # a page at rest draws nothing: it is open on people's laptops all day
+        """() => {
+            window.drawn = 0;
+            const clear = CanvasRenderingContext2D.prototype.clearRect;
+            CanvasRenderingContext2D.prototype.clearRect = function (...args) {
+                window.drawn += this.canvas.id === 'lanes';
+                clear.apply(this, args);
+            };
+        }""")
+
+    def at_rest():
+        count = tab.evaluate("window.drawn")
+        tab.wait_for_timeout(500)
+        return tab.evaluate("window.drawn") == count
+
+    page.wait(at_rest, "a page that rests")
     before = {name: page.pixels(name)[1] for name in ("#lanes", "#rate-chart",
                                                        "#acceptance-chart")}
     page.set(temperature="0", max_tokens="400")

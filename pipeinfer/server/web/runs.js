@@ -27,6 +27,8 @@ export class Runs {
 
   reset() {
     this.all = new Map();
+    this.flying = new Set(); // names of those that are not back yet
+    this.half = { version: -1, seconds: 0 }; // see typical
     this.counts = Object.fromEntries(FATES.map(([style]) => [style, 0]));
     this.bounds = [];
     this.changes = []; // {from, to, text}: when other stages took over
@@ -46,6 +48,7 @@ export class Runs {
       return [`before ${this.version} ${i}`, { ...run, past: true }];
     }));
     this.bounds = [];
+    this.flying.clear();
     this.version += 1;
   }
 
@@ -73,6 +76,7 @@ export class Runs {
   issued(item) {
     const style = { prompt: "prompt", token: "plain" }[item.kind] ?? "open";
     this.all.set(item.id, { ...item, style, spans: [], done: null, skipped: false });
+    this.flying.add(item.id);
     this.last = Math.max(this.last, item.issued);
   }
 
@@ -80,6 +84,7 @@ export class Runs {
     const run = this.all.get(item.id);
     if (!run) return;
     Object.assign(run, { done: item.done, skipped: item.skipped, spans: item.spans });
+    this.flying.delete(item.id);
     this.last = Math.max(this.last, item.done);
     this.heard(item.done);
     this.bound(run);
@@ -113,9 +118,7 @@ export class Runs {
   }
 
   inFlight() {
-    let count = 0;
-    for (const run of this.all.values()) count += run.done === null;
-    return count;
+    return this.flying.size;
   }
 
   forget() {
@@ -123,6 +126,7 @@ export class Runs {
     for (const [id, run] of this.all) {
       if (this.all.size <= MOST && run.issued >= limit) break;
       this.all.delete(id);
+      this.flying.delete(id);
     }
   }
 
@@ -152,11 +156,13 @@ export class Runs {
 
   // Half of all pieces of work take at least this long, in seconds (0: none yet).
   typical() {
+    if (this.half.version === this.version) return this.half.seconds; // asked with every picture
     const seconds = [];
     for (const run of [...this.all.values()].slice(-200)) {
       for (const [, worked] of run.spans) if (worked > 0) seconds.push(worked);
     }
     seconds.sort((a, b) => a - b);
-    return seconds[seconds.length >> 1] ?? 0;
+    this.half = { version: this.version, seconds: seconds[seconds.length >> 1] ?? 0 };
+    return this.half.seconds;
   }
 }

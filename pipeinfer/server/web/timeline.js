@@ -6,6 +6,8 @@ const LEFT = 64; // where time begins, in pixels: the lanes' names are before it
 const AXIS = 18;
 const STAYS = 12; // seconds for which a change of the stages is kept in sight
 const LAG = 0.3; // seconds behind the server's clock, so that what is shown is complete
+const MOVING = 33; // milliseconds from one picture to the next while something moves
+const STILL = 250; // and from one look to the next while nothing does: a page at rest costs little
 const KINDS = { prompt: "prompt", token: "token", guess: "guesses", mixed: "token and guesses" };
 
 export class Timeline {
@@ -56,7 +58,8 @@ export class Timeline {
     if (this.held !== null) return this.held;
     const now = this.runs.now() - LAG;
     if (this.runs.inFlight()) return now;
-    return this.runs.last ? Math.min(now, this.runs.last + 0.04 * (span || this.seconds())) : now;
+    const last = this.runs.last || (this.runs.changes.at(-1)?.to ?? 0);
+    return Math.min(now, last + 0.04 * (span || this.seconds()));
   }
 
   // How many seconds fit in: by choice, or so many that a bar can be seen.
@@ -70,14 +73,13 @@ export class Timeline {
     return Math.min(60, Math.max(1, this.runs.typical() * width / 9));
   }
 
-  tick(time) {
-    requestAnimationFrame(this.tick);
-    if (!this.canvas.clientWidth) return;
-    if (this.still.matches && time - (this.last ?? 0) < 1000) return;
-    this.last = time;
-    this.draw();
+  tick() {
+    const moves = this.draw();
+    const pause = moves && !this.still.matches ? MOVING : moves ? 1000 : STILL;
+    setTimeout(() => requestAnimationFrame(this.tick), pause); // none in a tab that nobody sees
   }
 
+  // Returns whether there was anything new to draw.
   draw(always = false) {
     const { canvas } = this;
     const width = canvas.clientWidth;
@@ -86,7 +88,7 @@ export class Timeline {
     const height = Math.round(lane * (lanes + 1) + AXIS);
     const right = this.edge();
     const state = `${width} ${right.toFixed(3)} ${this.runs.version} ${this.seconds()}`;
-    if (!width || (!always && state === this.drawn)) return;
+    if (!width || (!always && state === this.drawn)) return false;
     this.drawn = state;
     const scale = devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale)
@@ -99,6 +101,7 @@ export class Timeline {
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
     this.paint(pen, { width, height, lane, right, left: right - this.seconds() });
+    return true;
   }
 
   paint(pen, view) {
