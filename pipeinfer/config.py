@@ -128,6 +128,9 @@ class ModelConfig:
                        help="Lock the weights in memory.")
     mmap: bool = _opt(True, "--mmap", kind="flag", off_flag="--no-mmap",
                       help="Map the weights into memory instead of reading them.")
+    huge_pages: bool = _opt(True, "--huge-pages", kind="flag", off_flag="--no-huge-pages",
+                            help="Copy mapped weights into huge pages, which are read faster, as "
+                                 "long as a tenth of the memory stays free.")
     numa: str = _opt("", "--numa", kind="str",
                      choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
     like_llama_cpp: bool = _opt(

@@ -114,7 +114,8 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     return LlamaOptions(
         n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
         use_mmap=config.mmap,
-        use_mlock=config.mlock, layer_callbacks=callbacks, gaps=gaps, lend=True, **values,
+        use_mlock=config.mlock, huge_pages=config.huge_pages,
+        layer_callbacks=callbacks, gaps=gaps, lend=True, **values,
     )
 
 

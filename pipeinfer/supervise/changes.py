@@ -13,8 +13,8 @@ from pipeinfer.config import options
 #: options that change who computes what, when, and with which guesses: no token depends on those
 _SAME = frozenset("""
     offline draft_model hf_repo_draft draft_small threads_draft gpu_layers_draft mlock mmap
-    distribute pace_ms pace_row_ms cancel_path keep_binding split layers remeasure strict timeout
-    heartbeat spares draft_ranks rebalance debug fault nodes
+    huge_pages distribute pace_ms pace_row_ms cancel_path keep_binding split layers remeasure
+    strict timeout heartbeat spares draft_ranks rebalance debug fault nodes
     policy proposer ablate draft_max tree_max draft_p_min path_min alternatives adapt p_split
     p_recovery p_decay tip branches partitions credit parallel cache_tokens prefix_cache
     speculation""".split())

@@ -33,6 +33,7 @@ from pipeinfer.backends.llamacpp.context import (
     make_context,
     metadata,
 )
+from pipeinfer.backends.llamacpp.huge_pages import into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
@@ -145,6 +146,7 @@ class LlamaCppBackend:
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa)
+        beside = mappings(path)
         model = load_model(path, options)
         try:
             n_layers = llama_c.llama_model_n_layer(model)
@@ -204,6 +206,12 @@ class LlamaCppBackend:
             # differs is quantised away mostly
             most = routers.MOST_ROWS if experts_alone else 1
             backend.exact_limit = min(backend.exact_limit, most)
+        if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
+            try:
+                into_huge_pages(path, beside)
+            except BaseException:
+                backend.close()
+                raise
         return backend
 
     def sum_with(self, sums: PartSum | None) -> None:

@@ -52,6 +52,8 @@ class LlamaOptions(Struct, frozen=True):
     sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one that
     `models.gaps` made, whose positions may leave gaps. lend: logits that `decode` returns are
     llama.cpp's own memory, which the next decode overwrites; for who is done with them by then.
+    huge_pages: see `huge_pages.into_huge_pages`; of weights that use_mmap maps, where nothing else
+    is asked for them (use_mlock, numa, layers on a GPU).
     """
 
     n_gpu_layers: int = 0
@@ -61,6 +63,7 @@ class LlamaOptions(Struct, frozen=True):
     n_ubatch: int = 0
     use_mmap: bool = True
     use_mlock: bool = False
+    huge_pages: bool = True
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True

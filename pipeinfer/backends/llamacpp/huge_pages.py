@@ -1,0 +1,122 @@
+"""Weights that are mapped from a file, copied into huge pages at the addresses where they are.
+
+Every token reads all weights once. Mapped from most file systems they lie in pages of 4 KiB, each
+of which the processor has to find anew. Nobody need know of the copy: addresses and bytes stay, and
+llama.cpp unmaps it with the rest. Linux only; elsewhere nothing happens. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import BackendError
+from pipeinfer.host import free_memory
+
+Mapping = tuple[int, int, int]  #: first address, address after the last, offset in the file
+
+HUGE = 2 << 20  #: bytes of a huge page; a multiple of what other systems have does no harm
+_CHUNK = 32 * HUGE  #: bytes that are there twice at a time
+_MAPS = Path("/proc/self/maps")
+_GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_FIXED, _PRIVATE = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED has no name in Python
+_MOVE = 1 | 2  # MREMAP_MAYMOVE, MREMAP_FIXED
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def mappings(path: str | os.PathLike[str]) -> list[Mapping]:
+    """Where this process has parts of a file mapped, in order; none where that is not told."""
+    name, found = os.path.realpath(path), []
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and parts[5] == name and parts[1].startswith("r-"):
+            begin, _, end = parts[0].partition("-")
+            found.append((int(begin, 16), int(end, 16), int(parts[2], 16)))
+    return found
+
+
+def are_given(setting: Path = _GIVEN) -> bool:
+    """Whether this system gives huge pages to those who ask for them."""
+    try:
+        return "[never]" not in setting.read_text(encoding="ascii")
+    except OSError:
+        return False
+
+
+def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
+                    reserve: int | None = None) -> int:
+    """Copy what this process maps of a file; how many bytes were. The file must not be written to.
+
+    beside: mappings to leave alone. Nobody may unmap the others meanwhile. reserve: bytes of memory
+    to leave free, by default a tenth of all; what does not fit stays as it is. Raises BackendError
+    if a part can neither be moved nor mapped again, which leaves a hole.
+    """
+    if not are_given() or not (wanted := [m for m in mappings(path) if m not in beside]):
+        return 0
+    if reserve is None:
+        reserve = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 10
+    moved = 0
+    with open(path, "rb") as file:
+        for begin, end, offset in wanted:
+            for at in range(-(-begin // HUGE) * HUGE, end // HUGE * HUGE, _CHUNK):
+                size = min(_CHUNK, end // HUGE * HUGE - at)
+                if free_memory() < size + reserve \
+                        or not _replaced(file.fileno(), at, size, offset + at - begin):
+                    return moved
+                moved += size
+    return moved
+
+
+def _replaced(file: int, at: int, size: int, offset: int) -> bool:
+    """Whether `size` bytes of a file, mapped at an address, are now a copy in huge pages."""
+    libc = _libc()
+    area = libc.mmap(None, size + HUGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
+    if area == _FAILED:
+        return False
+    copy = -(-area // HUGE) * HUGE
+    libc.madvise(copy, size, mmap.MADV_HUGEPAGE)
+    into = memoryview((ctypes.c_char * size).from_address(copy))
+    done = 0
+    with contextlib.suppress(OSError):  # what cannot be read now may be when it is needed
+        while done < size and (count := os.preadv(file, [into[done:]], offset + done)):
+            done += count
+    into.release()
+    if done < size or libc.mprotect(copy, size, mmap.PROT_READ):
+        libc.munmap(area, size + HUGE)
+        return False
+    there = bool(libc.mremap(copy, size, size, _MOVE, at) == at)
+    if not there:
+        libc.munmap(copy, size)
+        if libc.mmap(at, size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file, offset) != at:
+            raise BackendError(f"{size >> 20} MiB of weights could not be moved into huge pages "
+                               "nor mapped again: start with --no-huge-pages")
+    for begin, end in ((area, copy), (copy + size, area + size + HUGE)):
+        if end > begin:
+            libc.munmap(begin, end - begin)
+    return there
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name, result, arguments in (
+        ("mmap", pointer, (pointer, size, number, number, number, ctypes.c_int64)),
+        ("mremap", pointer, (pointer, size, size, number, pointer)),
+        ("madvise", number, (pointer, size, number)),
+        ("mprotect", number, (pointer, size, number)),
+        ("munmap", number, (pointer, size)),
+    ):
+        function = getattr(libc, name)
+        function.restype, function.argtypes = result, arguments
+    return libc

@@ -1,0 +1,144 @@
+"""Mapped weights in huge pages: the same bytes at the same addresses, and no more than fit."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.backends.llamacpp import huge_pages
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.llamacpp.context import LlamaOptions
+from pipeinfer.backends.llamacpp.huge_pages import HUGE, are_given, into_huge_pages, mappings
+from pipeinfer.core.types import make_rows
+from pipeinfer.errors import BackendError
+
+pytestmark = pytest.mark.skipif(not are_given(), reason="this system gives no huge pages")
+EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(np.random.default_rng(0).bytes(5 * HUGE + 12_345))
+    return path
+
+
+@pytest.fixture
+def area(file):
+    """The file as it is mapped; the address keeps it from being unmapped before its time."""
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as found:
+        yield found
+
+
+def length(found):
+    return sum(end - begin for begin, end, _ in found)
+
+
+@pytest.mark.parametrize("chunk", [HUGE, 2 * HUGE, 32 * HUGE])
+def test_bytes_stay_and_the_file_is_mapped_no_more(file, area, monkeypatch, chunk):
+    monkeypatch.setattr(huge_pages, "_CHUNK", chunk)
+    whole = length(mappings(file))
+    moved = into_huge_pages(file, reserve=0)
+    assert moved in (4 * HUGE, 5 * HUGE)  # as the mapping begins
+    assert length(mappings(file)) == whole - moved
+    assert area[:] == file.read_bytes()
+
+
+def test_other_mappings_of_the_file_are_left_alone(file, area):
+    before = mappings(file)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as other:
+        assert into_huge_pages(file, before, reserve=0) >= 4 * HUGE
+        assert set(before) <= set(mappings(file))
+        assert other[:] == area[:] == file.read_bytes()
+
+
+def test_what_does_not_fit_stays_mapped(file, area, monkeypatch):
+    before = mappings(file)
+    monkeypatch.setattr(huge_pages, "_CHUNK", HUGE)
+    assert into_huge_pages(file, reserve=1 << 62) == 0
+    assert mappings(file) == before
+    left = iter([1 << 40, 1 << 40, HUGE + 9, 0])
+    monkeypatch.setattr(huge_pages, "free_memory", lambda: next(left))
+    assert into_huge_pages(file, reserve=10) == 2 * HUGE
+    assert area[:] == file.read_bytes()
+
+
+def test_a_file_that_became_shorter_stays_mapped(file, area):
+    before, content = mappings(file), file.read_bytes()
+    os.truncate(file, HUGE)
+    assert into_huge_pages(file, reserve=0) == 0
+    assert mappings(file) == before
+    file.write_bytes(content)
+    assert area[:] == content
+
+
+class Refusing:
+    """The C library, of which some functions fail."""
+
+    def __init__(self, **fail):
+        self.own, self.fail = huge_pages._libc(), fail
+
+    def __getattr__(self, name):
+        own, fail = getattr(self.own, name), self.fail.get(name, lambda *args: None)
+
+        def called(*args):
+            answer = fail(*args)
+            return own(*args) if answer is None else answer
+        return called
+
+
+@pytest.mark.parametrize("fail", [
+    {"mmap": lambda *args: huge_pages._FAILED}, {"mprotect": lambda *args: -1},
+    {"mremap": lambda *args: huge_pages._FAILED}], ids=lambda fail: next(iter(fail)))
+def test_what_cannot_be_moved_stays_mapped(file, area, monkeypatch, fail):
+    before, refusing = length(mappings(file)), Refusing(**fail)
+    monkeypatch.setattr(huge_pages, "_libc", lambda: refusing)
+    assert into_huge_pages(file, reserve=0) == 0
+    assert length(mappings(file)) == before
+    assert area[:] == file.read_bytes()
+
+
+def test_a_hole_is_told(file, area, monkeypatch):
+    refusing = Refusing(mremap=lambda *args: huge_pages._FAILED,
+                        mmap=lambda *args: huge_pages._FAILED if args[0] else None)
+    monkeypatch.setattr(huge_pages, "_libc", lambda: refusing)
+    with pytest.raises(BackendError, match="--no-huge-pages"):
+        into_huge_pages(file, reserve=0)
+
+
+def test_systems_that_give_none_are_not_asked(tmp_path, file, area, monkeypatch):
+    setting = tmp_path / "enabled"
+    assert not are_given(setting)
+    setting.write_text("always madvise [never]\n")
+    assert not are_given(setting)
+    setting.write_text("always [madvise] never\n")
+    assert are_given(setting)
+    monkeypatch.setattr(huge_pages, "are_given", lambda: False)
+    before = mappings(file)
+    assert into_huge_pages(file, reserve=0) == 0
+    assert mappings(file) == before
+
+
+def loaded(**options):
+    return LlamaCppBackend.load(
+        EMBEDDED, layers=(0, 12), n_layers_total=12, first=True, last=True, n_ctx=256,
+        n_seq_max=1, n_batch=8, n_threads=1, options=LlamaOptions(**options))
+
+
+@pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded models are not built")
+def test_weights_of_a_model_are_moved_and_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(huge_pages, "free_memory", lambda: 1 << 40)
+    rows = make_rows([(token, position, (0,), True) for position, token in enumerate((5, 9, 3))])
+    mapped, logits = [], []
+    for options in ({"huge_pages": False}, {}, {"use_mlock": True}):
+        backend = loaded(**options)
+        mapped.append(length(mappings(EMBEDDED)))
+        logits.append(backend.decode(rows).copy())
+        backend.close()
+        assert mappings(EMBEDDED) == []
+    assert mapped[1] < 2 * HUGE < mapped[0] == mapped[2]
+    assert all((found == logits[0]).all() for found in logits)
