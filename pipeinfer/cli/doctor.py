@@ -25,6 +25,7 @@ import click
 from msgspec import structs
 
 from pipeinfer import host
+from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import launch, placement
@@ -97,7 +98,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
             "kernels": own.kernels, "unused": _unused(), "filter": compiled_filter() is not None,
-            "short_runs": short_runs.used(),
+            "short_runs": short_runs.used(), "huge_pages": huge_pages.setting(),
             **structs.asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
@@ -187,6 +188,12 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
             "llama.cpp for every node of a graph, 1 to 2 us each",
             "install a C compiler, then pipeinfer again"))
     found += _short_runs(everyone)
+    small = [str(rank["rank"]) for rank in everyone if rank["huge_pages"] == "never"]
+    if small:
+        found.append(Finding(
+            "ok", "huge pages", f"switched off (ranks {', '.join(small)}): weights are read in "
+            "pages of 4 KiB, which takes longer",
+            f"as root: echo madvise > {huge_pages.GIVEN}"))
     if len({kernels for kernels, _ in builds}) > 1:
         found.append(Finding(
             "warn", "llama.cpp's kernels", "differ between ranks: results can differ in near-ties",

@@ -12,11 +12,12 @@ import pytest
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.backends.llamacpp.huge_pages import HUGE, are_given, into_huge_pages, mappings
+from pipeinfer.backends.llamacpp.huge_pages import HUGE, into_huge_pages, mappings, setting
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError
 
-pytestmark = pytest.mark.skipif(not are_given(), reason="this system gives no huge pages")
+pytestmark = pytest.mark.skipif(setting() not in ("always", "madvise"),
+                                reason="this system gives no huge pages")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
@@ -110,17 +111,19 @@ def test_a_hole_is_told(file, area, monkeypatch):
         into_huge_pages(file, reserve=0)
 
 
-def test_systems_that_give_none_are_not_asked(tmp_path, file, area, monkeypatch):
-    setting = tmp_path / "enabled"
-    assert not are_given(setting)
-    setting.write_text("always madvise [never]\n")
-    assert not are_given(setting)
-    setting.write_text("always [madvise] never\n")
-    assert are_given(setting)
-    monkeypatch.setattr(huge_pages, "are_given", lambda: False)
+@pytest.mark.parametrize(("said", "means"), [
+    ("[always] madvise never\n", "always"), ("always [madvise] never\n", "madvise"),
+    ("always madvise [never]\n", "never"), ("", ""), (None, "")])
+def test_systems_that_give_none_are_not_asked(said, means, tmp_path, file, area, monkeypatch):
+    told = tmp_path / "enabled"
+    if said is not None:
+        told.write_text(said)
+    assert setting(told) == means
+    monkeypatch.setattr(huge_pages, "setting", lambda: means)
     before = mappings(file)
-    assert into_huge_pages(file, reserve=0) == 0
-    assert mappings(file) == before
+    moved = into_huge_pages(file, reserve=0)
+    assert (moved > 0) == (means in ("always", "madvise"))
+    assert (mappings(file) == before) == (moved == 0)
 
 
 def loaded(**options):

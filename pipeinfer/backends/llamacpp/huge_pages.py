@@ -24,7 +24,8 @@ Mapping = tuple[int, int, int]  #: first address, address after the last, offset
 HUGE = 2 << 20  #: bytes of a huge page; a multiple of what other systems have does no harm
 _CHUNK = 32 * HUGE  #: bytes that are there twice at a time
 _MAPS = Path("/proc/self/maps")
-_GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ASKED = ("always", "madvise")
 _FIXED, _PRIVATE = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED has no name in Python
 _MOVE = 1 | 2  # MREMAP_MAYMOVE, MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
@@ -45,12 +46,14 @@ def mappings(path: str | os.PathLike[str]) -> list[Mapping]:
     return found
 
 
-def are_given(setting: Path = _GIVEN) -> bool:
-    """Whether this system gives huge pages to those who ask for them."""
+def setting(file: Path = GIVEN) -> str:
+    """To whom this system gives huge pages: always, madvise (who asks) or never; empty where that
+    is not told."""
     try:
-        return "[never]" not in setting.read_text(encoding="ascii")
+        words = file.read_text(encoding="ascii").split()
     except OSError:
-        return False
+        return ""
+    return next((word[1:-1] for word in words if word.startswith("[")), "")
 
 
 def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
@@ -61,7 +64,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
     to leave free, by default a tenth of all; what does not fit stays as it is. Raises BackendError
     if a part can neither be moved nor mapped again, which leaves a hole.
     """
-    if not are_given() or not (wanted := [m for m in mappings(path) if m not in beside]):
+    if setting() not in _ASKED or not (wanted := [m for m in mappings(path) if m not in beside]):
         return 0
     if reserve is None:
         reserve = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 10
