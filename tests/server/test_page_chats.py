@@ -266,7 +266,7 @@ def test_without_a_draft_nothing_speaks_of_guesses(page):
     page.ask()
     page.until("document.querySelector('#load').textContent !== '0 %'")
     page.answer()
-    page.until("/token \\d+/.test(document.querySelector('#legend').textContent)")
+    page.until("/tokens \\d+/.test(document.querySelector('#legend').textContent)")
     page.until("/\\d+ token/.test(document.querySelector('#lanes-text').textContent)")
     for text in (empty, tab.inner_text("body")):
         found = re.search(r".*(guess|draft).*", text, re.IGNORECASE)

@@ -13,7 +13,7 @@ export const FATES = [
 // The words for each outcome, where guesses are made or not: without them every token is plain.
 export function words(guesses) {
   const all = Object.fromEntries(FATES.map(([style, text]) => [style, text]));
-  return guesses ? all : { ...all, plain: "token" };
+  return guesses ? all : { ...all, plain: "tokens" };
 }
 
 const BY_NAME = Object.fromEntries(FATES.map(([style, , name]) => [name, style]));
