@@ -12,7 +12,6 @@ for _package in ("torch", "transformers", "safetensors"):
 
 import numpy as np
 import torch
-from click.testing import CliRunner
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
@@ -25,7 +24,7 @@ from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
-from tests.support.refusals import refusal, signals_kept
+from tests.support.refusals import output, refusal
 from tests.support.sample import FULL, fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -140,10 +139,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     """In this process, which has imported torch already."""
     words = ["-m", str(folder), "-p", PROMPT, "-n", "10", "--temp", "0", "-c", "512", "--dtype",
              "bfloat16", "--device", "cpu", "-t", "1", "--json", "--ignore-eos"]
-    with signals_kept():
-        done = CliRunner().invoke(generate, words, catch_exceptions=False)
-    assert done.exit_code == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(output(generate, words))
     assert answer["stats"]["model"] == "target"
     assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch"]
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,

@@ -1,5 +1,5 @@
-"""What a command refuses, without a process of its own: how errors end a process is shown where
-real jobs end with them (tests/mpi/test_jobs.py)."""
+"""What a command of one rank writes or refuses, without a process of its own: how a process starts
+and ends is shown where real jobs do (tests/mpi/test_jobs.py)."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
     assert isinstance(done.exception, SystemExit), (done.exception, done.output)
     assert done.exit_code != 0, done.output
     return done.exit_code, done.stderr
+
+
+def output(command: click.Command, words: Sequence[str]) -> str:
+    """What `command` writes to its standard output."""
+    with signals_kept():
+        done = CliRunner().invoke(command, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
