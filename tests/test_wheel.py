@@ -61,8 +61,8 @@ def quick_compiler(folder: Path) -> dict[str, str]:
 
 
 def pip(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """This Python's pip at work in the virtual environment `folder`, which needs none of its own
-    then: making one takes 7 s."""
+    """This Python's pip at work in the virtual environment `folder`, which begins without one:
+    making one takes 7 s."""
     return subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"),
                            *arguments], cwd=folder, env=environment(folder), capture_output=True,
                           text=True, check=False, timeout=120, stdin=subprocess.DEVNULL)
@@ -83,11 +83,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True,
                    timeout=120)
     needs = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]["requires"]
-    done = pip(folder, "install", "--quiet", "--no-compile", "--retries", "0", "build", *needs)
+    done = pip(folder, "install", "--quiet", "--no-compile", "--retries", "0", "build", "pip",
+               *needs)
     if done.returncode:
         pytest.skip(f"pip reaches no packages: {done.stderr.strip().splitlines()[-1]}")
-    # nothing but what pyproject.toml asks for is here: two more environments, each with a pip of
-    # its own, would show the same and take 25 s
+    # nothing but what pyproject.toml asks for is here, and pip: two more environments, each with a
+    # pip of its own, would show the same and take 25 s
     done = run(folder, "python", "-m", "build", "--no-isolation", "--outdir", "dist", str(source),
                **quick_compiler(folder))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +98,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parts = {Path(name).name.split(".")[0] for name in packed.namelist()
                      if name.endswith(".so")}
         assert parts == {"_layer_filter", "_short_runs"}
-    done = pip(folder, "install", "--quiet", "--no-compile", "--constraint",
+    # by the newest pip: that of Python 3.11 looks for files for twice as long, 17 s of a core
+    done = run(folder, "python", "-m", "pip", "install", "--quiet", "--no-compile", "--constraint",
                str(launch.ROOT / "constraints.txt"), f"{wheel}[mpi]")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -110,10 +112,11 @@ def tokens(done: subprocess.CompletedProcess[str]) -> list[int]:
     return found
 
 
-def test_one_process_and_four_ranks_write_the_same_tokens(installed):
+def test_one_process_and_several_ranks_write_the_same_tokens(installed):
     alone = tokens(run(installed, "pipeinfer", *GENERATE))
     assert len(alone) == 12
-    assert tokens(run(installed, "mpirun", "-np", "4", "pipeinfer", *GENERATE)) == alone
+    ranks = str(fewer(4, 3))
+    assert tokens(run(installed, "mpirun", "-np", ranks, "pipeinfer", *GENERATE)) == alone
 
 
 def test_no_compiler_was_needed(installed):

@@ -24,7 +24,7 @@ from pipeinfer.experiments.emulation.virtual import (
 )
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.settings import Limits
-from tests.support.sample import full, matrix
+from tests.support.sample import fewer, full, matrix
 
 PROFILES = load_profiles()
 
@@ -181,7 +181,7 @@ GRID = [(size, join) for size in (1, 2, 4, 8) for join in (False, True)]
 ])
 def test_tuning_loses_little_against_a_pinned_grid(cluster, nodes, pair, more):
     def speed(**how):
-        one = Experiment(cluster, pair, nodes=nodes, tokens=256, **more, **how)
+        one = Experiment(cluster, pair, nodes=nodes, tokens=fewer(256, 128), **more, **how)
         runs = [scenarios.run(PROFILES, dataclasses.replace(one, prompt_seed=seed))[1]
                 for seed in range(2)]
         return sum(run.tokens_per_second for run in runs) / len(runs)

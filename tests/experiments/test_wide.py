@@ -20,6 +20,7 @@ from pipeinfer.experiments.emulation.virtual import prompt_of
 from pipeinfer.experiments.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.planning.judge import LoadMix, tokens_per_second
 from pipeinfer.planning.teams import SumCost, Wire
+from tests.support.sample import fewer
 
 PROFILES = load_profiles()
 BASE = WideExperiment("c", "dolphin-tinyllama", nodes=8, tokens=96, prompt=32)
@@ -136,7 +137,10 @@ def test_a_table_has_the_baselines_and_the_best_grid_in_it():
     assert "ms for sums" in text
 
 
-def test_the_command():
+def test_the_command(monkeypatch):
+    compare = grids.compare
+    monkeypatch.setattr(grids, "compare", lambda profiles, experiment: compare(
+        profiles, dataclasses.replace(experiment, tokens=fewer(experiment.tokens, 64))))
     found = CliRunner().invoke(main.main, [
         "plan", "dolphin-70b", "--grids", "--cluster", "a", "--hosts", "2", "--sum-type", "f16",
         "--json"])
@@ -150,7 +154,7 @@ def test_the_command():
     (["--grids"], "--grids needs either --cluster"),
     (["tinyllama", "--grids", "--cluster", "c"], "no pair of tinyllama is known"),
     (["--grids", "--cluster", "c", "--pair", "dolfin"], "there is no pair"),
-    (["mixtral-8x22b", "--grids", "--cluster", "c"], "mixture of experts"),
+    (["mixtral-8x22b", "--grids", "--cluster", "c", "--hosts", "2"], "mixture of experts"),
 ])
 def test_what_cannot_be_compared_is_named(args, words):
     found = CliRunner().invoke(plan_command, args)

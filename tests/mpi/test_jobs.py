@@ -15,6 +15,7 @@ import time
 import psutil
 import pytest
 
+from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.rig import launch
@@ -22,6 +23,7 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.settings import PUBLISHED
 from tests.support.references import alone
+from tests.support.refusals import refusal
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -32,6 +34,7 @@ FAULTY = [sys.executable, str(PROGRAMS / "faulty.py")]
 SLOW_WORDS = [sys.executable, str(PROGRAMS / "slow_words.py")]
 MORTAL = dict.fromkeys(("OMPI_MCA_mpi_ft_enable", "PRTE_MCA_state_base_recoverable",
                         "PRTE_MCA_state_base_continuous", "PRTE_MCA_state_base_notify_errors"), "0")
+NO_DRAFT = ["-m", str(EMBEDDED / "target.gguf"), "-md", "none", "--policy", "pipeinfer"]
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
 
 
@@ -197,7 +200,7 @@ def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
     full(["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
     full(["--branches", "0"], 2, "--branches"),
-    (["-m", str(EMBEDDED / "target.gguf"), "-md", "none", "--policy", "pipeinfer"], 2, "-md"),
+    full(NO_DRAFT, 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
     base = [] if "-p" in args else ["-p", "x"]
@@ -208,9 +211,15 @@ def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
     assert "Traceback" not in done.stderr
 
 
+def test_a_policy_that_needs_a_draft_says_so():
+    code, says = refusal(generate, ["-p", "x", *NO_DRAFT])
+    assert code == 2
+    assert "-md" in says
+
+
 @pytest.mark.parametrize(("architecture", "np", "draft", "code", "says"), [
     ("llama", 4, False, 4, "2 layers"),
-    ("llama", 2, True, 3, "the target has 320"),
+    ("llama", fewer(2, 1), True, 3, "the target has 320"),
     ("gemma", 3, False, 3, "gemma"),
 ])
 def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
@@ -221,7 +230,13 @@ def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
         assert len(architecture) == len("llama")  # nothing moves in the file
         path.write_bytes(path.read_bytes().replace(b"llama", architecture.encode()))
     more = ["-md", str(EMBEDDED / "draft.gguf")] if draft else []
-    done = launch.run(np, [*PIPEINFER, "generate", "-p", "x", "-m", str(path), *more], timeout=60)
+    words = ["-p", "x", "-m", str(path), *more]
+    if np == 1:
+        found, line = refusal(generate, words)
+        assert found == code
+        assert says in line
+        return
+    done = launch.run(np, [*PIPEINFER, "generate", *words], timeout=60)
     assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies import registry
 from tests.mpi.test_jobs import run_matrix
-from tests.support.refusals import refusal
+from tests.support.refusals import output, refusal
 from tests.support.sample import fewer, full, matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -45,17 +45,26 @@ def wanted():
     return tokens
 
 
+def answered(ranks, *words):
+    """What `generate` writes of PROMPT; one rank is this process."""
+    asked = ["-p", PROMPT, "--json", *words]
+    if ranks == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PIPEINFER_DEFAULT_MODEL", "embedded")
+            return json.loads(output(generate, asked))
+    done = launch.run(ranks, [sys.executable, "-m", "pipeinfer", "generate", *asked], timeout=90)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(("way", "how"), matrix(WAYS, [
     (1, "speculative", 0.0), (1, "pipeinfer", 0.8), (3, "pipeinfer", 0.0), (3, "pipeinfer", 0.8)]))
 def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
     ranks, policy, temperature = how
-    done = launch.run(ranks, [
-        sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--json",
-        "--ignore-eos", "--no-adapt", "--seed", "3", "--temp", str(temperature), "--policy",
-        policy, *(("--pace-ms", "5") if ranks > 1 else ()),  # guesses come in time on busy machines
-        *WAYS[way]], timeout=90)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = answered(
+        ranks, "-n", "60", "--ignore-eos", "--no-adapt", "--seed", "3", "--temp", str(temperature),
+        "--policy", policy, *(("--pace-ms", "5") if ranks > 1 else ()),  # guesses come in time on
+        *WAYS[way])  # busy machines
     assert found["tokens"] == wanted[temperature]
     assert found["stats"]["issued_speculative"] > 0
 
@@ -64,11 +73,8 @@ def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
     ((), "pipeinfer"), (("-md", "none"), "iterative"), (("--speculation", "off"), "iterative")])
 def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more, policy):
     """Where that pays; which it may not, as rows cost on this machine."""
-    done = launch.run(1, [
-        sys.executable, "-m", "pipeinfer", "generate", "-m", str(EMBEDDED / "target.gguf"), "-p",
-        PROMPT, "-n", "60", "--temp", "0", "--ignore-eos", "--json", *more])
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = answered(1, "-m", str(EMBEDDED / "target.gguf"), "-n", "60", "--temp", "0",
+                     "--ignore-eos", *more)
     assert found["tokens"] == wanted[0.0]
     assert (found["stats"]["policy"], found["stats"]["draft"]) == (policy, "")
     if policy == "iterative":
@@ -181,9 +187,8 @@ def test_what_bita_cannot_do_is_said(tmp_path):
 
 def test_prompt_lookup_needs_no_draft_model():
     target = str(EMBEDDED / "target.gguf")
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", target, "-p", PROMPT,
-                          "-n", "20", "--json", "--proposer", "prompt-lookup"], timeout=60)
-    assert json.loads(done.stdout)["stats"]["policy"] == "pipeinfer"
+    found = answered(1, "-m", target, "-n", "20", "--proposer", "prompt-lookup")
+    assert found["stats"]["policy"] == "pipeinfer"
     code, says = refusal(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"])
     assert code == 2
     assert "--proposer draft needs a draft model" in says

@@ -55,9 +55,9 @@ def steps(tmp_path_factory, wanted):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, full(2), full(3), 5])
+@pytest.mark.parametrize("ranks", [1, full(2), full(3), 4, full(5)])
 def test_tokens_and_steps_are_those_of_one_rank(tmp_path, wanted, steps, ranks):
-    """1, 1, 2 and 4 replicas: of several ranks the first is the head."""
+    """1, 1, 2, 3 and 4 replicas: of several ranks the first is the head."""
     found = answers(tmp_path, ranks, {"policy": "", "layout": "replicate"})
     assert [result["tokens"] for result in found["results"]] == wanted
     assert [result["runs"] for result in found["results"]] == steps

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeinfer.cli.generate import generate as generate_command
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.experiments.chaos.job import poll
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
@@ -18,6 +19,7 @@ from pipeinfer.planning.wide import shares_of
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, check, one_of_each, run_matrix
 from tests.support.own_caches import own_caches
 from tests.support.references import alone
+from tests.support.refusals import refusal
 from tests.support.sample import full, mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -141,7 +143,13 @@ def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
     (2, ("--grid", "1x2", "--head-stage", "--slices", "1"), "every member"),
 ])
 def test_grids_that_cannot_be_are_refused_in_one_line(np, arguments, what):
-    done = launch.run(np, [*PIPEINFER, "generate", "-p", "x", "-n", "2", *arguments])
+    words = ["-p", "x", "-n", "2", *arguments]
+    if np == 1:
+        code, line = refusal(generate_command, words)
+        assert code == 2
+        assert what in line
+        return
+    done = launch.run(np, [*PIPEINFER, "generate", *words])
     assert done.returncode in (2, 4), done.stderr[-2000:]
     lines = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(lines) == 1

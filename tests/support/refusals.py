@@ -1,10 +1,11 @@
-"""What a command refuses, without a process of its own: how errors end a process is shown where
-real jobs end with them (tests/mpi/test_jobs.py)."""
+"""What a command of one rank writes or refuses, without a process of its own: how a process starts
+and ends is shown where real jobs do (tests/mpi/test_jobs.py)."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 from click.testing import CliRunner
@@ -14,17 +15,32 @@ from pipeinfer.errors import PipeinferError
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
-    """The exit code and the line with which `command` would end; an AssertionError where it does
-    anything else."""
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """A command that is run here sets handlers, as if this process were its own."""
     before = {number: signal.getsignal(number) for number in _WATCHED}
     try:
-        done = CliRunner().invoke(command, list(words))
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code and the line with which `command` would end; an AssertionError where it does
+    anything else."""
+    with signals_kept():
+        done = CliRunner().invoke(command, list(words))
     if isinstance(done.exception, PipeinferError):
         return done.exception.exit_code, str(done.exception)
     assert isinstance(done.exception, SystemExit), (done.exception, done.output)
     assert done.exit_code != 0, done.output
     return done.exit_code, done.stderr
+
+
+def output(command: click.Command, words: Sequence[str]) -> str:
+    """What `command` writes to its standard output."""
+    with signals_kept():
+        done = CliRunner().invoke(command, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
