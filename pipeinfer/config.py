@@ -129,8 +129,8 @@ class ModelConfig:
     mmap: bool = _opt(True, "--mmap", kind="flag", off_flag="--no-mmap",
                       help="Map the weights into memory instead of reading them.")
     huge_pages: bool = _opt(True, "--huge-pages", kind="flag", off_flag="--no-huge-pages",
-                            help="Copy mapped weights into huge pages, which are read faster, as "
-                                 "long as a tenth of the memory stays free.")
+                            help="Copy weights that are mapped in small pages into huge ones, "
+                                 "which are read faster, while a tenth of the memory stays free.")
     numa: str = _opt("", "--numa", kind="str",
                      choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
     like_llama_cpp: bool = _opt(

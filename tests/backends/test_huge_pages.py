@@ -12,7 +12,13 @@ import pytest
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.backends.llamacpp.huge_pages import HUGE, into_huge_pages, mappings, setting
+from pipeinfer.backends.llamacpp.huge_pages import (
+    HUGE,
+    huge_already,
+    into_huge_pages,
+    mappings,
+    setting,
+)
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError
 
@@ -29,8 +35,9 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def area(file):
-    """The file as it is mapped; the address keeps it from being unmapped before its time."""
+def area(file, monkeypatch):
+    """The file as it is mapped, in small pages."""
+    monkeypatch.setattr(huge_pages, "huge_already", dict)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as found:
         yield found
 
@@ -75,6 +82,31 @@ def test_a_file_that_became_shorter_stays_mapped(file, area):
     assert mappings(file) == before
     file.write_bytes(content)
     assert area[:] == content
+
+
+def test_what_lies_in_huge_pages_already_is_left_alone(file, area, monkeypatch):
+    before = mappings(file)
+    begin, end, _ = before[0]
+    for part, moves in ((0.6, False), (0.4, True)):
+        monkeypatch.setattr(huge_pages, "huge_already",
+                            lambda part=part: {begin: int(part * (end - begin))})
+        assert (into_huge_pages(file, reserve=0) > 0) == moves
+        assert (mappings(file) == before) != moves
+    assert area[:] == file.read_bytes()
+
+
+def test_how_much_lies_in_huge_pages_is_read_for_each_mapping(tmp_path, file, area):
+    told = tmp_path / "smaps"
+    told.write_text("""7f00-7f80 r--s 00000000 fe:00 11 /models/a b.gguf
+Size:               1024 kB
+FilePmdMapped:       512 kB
+VmFlags: rd mr mw
+ab00-ab80 rw-p 00000000 00:00 0
+FilePmdMapped:         0 kB
+""")
+    assert huge_already(told) == {0x7f00: 512 << 10, 0xab00: 0}
+    assert huge_already(tmp_path / "nowhere") == {}
+    assert set(huge_already()) >= {begin for begin, _, _ in mappings(file)}
 
 
 class Refusing:
@@ -135,6 +167,7 @@ def loaded(**options):
 @pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded models are not built")
 def test_weights_of_a_model_are_moved_and_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(huge_pages, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(huge_pages, "huge_already", dict)
     rows = make_rows([(token, position, (0,), True) for position, token in enumerate((5, 9, 3))])
     mapped, logits = [], []
     for options in ({"huge_pages": False}, {}, {"use_mlock": True}):

@@ -23,7 +23,7 @@ Mapping = tuple[int, int, int]  #: first address, address after the last, offset
 
 HUGE = 2 << 20  #: bytes of a huge page; a multiple of what other systems have does no harm
 _CHUNK = 32 * HUGE  #: bytes that are there twice at a time
-_MAPS = Path("/proc/self/maps")
+_MAPS, _FACTS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ASKED = ("always", "madvise")
 _FIXED, _PRIVATE = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED has no name in Python
@@ -46,6 +46,23 @@ def mappings(path: str | os.PathLike[str]) -> list[Mapping]:
     return found
 
 
+def huge_already(facts: Path = _FACTS) -> dict[int, int]:
+    """Bytes of files that lie in huge pages without anybody's doing, by the first address of their
+    mapping. Some file systems of newer kernels read files into such."""
+    begin, found = 0, {}
+    try:
+        lines = facts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        name, *values = line.split()
+        if name.startswith("FilePmdMapped:"):
+            found[begin] = 1024 * int(values[0])
+        elif "-" in name and not name.endswith(":"):
+            begin = int(name.partition("-")[0], 16)
+    return found
+
+
 def setting(file: Path = GIVEN) -> str:
     """To whom this system gives huge pages: always, madvise (who asks) or never; empty where that
     is not told."""
@@ -60,17 +77,23 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
                     reserve: int | None = None) -> int:
     """Copy what this process maps of a file; how many bytes were. The file must not be written to.
 
-    beside: mappings to leave alone. Nobody may unmap the others meanwhile. reserve: bytes of memory
+    beside: mappings to leave alone; those of which the system keeps more than half in huge pages
+    are left alone, too. Nobody may unmap the others meanwhile. reserve: bytes of memory
     to leave free, by default a tenth of all; what does not fit stays as it is. Raises BackendError
     if a part can neither be moved nor mapped again, which leaves a hole.
     """
-    if setting() not in _ASKED or not (wanted := [m for m in mappings(path) if m not in beside]):
+    if setting() not in _ASKED:
         return 0
+    if not (wanted := [one for one in mappings(path) if one not in beside]):
+        return 0
+    huge = huge_already()
     if reserve is None:
         reserve = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 10
     moved = 0
     with open(path, "rb") as file:
         for begin, end, offset in wanted:
+            if 2 * huge.get(begin, 0) > end - begin:
+                continue  # a copy would cost time and memory, and bring little
             for at in range(-(-begin // HUGE) * HUGE, end // HUGE * HUGE, _CHUNK):
                 size = min(_CHUNK, end // HUGE * HUGE - at)
                 if free_memory() < size + reserve \
