@@ -213,6 +213,11 @@ def _processor_flags() -> set[str]:
     return set(next(lines, "").split())
 
 
+def physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+
+
 def free_memory(meminfo: Path = _MEMORY) -> int:
     """Bytes that more processes may take here without pushing out a page that one has mapped, such
     as a stage's weights; 0 where that is not known."""

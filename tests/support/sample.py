@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
+T = TypeVar("T")
 FULL = pytest.mark.full
 
 
@@ -18,8 +19,9 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(1, count * settings.default.max_examples // 100))
 
 
-def fewer(count: int, sampled: int) -> int:
-    """`count` of something in the full run, `sampled` of it in the sample."""
+def fewer(count: T, sampled: T) -> T:
+    """`count` of something in the full run, `sampled` of it in the sample; or one thing, and a
+    smaller one."""
     return count if settings.default.max_examples >= 100 else sampled
 
 

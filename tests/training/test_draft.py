@@ -18,7 +18,7 @@ from tests.support.sample import fewer
 
 WHOLE = EMBEDDED / "target.gguf"
 #: whose texts are looked at; the sample's has 2 layers, not 12
-TARGET = EMBEDDED / "draft.gguf" if fewer(0, 1) else WHOLE
+TARGET = EMBEDDED / fewer("target.gguf", "draft.gguf")
 COUNT = fewer(12, 2)
 LENGTH = fewer(60, 48)
 

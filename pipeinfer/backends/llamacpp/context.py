@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.host import physical_memory
 from pipeinfer.models import llama_c
 from pipeinfer.models.llama import (
     clear_log,
@@ -187,7 +188,7 @@ def make_context(
     if probe is not None:
         params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
     # llama.cpp clears the cache, so one that only just can be reserved gets the process killed.
-    wanted, memory = cache_bytes(model, n_ctx, options), _physical_memory()
+    wanted, memory = cache_bytes(model, n_ctx, options), physical_memory()
     if options.n_gpu_layers == 0 and wanted > memory:
         raise BackendError(
             f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but this machine has "
@@ -200,11 +201,6 @@ def make_context(
             f"{options.type_v} for {n_seq_max} sequences (-c, -ctk, -ctv): {last_log()}"
         )
     return context
-
-
-def _physical_memory() -> int:
-    """Bytes of this machine's memory."""
-    return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
 
 
 def head_size(model: Any, part: Literal["key", "value"] = "value") -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import BackendError
-from pipeinfer.host import free_memory
+from pipeinfer.host import free_memory, physical_memory
 
 Mapping = tuple[int, int, int]  #: first address, address after the last, offset in the file
 
@@ -78,9 +78,9 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
     """Copy what this process maps of a file; how many bytes were. The file must not be written to.
 
     beside: mappings to leave alone; those of which the system keeps more than half in huge pages
-    are left alone, too. Nobody may unmap the others meanwhile. reserve: bytes of memory
-    to leave free, by default a tenth of all; what does not fit stays as it is. Raises BackendError
-    if a part can neither be moved nor mapped again, which leaves a hole.
+    are left alone, too. Nobody may unmap the others meanwhile. reserve: bytes of memory to leave
+    free, by default a tenth of all; what does not fit stays as it is. Raises BackendError if a part
+    can neither be moved nor mapped again, which leaves a hole.
     """
     if setting() not in _ASKED:
         return 0
@@ -88,7 +88,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
         return 0
     huge = huge_already()
     if reserve is None:
-        reserve = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 10
+        reserve = physical_memory() // 10
     moved = 0
     with open(path, "rb") as file:
         for begin, end, offset in wanted:

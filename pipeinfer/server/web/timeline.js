@@ -74,8 +74,8 @@ export class Timeline {
   }
 
   tick() {
-    const moves = this.draw();
-    const pause = moves && !this.still.matches ? MOVING : moves ? 1000 : STILL;
+    let pause = STILL;
+    if (this.draw()) pause = this.still.matches ? 1000 : MOVING;
     setTimeout(() => requestAnimationFrame(this.tick), pause); // none in a tab that nobody sees
   }
 
