@@ -28,6 +28,8 @@ _CONTEXT = 40  #: tokens before the rows that are compared
 #: further contexts that the width must hold in: quantised activations hide a rounding error of a
 #: kernel more often than not, so rows of one context can agree where others do not
 _FURTHER = (0, 7, 23, 40, 11)
+#: cells and rows of a batch beyond which the answer is the same: a search and a curve need fewer
+_MOST_CELLS, _MOST_ROWS = 512, 64
 
 
 Progress = Callable[[int, int], None]
@@ -55,19 +57,21 @@ def known_widths(
     """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes.
 
     identity: everything beside the backend's own sizes and options that the answer depends on
-    (model, llama.cpp, threads, processor). known_curve: taken for the rest instead of measuring it.
+    (model, llama.cpp, threads, processor). Caches of 512 and more cells share an answer, and so do
+    batches of 64 and more rows. known_curve: taken for the rest instead of measuring it.
     """
     info = backend.info
     limit = min(limit, int(getattr(backend, "exact_limit", limit)))
-    text = repr((identity, info.layers, info.n_ctx, info.n_batch, limit,
-                 getattr(backend, "options", None), _FURTHER))
+    text = repr((identity, info.layers, min(info.n_ctx, _MOST_CELLS),
+                 min(info.n_batch, _MOST_ROWS), limit, getattr(backend, "options", None), _FURTHER))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
     if (known := _widths_from(recall(path), limit)) is not None:
         return known
-    curve_now = tuple(known_curve) if known_curve else None
-    found = Widths(exact_width(backend, limit, progress=progress), curve_now or curve_of(backend))
-    remember(path, [found.exact, *(round(time, 3) for time in found.curve)])
+    exact = exact_width(backend, limit, progress=progress)
+    curve = tuple(known_curve) if known_curve else curve_of(backend)
+    found = Widths(exact, tuple(round(time, 3) for time in curve))
+    remember(path, [found.exact, *found.curve])
     return found
 
 
