@@ -16,7 +16,8 @@ setup(ext_modules=[Extension(
 ), Extension(
     "pipeinfer.models._short_runs",
     ["pipeinfer/models/short_runs.c", "pipeinfer/models/repacked_runs.c",
-     "pipeinfer/models/short_attention.c", "pipeinfer/models/huge_pages.c"],
+     "pipeinfer/models/wide_floats.c", "pipeinfer/models/short_attention.c",
+     "pipeinfer/models/huge_pages.c"],
     depends=["pipeinfer/models/short_runs.h"],
     # products and sums are rounded where the code says so
     extra_compile_args=["-O3", "-ffp-contract=off"],

@@ -109,13 +109,11 @@ class ModelConfig:
     cache_type_k: str = _opt("auto", "-ctk", "--cache-type-k", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached keys; auto: the one that keeps decodes "
-                                  "exact (on a CPU q8_0, bf16 with AVX512_BF16, see "
-                                  "docs/exactness.md).")
+                                  "exact (on a CPU q8_0, see docs/exactness.md).")
     cache_type_v: str = _opt("auto", "-ctv", "--cache-type-v", kind="str",
                              choices=CACHE_TYPES,
                              help="Data type of the cached values; auto: the one that keeps "
-                                  "decodes exact (on a CPU q8_0, f16 with AVX-512, see "
-                                  "docs/exactness.md).")
+                                  "decodes exact (on a CPU q8_0, see docs/exactness.md).")
     ubatch: int = _opt(0, "-ub", "--ubatch-size", low=0, high=65536,
                        help="Maximum prompt rows of one decode; limits --chunk.")
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str",

@@ -115,18 +115,3 @@ def _mostly_q4_k(model: ModelFile) -> bool:
         if tensor.type in sizes:
             sizes[GGMLQuantizationType(tensor.type)] += tensor.nbytes
     return sizes[GGMLQuantizationType.Q4_K] > sizes[GGMLQuantizationType.Q4_0]
-
-
-def reads_halves_fast() -> bool:
-    """Whether float16 numbers are read as fast as any, as with AVX-512; on AVX2 attention over them
-    is slower than over q8_0. Raises BackendError without a library.
-    """
-    return "avx512f" in llama_c.kernels()
-
-
-def multiplies_bfloats_fast() -> bool:
-    """Whether the library multiplies bfloat16 numbers by an instruction of their own, as with
-    AVX512_BF16; with AVX-512 alone attention over them is slower than over q8_0. Raises
-    BackendError without a library.
-    """
-    return "avx512_bf16" in llama_c.kernels()

@@ -5,19 +5,18 @@
    order of additions that is another one than a single row's. It calls llamafile_sgemm for every
    product, and the dynamic linker finds the one here first if this library was loaded before and for
    everybody; see short_runs.py. Each kernel adds up in the order of llama.cpp's ggml_vec_dot of that
-   type for AVX2, and is used only if its bits are those of the library at hand. Kernels that take
+   type, for AVX2 or (wide_floats.c) AVX-512, and is used only if its bits are those of the library at
+   hand. Kernels that take
    rows from eight on in another order (ggml_compute_forward_mul_mat_tiled) are passed over likewise.
 
    Needs neither Python's nor llama.cpp's headers. */
 
 #include "short_runs.h"
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_1 = 9, Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15, BF16 = 30,
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_1 = 9, Q4_K = 12, Q5_K = 13, Q6_K = 14, Q8_K = 15,
        TYPES = 31 };
 enum { MOST_NUMBERS = 32 * MOST_BLOCKS,  /* of a row, which is copied */
-       MOST_GROUP = 8,   /* rows that one pass over a weight's row takes */
-       MOST_FLOATS = 6,  /* the same for types without blocks, */
-       MOST_OFFSET = 4 };  /* and for those with an offset, of which twice as much is read */
+       MOST_OFFSET = 4 };  /* rows of a pass for types with an offset, of which twice as much is read */
 
 typedef bool product(const struct team *, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
                      const void *b, int64_t ldb, void *c, int64_t ldc, int a_type, int b_type,
@@ -32,27 +31,10 @@ static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
 static int most_rows;                           /* 0: everything is left to llama.cpp */
 static bool prompts;                            /* whether more rows are taken, where llamafile has no
                                                    kernel and single rows' would be called */
-static uint32_t kernels;                        /* types, as bits, whose kernels are used */
 
 #ifdef KERNELS
 
 static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
-
-/* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
-   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
-   a weight's offset adds to their sums by twos, int16. Of types without blocks: floats, `length` in a
-   row. */
-struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
-              *offsets; const float *floats; int64_t blocks, length; };
-
-/* hsum_float_8 of llama.cpp */
-INLINE float sum_of(__m256 x)
-{
-    __m128 sum = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
-    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
-    sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
-    return _mm_cvtss_f32(sum);
-}
 
 /* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
 INLINE __m256i nibbles(const uint8_t *from)
@@ -419,60 +401,35 @@ ELEMENTS(dots_f32, 4, floats_of_f32, sum_of_four)
 ELEMENTS(dots_f16, 2, floats_of_f16, sum_of_four)
 ELEMENTS(dots_bf16, 2, floats_of_bf16, sum_of_four_bf16)
 
-typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
-                    const struct rows *y, float *to, int64_t apart);
+PASSES(AVX2, all_f32, dots_f32)
+PASSES(AVX2, all_f16, dots_f16)
+PASSES(AVX2, all_bf16, dots_bf16)
+PASSES(AVX2, all_q4_0, dots_q4_0)
+PASSES(AVX2, all_q4_1, dots_q4_1)
+PASSES(AVX2, all_q5_0, dots_q5_0)
+PASSES(AVX2, all_q8_0, dots_q8_0)
+PASSES(AVX2, all_q4_k, dots_q4_k)
+PASSES(AVX2, all_q5_k, dots_q5_k)
+PASSES(AVX2, all_q6_k, dots_q6_k)
 
-/* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
-#define PASSES(NAME, DOTS)                                                                            \
-AVX2 static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,   \
-                      const struct rows *y, float *to, int64_t apart)                                 \
-{                                                                                                     \
-    int64_t i;                                                                                        \
-    switch (count) {                                                                                  \
-    case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 4: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 5: for (i = 0; i < weights; i++) DOTS(5, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 6: for (i = 0; i < weights; i++) DOTS(6, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    case 7: for (i = 0; i < weights; i++) DOTS(7, blocks, x + i * x_apart, y, to + i, apart); break;  \
-    default: for (i = 0; i < weights; i++) DOTS(8, blocks, x + i * x_apart, y, to + i, apart);        \
-    }                                                                                                 \
-}
-
-PASSES(all_f32, dots_f32)
-PASSES(all_f16, dots_f16)
-PASSES(all_bf16, dots_bf16)
-PASSES(all_q4_0, dots_q4_0)
-PASSES(all_q4_1, dots_q4_1)
-PASSES(all_q5_0, dots_q5_0)
-PASSES(all_q8_0, dots_q8_0)
-PASSES(all_q4_k, dots_q4_k)
-PASSES(all_q5_k, dots_q5_k)
-PASSES(all_q6_k, dots_q6_k)
-
-/* elements: of a block; bytes: of a block; group: rows of a pass at most, as registers allow;
-   scales: numbers in 16 bits that a partner's block begins with; offset: of what is stored */
-static const struct kernel {
-    passes *pass;
-    int partner, elements, bytes, partner_bytes, group, scales, offset;
-} KERNEL[TYPES] = {
-    [F32] = {all_f32, F32, 1, 4, 4, MOST_FLOATS, 0, 0},
-    [F16] = {all_f16, F16, 1, 2, 2, MOST_FLOATS, 0, 0},
-    [BF16] = {all_bf16, BF16, 1, 2, 2, MOST_FLOATS, 0, 0},
-    [Q4_0] = {all_q4_0, Q8_0, 32, 18, Q8_0_BYTES, MOST_OFFSET, 1, 8},
-    [Q4_1] = {all_q4_1, Q8_1, 32, 20, 36, MOST_GROUP, 2, 0},
-    [Q5_0] = {all_q5_0, Q8_0, 32, 22, Q8_0_BYTES, MOST_OFFSET, 1, 16},
-    [Q8_0] = {all_q8_0, Q8_0, 32, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0},
-    [Q4_K] = {all_q4_k, Q8_K, 256, Q4_K_BYTES, Q8_K_BYTES, 4, 0, 0},
-    [Q5_K] = {all_q5_k, Q8_K, 256, Q5_K_BYTES, Q8_K_BYTES, 4, 0, 0},
-    [Q6_K] = {all_q6_k, Q8_K, 256, Q6_K_BYTES, Q8_K_BYTES, 4, 0, 0},
+static const struct kernel KERNEL[TYPES] = {
+    [F32] = {all_f32, F32, 1, 32, 4, 4, MOST_FLOATS, 0, 0, false},
+    [F16] = {all_f16, F16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false},
+    [BF16] = {all_bf16, BF16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false},
+    [Q4_0] = {all_q4_0, Q8_0, 32, 1, 18, Q8_0_BYTES, MOST_OFFSET, 1, 8, false},
+    [Q4_1] = {all_q4_1, Q8_1, 32, 1, 20, 36, MOST_GROUP, 2, 0, false},
+    [Q5_0] = {all_q5_0, Q8_0, 32, 1, 22, Q8_0_BYTES, MOST_OFFSET, 1, 16, false},
+    [Q8_0] = {all_q8_0, Q8_0, 32, 1, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0, false},
+    [Q4_K] = {all_q4_k, Q8_K, 256, 1, Q4_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
+    [Q5_K] = {all_q5_k, Q8_K, 256, 1, Q5_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
+    [Q6_K] = {all_q6_k, Q8_K, 256, 1, Q6_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
 };
 
-static bool fits(int type, int64_t blocks)
+static const struct kernel *used[TYPES];  /* NULL: left to llama.cpp */
+
+static bool fits(const struct kernel *kernel, int64_t blocks)
 {
-    const int elements = KERNEL[type].elements;
-    return blocks * elements <= MOST_NUMBERS && (elements > 1 || blocks % 32 == 0);
+    return blocks * kernel->elements <= MOST_NUMBERS && blocks % kernel->step == 0;
 }
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
@@ -524,7 +481,7 @@ static void unpack(const struct kernel *kernel, int type, const uint8_t *rows, s
 {
     if (kernel->elements > 1)
         unpack_blocks(kernel, rows, apart, count, blocks);
-    else
+    else if (!kernel->as_is)
         unpack_floats(type, rows, apart, count, blocks);
 }
 
@@ -572,10 +529,10 @@ static void by_rows(const struct kernel *kernel, int type, int64_t from, int64_t
     }
 }
 
-static void multiply(const struct team *team, int64_t m, int64_t count, int64_t blocks, const void *a,
-                     int64_t lda, const void *b, int64_t ldb, float *to, int64_t ldc, int type)
+static void multiply(const struct kernel *kernel, const struct team *team, int64_t m, int64_t count,
+                     int64_t blocks, const void *a, int64_t lda, const void *b, int64_t ldb, float *to,
+                     int64_t ldc, int type)
 {
-    const struct kernel *kernel = &KERNEL[type];
     const size_t x_apart = lda * kernel->bytes, y_apart = ldb * kernel->partner_bytes;
     /* ggml has just begun to count this product's chunks anew, before threads met; of several
        products of one operation, whose right sides follow one another, only before the first */
@@ -608,8 +565,8 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
 {
 #ifdef KERNELS
     const bool known = c_type == F32 && a_type >= 0 && a_type < TYPES && KERNEL[a_type].pass;
-    const bool ours = known && kernels >> a_type & 1 && b_type == KERNEL[a_type].partner
-        && fits(a_type, k);
+    const struct kernel *kernel = known ? used[a_type] : NULL;
+    const bool ours = kernel && b_type == kernel->partner && fits(kernel, k);
     const bool few = known && n <= most_rows;  /* llamafile's kernels may add up in another order */
 #else
     const bool ours = false, few = false;
@@ -620,7 +577,7 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
     if (!ours || !(few || prompts))
         return false;
 #ifdef KERNELS
-    multiply(team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
+    multiply(kernel, team, m, n, k, a, lda, b, ldb, c, ldc, a_type);
 #endif
     return true;
 }
@@ -658,11 +615,11 @@ static void randomise(int type, uint8_t *block)
 enum { TRIED = 768, WEIGHTS = 5 };
 
 /* Whether a kernel gives the bits of the library's own products of single rows. */
-static bool agrees(int type, const struct traits *own, const struct traits *partner)
+static bool agrees(const struct kernel *kernel, int type, const struct traits *own,
+                   const struct traits *partner)
 {
     static float from[MOST_ROWS][TRIED], to[MOST_ROWS][WEIGHTS];
     static uint8_t x[WEIGHTS][4 * TRIED], y[MOST_ROWS][4 * TRIED];
-    const struct kernel *kernel = &KERNEL[type];
     const int64_t blocks = TRIED / kernel->elements;
     const size_t x_bytes = blocks * kernel->bytes, y_bytes = blocks * kernel->partner_bytes;
     const struct team alone = {0, 1, 0, NULL, NULL};
@@ -693,7 +650,7 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
         }
     for (count = 1; count <= MOST_ROWS; count++) {
         memset(to, 0, sizeof to);
-        multiply(&alone, WEIGHTS, count, blocks, x, blocks, y, blocks, to[0], WEIGHTS, type);
+        multiply(kernel, &alone, WEIGHTS, count, blocks, x, blocks, y, blocks, to[0], WEIGHTS, type);
         for (row = 0; row < count; row++)
             for (weight = 0; weight < WEIGHTS; weight++) {
                 float wanted;
@@ -703,6 +660,16 @@ static bool agrees(int type, const struct traits *own, const struct traits *part
             }
     }
     return true;
+}
+
+/* The kernel of this type that gives the library's bits; NULL if there is none. */
+static const struct kernel *fitting(int type, const struct traits *own, const struct traits *partner)
+{
+    const struct kernel *kernel = &KERNEL[type];
+    int nth;
+    for (nth = 0; kernel != NULL && !agrees(kernel, type, own, partner); nth++)
+        kernel = wide_kernel(type, nth);
+    return kernel;
 }
 
 #endif
@@ -719,26 +686,26 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     theirs = own;
     their_tiles = tiles;
     rows_of = rows;
-    kernels = 0;
     most_rows = 0;
     prompts = false;
 #ifdef KERNELS
+    memset(used, 0, sizeof used);
     if (most > 0) {
         const bool avx2 = has_avx2();
         int type;
         uint32_t found = 0;
         dice = 1;
         for (type = 0; type < TYPES && avx2; type++)
-            if (wanted >> type & 1 && KERNEL[type].pass
-                && agrees(type, traits_of(type), traits_of(KERNEL[type].partner)))
+            if (wanted >> type & 1 && KERNEL[type].pass && (used[type] = fitting(
+                    type, traits_of(type), traits_of(KERNEL[type].partner))) != NULL)
                 found |= 1u << type;
         next_chunk = chunk;
-        kernels = found;
         most_rows = most < MOST_ROWS ? most : MOST_ROWS;
         prompts = long_ones;
+        return found;
     }
 #else
     (void)traits_of, (void)chunk, (void)most, (void)wanted, (void)long_ones;
 #endif
-    return kernels;
+    return 0;
 }

@@ -1,4 +1,4 @@
-/* What short_runs.c and repacked_runs.c share: products of few rows with AVX2. */
+/* What short_runs.c, wide_floats.c and repacked_runs.c share: products of few rows. */
 
 #ifndef PIPEINFER_SHORT_RUNS_H
 #define PIPEINFER_SHORT_RUNS_H
@@ -14,7 +14,7 @@
 #endif
 
 /* ggml's numbers of types that several files know, and the bytes of a block of 32 */
-enum { F32 = 0, F16 = 1, Q8_0 = 8, Q8_0_BYTES = 34 };
+enum { F32 = 0, F16 = 1, Q8_0 = 8, BF16 = 30, Q8_0_BYTES = 34 };
 
 enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
        MOST_BLOCKS = 1024 }; /* of a row whose scales are kept unpacked */
@@ -65,6 +65,59 @@ static inline bool has_avx2(void)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
         && __builtin_cpu_supports("f16c");
 }
+
+/* hsum_float_8 of llama.cpp */
+INLINE float sum_of(__m256 x)
+{
+    __m128 sum = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
+    return _mm_cvtss_f32(sum);
+}
+
+/* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
+   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
+   a weight's offset adds to their sums by twos, int16. Of types without blocks: floats, `length` in a
+   row. */
+struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
+              *offsets; const float *floats; int64_t blocks, length; };
+
+enum { MOST_GROUP = 8,     /* rows that one pass over a weight's row takes */
+       MOST_FLOATS = 6 };  /* the same for types without blocks */
+
+typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights,
+                    const struct rows *y, float *to, int64_t apart);
+
+/* elements: of a block; step: blocks that a row is a multiple of; bytes: of a block; group: rows of a
+   pass at most, as registers allow; scales: numbers in 16 bits that a partner's block begins with;
+   offset: of what is stored; as_is: whether rows are taken from where they are */
+struct kernel {
+    passes *pass;
+    int partner, elements, step, bytes, partner_bytes, group, scales, offset;
+    bool as_is;
+};
+
+/* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
+#define PASSES(TARGET, NAME, DOTS)                                                                    \
+TARGET static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart, int64_t weights, \
+                        const struct rows *y, float *to, int64_t apart)                               \
+{                                                                                                     \
+    int64_t i;                                                                                        \
+    switch (count) {                                                                                  \
+    case 1: for (i = 0; i < weights; i++) DOTS(1, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 2: for (i = 0; i < weights; i++) DOTS(2, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 3: for (i = 0; i < weights; i++) DOTS(3, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 4: for (i = 0; i < weights; i++) DOTS(4, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 5: for (i = 0; i < weights; i++) DOTS(5, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 6: for (i = 0; i < weights; i++) DOTS(6, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    case 7: for (i = 0; i < weights; i++) DOTS(7, blocks, x + i * x_apart, y, to + i, apart); break;  \
+    default: for (i = 0; i < weights; i++) DOTS(8, blocks, x + i * x_apart, y, to + i, apart);        \
+    }                                                                                                 \
+}
+
+/* The `nth` kernel (0, 1, ...) of a type without blocks in the order of a llama.cpp that was compiled
+   for AVX-512; NULL where there is none, or the processor lacks what it needs (wide_floats.c). */
+__attribute__((visibility("hidden"))) const struct kernel *wide_kernel(int type, int nth);
 
 /* Numbers for trials of kernels: the same in every process. */
 static inline uint32_t roll(uint32_t *dice)

@@ -418,7 +418,6 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
     monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
-    monkeypatch.setattr(llama_c, "kernels", lambda: ("avx2",))
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_k == "q8_0"
     plain = LlamaOptions(n_gpu_layers=9, type_k="f16", type_v="f16").resolved(64)
@@ -428,17 +427,12 @@ def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
     monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
-    for kernels, keys, values in ((("avx2", "avx512f", "avx512_bf16"), "bf16", "f16"),
-                                  (("avx2",), "q8_0", "q8_0"),
-                                  (("avx2", "avx512f"), "q8_0", "f16")):
-        monkeypatch.setattr(llama_c, "kernels", lambda kernels=kernels: kernels)
-        assert (options.resolved(64).type_k, options.resolved(64).type_v) == (keys, values)
-        assert options.resolved(64).exact_limit(4096, 2) > 16
-        assert LlamaOptions(type_k="f16").resolved(64).type_v == "q8_0", "never both f16"
-        small = LlamaOptions(type_v="q8_0").resolved(64)
-        assert small.type_k == "q8_0", "who asks for small values wants small keys"
-        one = options.resolved(64, one_type=True)
-        assert one.type_k == one.type_v == "q8_0"
+    assert (options.resolved(64).type_k, options.resolved(64).type_v) == ("q8_0", "q8_0")
+    assert options.resolved(64).exact_limit(4096, 2) > 16
+    assert LlamaOptions(type_k="f16").resolved(64).type_v == "q8_0", "never both f16"
+    assert LlamaOptions(type_v="f16").resolved(64).type_k == "q8_0"
+    one = options.resolved(64, one_type=True)
+    assert one.type_k == one.type_v == "q8_0"
     assert (options.resolved(80).type_k, options.resolved(80).type_v) == ("f16", "bf16")
     assert options.resolved(64, 80).type_k == "f16"
     assert options.resolved(64).flash_attn == "on"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pipeinfer.experiments.random_model import RandomSpec, write_random_model
 from pipeinfer.loading import c_part
 from pipeinfer.models import llama_c, short_runs
+from tests.support.sample import full
 
 #: ggml's number of a type -> elements and bytes of a block, where halves of its scales are
 BLOCKS = {0: (1, 4, ()), 1: (1, 2, ()), 2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 6: (32, 22, (0,)),
@@ -89,10 +90,11 @@ def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
     if short_runs._TYPES[kind] not in short_runs.used():
         pytest.skip("this build of llama.cpp adds up in another order")
-    if kind in LLAMAFILES or "avx512f" in llama_c.kernels():  # longer runs are llama.cpp's
+    by_sixteens = "avx512f" in llama_c.kernels()
+    if kind in LLAMAFILES or by_sixteens:  # longer runs are llama.cpp's
         rows = min(rows, short_runs.MOST_ROWS)
     elements = BLOCKS[kind][0]
-    count = blocks * (32 if elements == 1 else elements)
+    count = blocks * (elements if elements > 1 else 64 if by_sixteens else 32)
     rng = np.random.default_rng(seed)
     traits = llama_c.ggml_get_type_traits_cpu(kind).contents
     partner = traits.vec_dot_type
@@ -128,10 +130,17 @@ def test_what_has_to_be_converted_first_is_not_taken(sgemm, rows, kind, partner)
                      partner, 0)
 
 
+def test_rows_that_no_kernel_divides_are_llama_cpps(sgemm):
+    """Of 48 floats; there would be memory for them."""
+    team, room = Team(0, 1, 0, None, None), np.zeros(256, np.float32)
+    at = address(room)
+    length = ctypes.c_int64(48)
+    assert not sgemm(ctypes.byref(team), *map(ctypes.c_int64, (1, 2, 48)), at, length, at, length,
+                     at, ctypes.c_int64(1), 1, 1, 0)
+
+
 def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
-    """What `begin` leaves out it leaves out silently; with AVX2 alone nothing should be."""
-    if "avx512f" in llama_c.kernels():
-        pytest.skip("compiled for AVX-512, where products of floats add up in another order")
+    """What `begin` leaves out it leaves out silently; nothing should be."""
     assert set(short_runs.used()) == {
         *short_runs._TYPES.values(), short_runs._REPACKED, short_runs._ATTENTION}
 
@@ -338,7 +347,7 @@ print(width, len(short_runs.used()), hash(b"".join(hidden)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("kind", ["F32", "F16", full("BF16"), "Q4_0", "Q8_0", "Q4_K_M"])
 def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind, sgemm):
     path = tmp_path / "model.gguf"
     wide = {"n_embd": 256, "n_ff": 512} if kind == "Q4_K_M" else {}

@@ -16,13 +16,7 @@ from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import physical_memory
 from pipeinfer.models import llama_c
-from pipeinfer.models.llama import (
-    clear_log,
-    last_log,
-    may_repack,
-    multiplies_bfloats_fast,
-    reads_halves_fast,
-)
+from pipeinfer.models.llama import clear_log, last_log, may_repack
 from pipeinfer.models.llama_rules import check_file
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
@@ -84,15 +78,13 @@ class LlamaOptions(Struct, frozen=True):
         per head, and keys of `key_size` (0: as many). one_type: llama.cpp wants values of the keys'
         type (`latent`).
 
-        On a CPU the choice is flash attention over q8_0 keys, and over values of float16 where the
-        library was compiled for AVX-512, which reads them fastest, else of q8_0 (float16 keys and
-        bfloat16 values where q8_0 does not fit the heads); with AVX512_BF16 over keys of bfloat16
-        and values of float16, unless other values are named. That kernel treats every row alone,
-        cell by cell, and skips cells that the row does not see; so a row's logits do not depend on
-        its neighbours, on holes, or on where in the cache its sequence begins. Without flash
-        attention two rows take another kernel than one; where keys and values are both float16, or
-        both float32, one row beyond 512 cells is split over threads, and chunks of 64 rows are
-        tiled.
+        On a CPU the choice is flash attention over q8_0 keys and values, which `short_attention.c`
+        computes; float16 keys and bfloat16 values where q8_0 does not fit the heads. llama.cpp's
+        kernel, and that one, treat every row alone, cell by cell, and skip cells that the row does
+        not see; so a row's logits do not depend on its neighbours, on holes, or
+        on where in the cache its sequence begins. Without flash attention two rows take another
+        kernel than one; where keys and values are both float16, or both float32, one row beyond 512
+        cells is split over threads, and chunks of 64 rows are tiled.
         """
         on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
@@ -101,9 +93,6 @@ class LlamaOptions(Struct, frozen=True):
         treats_rows_alone = on_cpu and flash == "on"
         if one_type and kind_k == "auto":
             kind_k = kind_v
-        if kind_k == "auto" and treats_rows_alone and not one_type \
-                and kind_v in ("auto", "f16") and multiplies_bfloats_fast():
-            kind_k = "bf16"
         if kind_k == "auto":
             fits = (key_size or head_size) % 32 == 0
             kind_k = "q8_0" if treats_rows_alone and fits else "f16"
@@ -111,8 +100,6 @@ class LlamaOptions(Struct, frozen=True):
             kind_v = kind_k
         if kind_v == "auto":
             exact = "q8_0" if head_size % 32 == 0 else "bf16"
-            if kind_k not in ("f16", "f32") and reads_halves_fast():
-                exact = "f16"
             kind_v = exact if treats_rows_alone else "f16"
         return structs.replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
 
