@@ -143,16 +143,20 @@ END
 compile_llama() {
     # A wheel of llama-cpp-python for this processor, in .venv/native. pip's own cache must not keep
     # it: it may not run elsewhere, and lacks what pipeinfer does not use (multimodal models).
-    local pin log="$VENV/compile.log" flags="-DLLAVA_BUILD=OFF"
+    local pin log="$VENV/compile.log" flags="-DLLAVA_BUILD=OFF" without=""
     # Without AVX2, llamafile's kernels make runs of two and more rows inexact and no faster.
     if [ "$(uname -m)" = x86_64 ] && ! grep -qw avx2 /proc/cpuinfo; then
         flags="$flags -DGGML_LLAMAFILE=OFF"
     fi
+    # With AMX it crashes on weights that are laid out anew (its issue 20824), which are worth more.
+    if grep -qw amx_int8 /proc/cpuinfo && "${CXX:-c++}" -mno-amx-int8 -E -x c++ /dev/null >/dev/null 2>&1
+    then without="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"; fi
     pin=$(grep -i '^llama.cpp.python==' "$ROOT/constraints.txt")
     if compgen -G "$VENV/native/llama_cpp_python-${pin##*==}-*.whl" >/dev/null; then return; fi
     rm -rf "$VENV/native"
     say "compiling llama.cpp for this processor (the whole output: $log)"
-    CMAKE_ARGS="$flags ${CMAKE_ARGS:-}" "$VENV/bin/python" -m pip wheel --verbose \
+    CFLAGS="$without ${CFLAGS:-}" CXXFLAGS="$without ${CXXFLAGS:-}" \
+        CMAKE_ARGS="$flags ${CMAKE_ARGS:-}" "$VENV/bin/python" -m pip wheel --verbose \
         --disable-pip-version-check --no-cache-dir --no-deps --no-binary llama-cpp-python \
         --wheel-dir "$VENV/native" "$pin" 2>&1 | tee "$log" | show_progress || {
         tail -n 25 "$log" >&2

@@ -16,6 +16,7 @@ from typing import Any, Self
 from pipeinfer.errors import UsageError
 
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+UNQUANTISED = ("f16", "f32", "bf16")  #: types of values that need no flash attention
 AUTO = "auto"  #: as a model: the best that is there
 NO_DRAFT = "none"  #: as a draft: none, though one comes along with the model
 #: What `--help` shows; `--help-all` shows the rest, too.
@@ -146,7 +147,7 @@ class ModelConfig:
         if self.hf_file and not self.hf_repo:
             raise UsageError("-hff names a file of a repository: add -hf user/repo")
         kind = self.cache_type_v
-        if self.flash_attn == "off" and kind not in ("auto", "f16", "f32", "bf16"):
+        if self.flash_attn == "off" and kind not in ("auto", *UNQUANTISED):
             raise UsageError(f"-ctv {kind} needs flash attention: leave out -fa off")
         if self.like_llama_cpp and (self.exact == "off" or self.cache_type_k != "auto"
                                     or self.cache_type_v != "auto" or self.flash_attn != "auto"):

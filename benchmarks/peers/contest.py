@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 
 from benchmarks.peers.runs import Measured, Task, bench, pipeinfer, speculative
-from pipeinfer.models.llama_platform import cpu_flags
 
 _DRAFTS = (2, 4, 8)  #: tokens that llama.cpp's speculation drafts at a time; its own default is 3
 
@@ -51,9 +50,6 @@ def entries(draft: Path | None) -> Iterator[Entry]:
     kind, ours, theirs = (
         ("draft", ["-md", str(draft)], _drafted(draft) | _looked_up()) if draft else
         ("prompt-lookup", ["--proposer", "prompt-lookup"], _looked_up()))
-    if "amx_int8" in cpu_flags():  # compiled for it, two rows of repacked weights crash llama.cpp
-        theirs = {f"{name}, --no-repack": (*options, "--no-repack")
-                  for name, options in theirs.items()}
     group, plain = "one process", ["--speculation", "off"]
     yield from (_theirs(group, flash) for flash in "01")
     yield _ours(group, "plain", plain)

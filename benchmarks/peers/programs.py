@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.models.llama_loader import NATIVE
+from pipeinfer.models.llama_platform import cpu_flags
 
 NAMES = ("llama-bench", "llama-speculative-simple", "ggml-rpc-server")
 SERVER = "llama-server"
@@ -83,9 +84,17 @@ def sources(work: Path) -> Path:
 
 def _build(source: Path, build: Path, names: Sequence[str]) -> None:
     hint = "install cmake and a C++ compiler, or name a folder of programs with --programs"
-    step(["cmake", "-S", str(source), "-B", str(build), *FLAGS], 600, hint)
+    step(["cmake", "-S", str(source), "-B", str(build), *FLAGS, *_without_amx()], 600, hint)
     step(["cmake", "--build", str(build), "-j", str(os.cpu_count() or 1), "--target", *names],
          _BUILD_SECONDS, hint)
+
+
+def _without_amx() -> list[str]:
+    """As launch/demo --native compiles: with AMX llama.cpp crashes on weights laid out anew."""
+    if "amx_int8" not in cpu_flags():
+        return []
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    return [f"-DCMAKE_{language}_FLAGS={flags}" for language in ("C", "CXX")]
 
 
 def _lacking(folder: Path, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.learned_rows import LearnedRows
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
 from pipeinfer.backends.wide import Embedding
-from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.config import UNQUANTISED, JobConfig, ModelConfig
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
 from pipeinfer.loading import uncollected
@@ -106,10 +106,14 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     }
     if config.like_llama_cpp and not draft:
         values |= {"type_k": "f16", "type_v": "f16"}
+    if draft:  # types that are named are the target's, as with llama.cpp
+        values |= {"type_k": "auto", "type_v": "auto"}
     if draft or config.exact == "off":
         # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
-        values |= {k: fast for k, fast in (("flash_attn", "off"), ("type_k", "f16"),
-                                           ("type_v", "f16")) if values[k] == "auto"}
+        fast = {"type_k": "f16", "type_v": "f16"}
+        if values["type_v"] in ("auto", *UNQUANTISED):  # others need flash attention
+            fast["flash_attn"] = "off"
+        values |= {name: value for name, value in fast.items() if values[name] == "auto"}
         values["keep_order"] = False
     return LlamaOptions(
         n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
