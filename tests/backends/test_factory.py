@@ -29,6 +29,6 @@ def test_quantised_values_keep_flash_attention(values, flash):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--exact", "off", "--speculation", "off"]])
 def test_quantised_values_work_beside_a_draft(more):
-    found = json.loads(output(generate, ["-p", "def f(", "-n", "8", "--temp", "0", "--json", "-t", "1", "-c",
-                                         "256", "-ctk", "q8_0", "-ctv", "q8_0", *more]))
+    ask = ["-p", "def f(", "-n", "8", "--temp", "0", "--json", "-t", "1", "-c", "256"]
+    found = json.loads(output(generate, [*ask, "-ctk", "q8_0", "-ctv", "q8_0", *more]))
     assert len(found["tokens"]) == 8
