@@ -75,6 +75,7 @@ setup() {
         if [ -n "$NATIVE" ]; then
             compile_llama
             install_quietly "$(required "$extras")" "$VENV"/native/*.whl
+            install_quietly "" --no-deps --force-reinstall "$VENV"/native/*.whl  # built anew or not
             install_quietly "" --no-deps --editable "$ROOT"
         else
             say "installing into .venv"
