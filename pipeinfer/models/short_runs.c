@@ -6,8 +6,8 @@
    product, and the dynamic linker finds the one here first if this library was loaded before and for
    everybody; see short_runs.py. Each kernel adds up in the order of llama.cpp's ggml_vec_dot of that
    type, for AVX2 or (wide_floats.c) AVX-512, and is used only if its bits are those of the library at
-   hand. Kernels that take
-   rows from eight on in another order (ggml_compute_forward_mul_mat_tiled) are passed over likewise.
+   hand. Kernels that take rows from eight on in another order (ggml_compute_forward_mul_mat_tiled) are
+   passed over likewise.
 
    Needs neither Python's nor llama.cpp's headers. */
 
