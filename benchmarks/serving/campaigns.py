@@ -19,10 +19,11 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -30,7 +31,7 @@ from benchmarks.methods.prompts import PROMPTS
 from benchmarks.serving.client import Answer, complete, get
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.launch import environment, mpirun_path
+from pipeinfer.experiments.rig.launch import environment, free_port, mpirun_path
 from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -71,22 +72,22 @@ class Server:
 @contextlib.asynccontextmanager
 async def server(ranks: int, *options: str, quiet: bool = True) -> AsyncIterator[Server]:
     """Start `pipeinfer serve` on so many ranks and wait until it is ready."""
-    port = random.randint(20000, 60000)
+    port = free_port()
     command = [sys.executable, "-m", "pipeinfer", "serve", "--port", str(port), *options]
     if ranks > 1:
         launcher = mpirun_path()
         assert launcher is not None, "no mpirun found"
         command = [launcher, "-np", str(ranks), *command]
+    log = tempfile.TemporaryFile() if quiet else None  # a pipe that nobody reads would fill
     process = await asyncio.create_subprocess_exec(
         *command, env=environment(), start_new_session=True,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL if quiet else None)
+        stdout=asyncio.subprocess.DEVNULL, stderr=log)
     try:
         for _ in range(1200):
             with contextlib.suppress(HttpFailure):
                 if (await get(port, "/health"))[0] == 200:
                     break
-            assert process.returncode is None, "the server did not start"
+            assert process.returncode is None, f"the server did not start:\n{_end_of(log)}"
             await asyncio.sleep(0.1)
         else:
             raise AssertionError("the server was not ready after two minutes")
@@ -98,6 +99,15 @@ async def server(ranks: int, *options: str, quiet: bool = True) -> AsyncIterator
                 await asyncio.wait_for(process.wait(), 45)
             except TimeoutError:
                 process.kill()
+        if log is not None:
+            log.close()
+
+
+def _end_of(log: IO[bytes] | None) -> str:
+    if log is None:
+        return "(see above)"
+    log.seek(0)
+    return log.read().decode(errors="replace")[-2000:]
 
 
 # --- lossless ---------------------------------------------------------------------------------

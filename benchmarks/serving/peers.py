@@ -27,6 +27,7 @@ from benchmarks.methods.prompts import PROMPTS
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
 from benchmarks.serving.client import get
+from pipeinfer.experiments.rig.launch import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
@@ -99,7 +100,7 @@ def percentile(values: list[float], part: float) -> float:
 async def llama_server(program: Path, model: Path, parallel: int, ctx: int, threads: int
                        ) -> AsyncIterator[int]:
     """Start llama-server and wait until it is ready; yields its port."""
-    port = random.randint(20000, 60000)
+    port = free_port()
     command = [str(program), "-m", str(model), "--port", str(port), "-np", str(parallel),
                "-c", str(ctx * parallel), "-t", str(threads), "--no-webui"]
     process = await asyncio.create_subprocess_exec(
