@@ -104,10 +104,10 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
         "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
         "type_v": config.cache_type_v, "repack": config.repack,
     }
-    if config.like_llama_cpp and not draft:
-        values |= {"type_k": "f16", "type_v": "f16"}
     if draft:  # types that are named are the target's, as with llama.cpp
         values |= {"type_k": "auto", "type_v": "auto"}
+    elif config.like_llama_cpp:
+        values |= {"type_k": "f16", "type_v": "f16"}
     if draft or config.exact == "off":
         # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
         fast = {"type_k": "f16", "type_v": "f16"}

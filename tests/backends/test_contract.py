@@ -431,6 +431,8 @@ def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
     assert options.resolved(64).exact_limit(4096, 2) > 16
     assert LlamaOptions(type_k="f16").resolved(64).type_v == "q8_0", "never both f16"
     assert LlamaOptions(type_v="f16").resolved(64).type_k == "q8_0"
+    small = LlamaOptions(type_v="q8_0").resolved(64)
+    assert small.type_k == "q8_0", "who asks for small values wants small keys"
     one = options.resolved(64, one_type=True)
     assert one.type_k == one.type_v == "q8_0"
     assert (options.resolved(80).type_k, options.resolved(80).type_v) == ("f16", "bf16")

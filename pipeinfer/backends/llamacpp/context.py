@@ -81,10 +81,10 @@ class LlamaOptions(Struct, frozen=True):
         On a CPU the choice is flash attention over q8_0 keys and values, which `short_attention.c`
         computes; float16 keys and bfloat16 values where q8_0 does not fit the heads. llama.cpp's
         kernel, and that one, treat every row alone, cell by cell, and skip cells that the row does
-        not see; so a row's logits do not depend on its neighbours, on holes, or
-        on where in the cache its sequence begins. Without flash attention two rows take another
-        kernel than one; where keys and values are both float16, or both float32, one row beyond 512
-        cells is split over threads, and chunks of 64 rows are tiled.
+        not see; so a row's logits do not depend on its neighbours, on holes, or on where in the
+        cache its sequence begins. Without flash attention two rows take another kernel than one;
+        where keys and values are both float16, or both float32, one row beyond 512 cells is split
+        over threads, and chunks of 64 rows are tiled.
         """
         on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
