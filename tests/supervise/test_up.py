@@ -129,6 +129,16 @@ def ranks_of_start(number):
     return {rank: process for rank, process in found.items() if rank is not None}
 
 
+@contextlib.contextmanager
+def suspended(process):
+    """The process does nothing meanwhile."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
 def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
     """The old ranks' tokens come while the new ranks are there; one that cannot load changes
     nothing; where the old job dies meanwhile, the new one follows."""
@@ -145,9 +155,10 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         assert "does not start" in one.status()["not_moved"]
         order = Asked(op="reload", words=quick)
         served.until(lambda: len(ranks_of_start(3)) == 2, "the next ranks")
-        seen = len(stream.tokens)
-        served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
-        assert new_jobs(served) == 0
+        with suspended(ranks_of_start(3)["1"]):  # a small model loads within a token's time
+            seen = len(stream.tokens)
+            served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
+            assert new_jobs(served) == 0
         order.join(120)
         assert "the next job has taken over" in order.message
         assert "; 1 open requests went on" in order.message
@@ -159,9 +170,12 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         assert one.status()["words"] == quick
 
         call(Folder("default"), print, 120, op="reload", words=slow)
-        stream, order = Stream(served), Asked(op="reload", words=quick)
-        served.until(lambda: "0" in ranks_of_start(5) and stream.tokens, "the next ranks")
-        assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
+        stream = Stream(served)
+        served.until(lambda: stream.tokens, "tokens of the old ranks")
+        order = Asked(op="reload", words=quick)
+        served.until(lambda: "0" in ranks_of_start(5), "the next ranks")
+        with suspended(ranks_of_start(5)["0"]):
+            assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
         order.join(120)
         assert order.message.startswith("the server is reloaded: ready after"), order.heard
         assert stream.ended().tokens == whole
