@@ -216,6 +216,10 @@ class ClusterConfig:
                             help="Seconds of silence after which a hanging rank is killed and an "
                                  "unreachable host counts as lost; 0 switches this off (for "
                                  "debuggers).")
+    turns: str = _opt("auto", "--turns", kind="str", choices=("auto", "off"),
+                      help="auto: where all ranks are on one host, draft and stages take turns, "
+                           "each with all of its cores; off, or with -t: each keeps its share of "
+                           "them, and runs overlap as over hosts. See docs/clusters.md.")
     spares: int = _opt(0, "--spares", low=0, high=1000,
                        help="Number of ranks, counted from the last, that hold no layers until "
                             "they replace a rank that dies; see docs/chaos.md.")

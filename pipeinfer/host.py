@@ -181,12 +181,17 @@ def choose_transports() -> None:
             os.environ.setdefault("OMPI_MCA_btl", "^" + ",".join(useless))
 
 
+def numa_nodes(root: Path = _NUMA_NODES) -> int:
+    """How many NUMA nodes with cores this host has; at least 1."""
+    return max(1, sum(bool(_cpu_list(path / "cpulist")) for path in root.glob("node[0-9]*")))
+
+
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
     """What this rank tells the others about its host; memory in bytes."""
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
     return HostFacts(
-        socket.gethostname(), os.getpid(), cores, min(os.cpu_count() or 1, _quota()), local_rank,
+        socket.gethostname(), os.getpid(), cores, min(_allowed(), _quota()), local_rank,
         local_size, memory.total, available, cpu_features(), platform.machine(),
         platform.python_version(),
     )
@@ -302,6 +307,20 @@ def _first_int(names: tuple[str, ...], default: int) -> int:
         if text.isdigit():
             return int(text)
     return default
+
+
+def _allowed() -> int:
+    """How many cores this rank may run on once its binding is widened: a launcher may have put it
+    where it sees but some of the host's."""
+    bound = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        return len(os.sched_getaffinity(0))
+    except OSError:
+        return len(bound)
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, bound)
 
 
 def use_cores(count: int, own: Set[int]) -> None:

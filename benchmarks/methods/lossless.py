@@ -3,6 +3,7 @@
     python -m benchmarks.methods.lossless --prompts 4 --tokens 128            the whole matrix
     python -m benchmarks.methods.lossless --prompts 20 --share 0.25           a random quarter
     python -m benchmarks.methods.lossless --share 0.1 --grid 2x2              over wide stages
+    python -m benchmarks.methods.lossless --share 0.1 --ranks 2,3,4 --turns   all cores in turns
 
 Greedy and temperature 0.8 with three seeds. The reference is rig/plain_loop.py (llama-cpp-python
 on the unsplit file) for greedy and sampled decoding alike. Each mismatch is teacher-forced: the
@@ -62,10 +63,11 @@ SAMPLINGS = ({"temperature": 0.0}, *({"temperature": 0.8, "key": noise_key(s)} f
 @click.option("--layers", default="", help="As of pipeinfer; needed for several stages.")
 @click.option("--sum-type", default="f32")
 @click.option("--sum-path", default="auto")
+@click.option("--turns", is_flag=True, help="Ranks take turns with all cores.")
 @click.option("--p-min", default=0.3, help="Draft cutoff.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON with every case.")
 def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft: str, seed: int,
-         p_min: float, output: Path | None, **wide: str) -> None:
+         turns: bool, p_min: float, output: Path | None, **wide: str) -> None:
     """Run the matrix and print what differs."""
     from pipeinfer.models.locate import open_tokenizer
 
@@ -93,8 +95,10 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
                              **SHAPES[s]}} for i, k, p, s in keys]
         started = time.monotonic()
         answer = answers_of(np_, {
-            "model": model, "draft_model": draft, "ctx": 1024, "threads": 1, "threads_draft": 1,
-            "branches": 3, "policy": "pipeinfer", **wide}, cases, timeout=3600)
+            "model": model, "draft_model": draft, "ctx": 1024, "branches": 3,
+            "policy": "pipeinfer", **wide, **(
+                {"turns": "auto"} if turns else {"threads": 1, "threads_draft": 1})},
+            cases, timeout=3600)
         bad = 0
         for key, case, result in zip(keys, cases, answer["results"], strict=True):
             total += 1

@@ -166,7 +166,8 @@ def _await(process: subprocess.Popen[bytes], port: int, command: list[str], log:
 
 def _output(command: list[str], task: Task, ranks: int = 1) -> tuple[str, str]:
     # launch/mpi.env gives every library one thread; llama.cpp's own programs keep theirs.
-    own = {} if command[0] == sys.executable else {"OMP_NUM_THREADS": str(task.threads)}
+    own = {"PIPEINFER_TURNS": "auto"} if command[0] == sys.executable else {
+        "OMP_NUM_THREADS": str(task.threads)}
     try:
         done = run(ranks, command, timeout=task.deadline, **own)
     except AssertionError:

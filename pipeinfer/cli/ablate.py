@@ -94,7 +94,7 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
     base, request = resolved.config.job, resolved.config.request
     variants = variants_of(whose(base))
     fetch_models(base)
-    joined = join(base)
+    joined = join(base.replace(turns="off"))  # what is taken apart is what overlaps
     if joined.place.rank:
         joined.serve()
         return None

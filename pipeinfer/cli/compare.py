@@ -211,7 +211,7 @@ def compare_command(  # noqa: PLR0913  (an option each)
         if out is not None:
             prepare(out, plots=plots)
         chat_template.prepare()
-    joined = join(whole)
+    joined = join(whole.replace(turns="off"))  # methods share what one of them has loaded
     if joined.place.rank:
         joined.serve()
         return

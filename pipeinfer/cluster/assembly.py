@@ -397,12 +397,13 @@ class Assembly:
         name = grid.name(self.held.index(holding) + 1)
         team = stages_of(self.held)[name.stage - 1]
         hosts = {self._hosts[one.rank].bell.host or self._hosts[one.rank].host for one in team}
+        setup = self._setup_of(holding)
         return msgspec.structs.replace(
-            self._setup_of(holding), port=name,
+            setup, port=name,
             widths=grid.widths, cut=holding.cut, near=len(hosts) == 1,
             holders=tuple(one.slices for one in team) if holding.cut else (),
             settings=structs.asdict(self._hosts[rank].settings),
-            exact=agreed.exact if agreed else 0, cores=self.threads.get(rank, 0),
+            exact=agreed.exact if agreed else 0, cores=self.threads.get(rank, setup.cores),
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:
@@ -418,15 +419,18 @@ class Assembly:
         self.states = {
             node: StageState(self.held[node - 1].rank if isinstance(setup, Receive) else 0)
             for node, setup in setups.items()}
+        sender = Sender(self._port, self._source_of)
         for node, setup in setups.items():
             self._port.send(node, Tag.TRANSACTION, setup)
-        self._await_ready(Sender(self._port, self._source_of))
+            if isinstance(setup, Setup) and setup.cores:  # measured on cores that others share
+                self._await_ready(sender, node)
+        self._await_ready(sender, *setups)
 
-    def _await_ready(self, sender: Sender) -> None:
-        """Hear what stages say until each is ready, and send them what they ask for."""
+    def _await_ready(self, sender: Sender, *nodes: int) -> None:
+        """Hear what stages say until these are ready, and send them what they ask for."""
         port, states, timeout = self._port, self.states, self._config.cluster.timeout
         last_news, grid = time.monotonic(), self.grid
-        while not all(state.ready for state in states.values()):
+        while not all(states[node].ready for node in nodes):
             envelope = take_result(port)
             busy = sender.pump()
             if envelope is None:
@@ -435,7 +439,7 @@ class Assembly:
                 else:
                     port.wait(0.2)
                 if time.monotonic() - last_news > timeout:
-                    late = next(n for n, state in states.items() if not state.ready)
+                    late = next(node for node in nodes if not states[node].ready)
                     raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
                                            seconds=timeout)
                 continue

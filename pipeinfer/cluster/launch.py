@@ -45,6 +45,7 @@ from pipeinfer.cluster.sizing import (
     with_lookup,
 )
 from pipeinfer.cluster.stage_process import StageProcess
+from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
@@ -284,7 +285,9 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     model = open_model(target_path)
     config = for_state(config, model)
     backends = backends_of(config, model, hosts)
-    config = with_lookup(config, draft_path, place.size)
+    turns = takes_turns(config, hosts, backends, host.numa_nodes())
+    config = config if turns else config.replace(turns="off")
+    config = with_lookup(config, draft_path, 1 if turns else place.size)
     policy = choose_policy(config, draft_path)
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
@@ -303,4 +306,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         head_bytes += sum(open_model(path).layer_bytes)
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)
+    if turns:  # not before: ranks are compared by what each does on its own cores
+        place.cores = hosts[0].cores_host
+        host.use_cores(place.cores, frozenset())
     return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)

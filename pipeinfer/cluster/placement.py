@@ -104,7 +104,8 @@ def agree(
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
-        if figures and not auto:
+        # where ranks take turns, each has all cores that members would have together
+        if figures and not auto and config.cluster.turns == "off":
             notes += would_gain(config, place, model, load, members, figures, hosts,
                                 expected(policy, config.speculation.parallel)[0])
     if place.comm is not None:
@@ -119,12 +120,14 @@ def agree(
 
 
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
-             *, grows: bool = False) -> Judge:
+             *, grows: bool = False, turns: bool = False) -> Judge:
     """What tells plans on these ranks apart; GPUs are not shared as cores are.
 
     drafts: the share of time in which a draft keeps rank 0's cores busy. curve, grows: see `Judge`.
+    turns: see `takes_turns`.
     """
-    seats = {one.rank: Seat(one.host, max(one.settings.threads, 0) or one.cores)
+    seats = {one.rank: Seat(one.host, max(one.settings.threads, 0)
+                            or (one.cores_host if turns else one.cores))
              for one in hosts
              if not one.settings.gpu_layers and not one.settings.device.startswith("gpu")}
     cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}

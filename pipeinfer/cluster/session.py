@@ -26,7 +26,7 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
-from pipeinfer.cluster.notes import doubts, doubts_about, drafting, why
+from pipeinfer.cluster.notes import by_turns, doubts, doubts_about, drafting, why
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers, remote_of
 from pipeinfer.cluster.shard_transfer import source_of
@@ -48,7 +48,7 @@ from pipeinfer.cluster.sizing import (
     spare_cells,
     with_lookup,
 )
-from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, UsageError, WorkerFailed
@@ -100,6 +100,11 @@ class Job(Struct, frozen=True):
     def plan(self) -> Plan:
         """Who holds what."""
         return self.survey.plan
+
+    @property
+    def turns(self) -> bool:
+        """See `takes_turns`."""
+        return self.config.cluster.turns != "off"
 
 
 class LoadedCluster(Struct, frozen=True):
@@ -153,6 +158,7 @@ class LoadedCluster(Struct, frozen=True):
                 PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                cores=self.hosts[holding.rank].cores_host if job.turns else 0,
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
         return Assembly(
@@ -184,8 +190,9 @@ class SchedulerSetup(Struct, frozen=True):
 
 class Sharing(Struct, frozen=True):
     """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
-    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it: the
-    draft's weights relative to those of its own, about its time for a guess; else 0."""
+    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it, or all
+    ranks take turns: the draft's weights relative to those of the stages' that its cores read,
+    about its time for a guess; else 0."""
 
     contended: bool
     draft_share: float
@@ -274,7 +281,8 @@ class Session:
         if self.plan.whole:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
-        config = with_lookup(config, self.ground.job.draft, self.ground.place.size)
+        config = with_lookup(config, self.ground.job.draft,
+                             1 if self.ground.job.turns else self.ground.place.size)
         policy = choose_policy(config, self.ground.job.draft)
         worker = self.ground.proposers(config, policy)
         if (remote := remote_of(worker)) is not None:
@@ -352,9 +360,9 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     if remote is not None:
         remote.await_ready(config.cluster.timeout)
     drafts = draft_models(config, job.draft, job.policy)
-    sharing = _sharing(config.model, assembly, hosts, drafts, worker)
+    sharing = _sharing(job, assembly, hosts, drafts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts), *job.survey.notes,
-             *filter(None, [job.plan.line()]),
+             *filter(None, [job.plan.line(), by_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
              *drafting(remote, hosts, label(drafts[-1]) if drafts else ""),
              *doubts(config.speculation, job), *map(str, assembly.changes),
@@ -404,12 +412,13 @@ def think(
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(
         config.speculation, ground.tokenizer.n_vocab, ground.prompt_id, first.curve, exact)
-    by_turns = rows is None and not config.speculation.decomposer
-    draft_share = sharing.draft_share if by_turns else 0.0
+    alone = rows is None and not config.speculation.decomposer
+    draft_share = sharing.draft_share if alone else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
         exact=exact or job.width,
-        n_stages=min(assembly.grid.n_stages, len(job.plan.ranks)),  # ids were made for so many
+        # ids were made for so many; where ranks take turns there is no pipeline to fill
+        n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=ground.spare, draft_share=draft_share)
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, ground.spare,
@@ -417,18 +426,19 @@ def think(
     return SchedulerSetup(limits if controller is None else controller.limits, rows, controller)
 
 
-def _sharing(config: ModelConfig, assembly: Assembly, hosts: list[RankInfo],
+def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
              drafts: Sequence[Path], worker: Drafts | None) -> Sharing:
+    config = job.config.model
     stages, remote = assembly.ready.values(), remote_of(worker)
     where = {hosts[rank].host for rank in (() if remote is None else remote.ranks)}
     if worker is not None and worker.local:
         where.add(hosts[0].host)
     contended = any(one.host in where for one in stages)
-    alone = remote is None and assembly.grid.n_stages == 1 and any(
-        holding.rank == 0 for holding in assembly.held)
+    alone = job.turns or (remote is None and assembly.grid.n_stages == 1 and any(
+        holding.rank == 0 for holding in assembly.held))
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
-    weights = sum(one.weight_bytes for one in stages if one.rank == 0)
+    weights = sum(one.weight_bytes for one in stages if job.turns or one.rank == 0)
     return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), NO_MODEL))
 
 

@@ -203,7 +203,7 @@ def limits_for(
         pinned["alternatives"] = config.alternatives
     if config.path_min >= 0:
         pinned["path_min"] = config.path_min
-    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not _overlaps(config)
+    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not overlaps(config)
     if config.tree_max:
         pinned["tree_max"] = config.tree_max
     if config.draft_p_min >= 0:
@@ -237,7 +237,7 @@ def limits_for(
     return limits, frozenset(pinned)
 
 
-def _overlaps(config: SpeculationConfig) -> bool:
+def overlaps(config: SpeculationConfig) -> bool:
     """Whether the user asked for what only guesses beside the target's runs have."""
     return bool(config.credit or config.draft_max or config.tip != "auto" or config.ablate
                 or config.alternatives >= 0 or config.path_min >= 0)
@@ -360,7 +360,7 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
             or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED):
         return config
     if ranks < 2:
-        if own.policy == Policy.SPECULATIVE or _overlaps(own) or not _weighs(own):
+        if own.policy == Policy.SPECULATIVE or overlaps(own) or not _weighs(own):
             return config
     elif draft is None:
         most = ranks if config.cluster.head_stage else ranks - 1

@@ -64,11 +64,11 @@ class Disturbed(Timed):
 
     def __init__(self, rounds):
         super().__init__({2: 0.004, 1: 0.006})
-        self.rounds, self.lost = rounds, 0
+        self.rounds, self.lost = rounds, 0.0
 
     def decode(self, rows, hidden=None):
         busy = len(self.tried) <= 2 * self.rounds
-        self.lost += busy
+        self.lost += 0.002 * busy
         self.now += 0.008 if busy and self.threads == 2 else self.seconds[self.threads]
 
 
@@ -76,7 +76,7 @@ class Disturbed(Timed):
 def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
     backend = Disturbed(rounds)
     monkeypatch.setattr(thread_count, "time", backend)
-    monkeypatch.setattr(thread_count, "_interruptions", lambda: backend.lost)
+    monkeypatch.setattr(thread_count, "_waited", lambda: backend.lost)
     assert settle_threads(backend, 2) == chosen
     assert len(backend.tried) <= 30  # it is not waited for without end
 

@@ -52,11 +52,12 @@ def launcher() -> str:
 def environment(**more: str) -> dict[str, str]:
     """This environment without an outer job and without options of pipeinfer.
 
-    With the settings for MPI; what is set already wins.
+    With the settings for MPI; what is set already wins. Ranks stand for hosts: they do not take
+    turns.
     """
     env = {k: v for k, v in os.environ.items()
            if k.startswith(_SETTINGS) or not k.startswith(_OUTER)}
-    env = mpi_settings() | {"PIPEINFER_DEFAULT_MODEL": "embedded"} | env
+    env = mpi_settings() | {"PIPEINFER_DEFAULT_MODEL": "embedded", "PIPEINFER_TURNS": "off"} | env
     root = Path(__file__).resolve().parents[3]
     if (root / "launch" / "mpi.env").exists():  # a checkout
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))

@@ -36,10 +36,12 @@ def free_port() -> int:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """A clean environment with the settings for MPI and nothing of an outer MPI job."""
+    """A clean environment with the settings for MPI and nothing of an outer MPI job. Ranks stand
+    for hosts: unless told otherwise they do not take turns."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
     env |= mpi_settings()
     env["PIPEINFER_DEFAULT_MODEL"] = "embedded"  # whatever else is installed
+    env.setdefault("PIPEINFER_TURNS", "off")
     env["PYTHONPATH"] = str(ROOT)
     env["PYTHONFAULTHANDLER"] = "1"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

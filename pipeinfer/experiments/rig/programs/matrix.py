@@ -27,7 +27,7 @@ def main() -> None:
     """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
     config = registry.job_config(**{k: tuple(v) if isinstance(v, list) else v
-                                    for k, v in task["config"].items()})
+                                    for k, v in ({"turns": "off"} | task["config"]).items()})
     results = []
     try:
         joined = join(config)

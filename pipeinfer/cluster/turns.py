@@ -1,0 +1,44 @@
+"""Whether the ranks of a job take turns on the cores of one host.
+
+Over hosts a pipeline computes one run at every stage. Where all ranks share the cores of one host
+that gains nothing: a run takes as long as on all cores together, and a wrong guess takes cores from
+a right one. There draft and stages do best as in a single process: one after the other, each with
+all cores, and with guesses that have to be worth their rows. Reads options and what ranks have
+told; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pipeinfer.cluster.draft_ranks import draft_ranks_of
+from pipeinfer.cluster.sizing import overlaps
+from pipeinfer.config import JobConfig
+from pipeinfer.core.policy import Policy
+from pipeinfer.nodes import RankInfo
+from pipeinfer.strategies import registry
+
+
+def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collection[str],
+                numa_nodes: int) -> bool:
+    """Whether all ranks compute by turns, with all cores of the host that they share.
+
+    Not where somebody has bound threads or asked for what only overlapping runs have; not where
+    sums are split by threads (torch), where ranks stand for other machines (`--pace-ms`), or where
+    memory is nearer to some cores than to others. backends: of the stages; numa_nodes: of rank 0's
+    host.
+    """
+    model, cluster, own = config.model, config.cluster, config.speculation
+    ranks = [one for one in hosts if not one.dead]
+    if cluster.turns == "off" or len(ranks) < 2 or len({one.host for one in ranks}) > 1 \
+            or numa_nodes > 1 or set(backends) != {"llamacpp"}:
+        return False
+    bound = model.threads or model.numa or model.gpu_layers or cluster.keep_binding or any(
+        one.settings.threads or one.settings.numa or one.settings.gpu_layers
+        or one.settings.device.startswith("gpu") for one in ranks)
+    apart = cluster.pace_ms or cluster.grid or cluster.slices or draft_ranks_of(list(hosts)) \
+        or own.layout != "pipeline"
+    other = own.decomposer or registry.inline(own) is not None or registry.adapter(own) \
+        or own.policy == Policy.PUBLISHED or overlaps(own)
+    shared = min(one.cores_host for one in ranks) > max(one.cores for one in ranks)
+    return shared and not (bound or apart or other)
