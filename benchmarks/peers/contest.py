@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
 
 from benchmarks.peers.runs import Measured, Task, bench, pipeinfer, speculative
 
+_WHOLE = ", workers of all threads"
 _DRAFTS = (2, 4, 8)  #: tokens that llama.cpp's speculation drafts at a time; its own default is 3
 
 
@@ -63,10 +65,12 @@ def entries(draft: Path | None) -> Iterator[Entry]:
     for servers in (1, 2):
         ranks = servers + 1
         group = f"{ranks} ranks, or {servers} ggml-rpc-server"
-        yield from (_theirs(group, flash, servers) for flash in "01")
         name, options = list(theirs.items())[1]
-        yield Entry(group, f"llama-speculative-simple, {name}", False, True, speculative,
-                    (*options, "-devd", "none") if draft else options, servers)
+        for whole in (False, True)[:servers]:
+            yield from (_theirs(group, flash, servers, whole=whole) for flash in "01")
+            yield Entry(group, f"llama-speculative-simple, {name}{whole * _WHOLE}", False, True,
+                        partial(speculative, whole=True) if whole else speculative,
+                        (*options, "-devd", "none") if draft else options, servers)
         yield _ours(group, "plain", plain, ranks)
         yield _ours(group, "plain, --head-stage", [*plain, "--head-stage"], ranks)
         yield _ours(group, kind, ours, ranks, guesses=True)
@@ -175,8 +179,9 @@ def _ours(group: str, name: str, options: Sequence[str], ranks: int = 1, *,
     return Entry(group, f"pipeinfer, {name}", True, guesses, pipeinfer, tuple(options), ranks)
 
 
-def _theirs(group: str, flash: str, servers: int = 0) -> Entry:
-    return Entry(group, f"llama-bench -fa {flash}", False, False, bench, ("-fa", flash), servers)
+def _theirs(group: str, flash: str, servers: int = 0, *, whole: bool = False) -> Entry:
+    return Entry(group, f"llama-bench -fa {flash}{whole * _WHOLE}", False, False,
+                 partial(bench, whole=True) if whole else bench, ("-fa", flash), servers)
 
 
 def _drafted(draft: Path) -> dict[str, tuple[str, ...]]:

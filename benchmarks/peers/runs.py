@@ -55,23 +55,26 @@ class Task:
     ctx: int = 0
 
 
-def bench(task: Task, options: Sequence[str] = (), servers: int = 0) -> Measured:
-    """llama-bench, on `servers` workers if there are any. Raises ClickException."""
+def bench(task: Task, options: Sequence[str] = (), servers: int = 0, *, whole: bool = False
+          ) -> Measured:
+    """llama-bench, on `servers` workers if there are any. whole: see `workers`. Raises
+    ClickException."""
     command = [str(task.programs / "llama-bench"), "-m", str(task.model), "-p", "0",
                "-n", str(task.tokens), "-d", str(task.n_prompt), "-r", "1",
                "-t", _own_threads(task, servers), "-o", "json", *options]
-    with workers(task, servers) as remote:
+    with workers(task, servers, whole=whole) as remote:
         return parse_bench(_output(command + remote, task)[0], command + remote)
 
 
-def speculative(task: Task, options: Sequence[str] = (), servers: int = 0) -> Measured:
+def speculative(task: Task, options: Sequence[str] = (), servers: int = 0, *, whole: bool = False
+                ) -> Measured:
     """llama-speculative-simple, likewise. Raises ClickException."""
     command = [str(task.programs / "llama-speculative-simple"), "-m", str(task.model),
                "-f", str(task.prompt), "-n", str(task.tokens),
                "-t", _own_threads(task, servers),
                "-c", str(task.ctx or task.n_prompt + task.tokens + 128), "--temp", "0",
                "--ignore-eos", *options]
-    with workers(task, servers) as remote:
+    with workers(task, servers, whole=whole) as remote:
         out, err = _output(command + remote, task)
         return parse_speculative(out, err, command + remote)
 
@@ -118,17 +121,18 @@ def _own_threads(task: Task, servers: int) -> str:
 
 
 @contextmanager
-def workers(task: Task, count: int) -> Iterator[list[str]]:
-    """So many ggml-rpc-servers, sharing the threads; yields the options that name them.
+def workers(task: Task, count: int, *, whole: bool = False) -> Iterator[list[str]]:
+    """So many ggml-rpc-servers; yields the options that name them.
 
-    They end with the block. Raises ClickException where one does not start.
+    They share the threads, or, with `whole`, each has all of them, as they take turns. They end
+    with the block. Raises ClickException where one does not start.
     """
     if not count:
         yield []
         return
     with ExitStack() as stack:
-        ends = [stack.enter_context(_server(task.programs, max(1, task.threads // count)))
-                for _ in range(count)]
+        threads = task.threads if whole else max(1, task.threads // count)
+        ends = [stack.enter_context(_server(task.programs, threads)) for _ in range(count)]
         yield ["--rpc", ",".join(ends), "-ngl", "99"]
 
 

@@ -81,11 +81,12 @@ def test_what_cannot_be_read_is_named(read, text):
         read(text)
 
 
-def test_workers_share_the_threads_and_end(task):
+@pytest.mark.parametrize(("whole", "threads"), [(False, "2"), (True, "4")])
+def test_workers_share_the_threads_or_have_all_and_end(task, whole, threads):
     others = set(psutil.Process().children())  # of earlier tests
-    with runs.workers(task(SERVER), 2) as options:
+    with runs.workers(task(SERVER), 2, whole=whole) as options:
         servers = set(psutil.Process().children()) - others
-        assert [one.cmdline()[-2:] for one in servers] == [["-t", "2"]] * 2
+        assert [one.cmdline()[-2:] for one in servers] == [["-t", threads]] * 2
         assert options[0] == "--rpc"
         assert options[1].count(",") == 1
     assert not any(one.is_running() for one in servers)
