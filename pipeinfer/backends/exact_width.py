@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
@@ -30,6 +31,7 @@ _CONTEXT = 40  #: tokens before the rows that are compared
 _FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the answer is the same: a search and a curve need fewer
 _MOST_CELLS, _MOST_ROWS = 512, 64
+_UNKNOWN = 1e6  #: more than threads can wait: of a curve that was not measured here
 
 
 Progress = Callable[[int, int], None]
@@ -54,7 +56,9 @@ def known_widths(
     backend: Backend, identity: Sequence[object], limit: int = 16,
     progress: Progress | None = None, known_curve: Sequence[float] | None = None,
 ) -> Widths:
-    """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes.
+    """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes. A curve
+    that was measured while other programs took the cores is measured again the next time, until
+    it was once measured in quiet; of two the one that waited less is kept.
 
     identity: everything beside the backend's own sizes and options that the answer depends on
     (model, llama.cpp, threads, processor). Caches of 512 and more cells share an answer, and so do
@@ -66,25 +70,35 @@ def known_widths(
                  min(info.n_batch, _MOST_ROWS), limit, getattr(backend, "options", None), _FURTHER))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
-    if (known := _widths_from(recall(path), limit)) is not None:
+    known, before = _widths_from(recall(path), limit)
+    if known is not None and (before < measuring.DISTURBED or known_curve):
         return known
-    exact = exact_width(backend, limit, progress=progress)
-    curve = tuple(known_curve) if known_curve else curve_of(backend)
+    exact = known.exact if known else exact_width(backend, limit, progress=progress)
+    if known_curve:
+        curve, lost = tuple(known_curve), _UNKNOWN
+    else:
+        waited, began = measuring.waited(), time.perf_counter()
+        curve = curve_of(backend)
+        lost = (measuring.waited() - waited) / max(time.perf_counter() - began, 1e-9)
+    if known is not None and lost >= before:
+        return known
     found = Widths(exact, tuple(round(time, 3) for time in curve))
-    remember(path, [found.exact, *found.curve])
+    remember(path, [found.exact, *found.curve, round(lost, 3)])
     return found
 
 
-def _widths_from(note: object, limit: int) -> Widths | None:
-    """What `known_widths` remembered, if that is what it is."""
-    if not isinstance(note, list) or len(note) != 1 + len(CURVE_ROWS):
-        return None
-    width, *curve = note
+def _widths_from(note: object, limit: int) -> tuple[Widths | None, float]:
+    """What `known_widths` remembered, if that is what it is; and for how long threads waited for a
+    core, relative to the time that its curve took."""
+    if not isinstance(note, list) or len(note) != 2 + len(CURVE_ROWS):
+        return None, _UNKNOWN
+    width, *curve, lost = note
     if not isinstance(width, int) or not 1 <= width <= limit:
-        return None
-    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve):
-        return None
-    return Widths(width, tuple(map(float, curve)))
+        return None, _UNKNOWN
+    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve) \
+            or not isinstance(lost, int | float) or not 0 <= lost <= _UNKNOWN:
+        return None, _UNKNOWN
+    return Widths(width, tuple(map(float, curve))), float(lost)
 
 
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:

@@ -1,15 +1,18 @@
-"""What loads side by side in one process is measured one at a time.
+"""When what is measured can be believed.
 
-A draft and a stage on the same cores would make each other look slow, and what is found is kept
-for the job, of widths for all later ones.
+What loads side by side in one process is measured one at a time: a draft and a stage on the same
+cores would make each other look slow, and what is found is kept for the job, of widths for all
+later ones. Whether other processes took the cores meanwhile, the kernel says.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+DISTURBED = 0.1  #: seconds that threads wait for a core, per second of measuring, at least
 _PATIENCE = 10.0  #: seconds after which measuring beside another is better than waiting
 _turn = threading.Lock()
 
@@ -23,3 +26,14 @@ def alone() -> Iterator[None]:
     finally:
         if mine:
             _turn.release()
+
+
+def waited() -> float:
+    """Seconds for which threads of this process were ready to run and had no core, so far. How
+    often they lost one would not tell a neighbour from what looks for messages now and then. 0
+    where the system does not say."""
+    found = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # threads end meanwhile
+            found += int(path.read_text(encoding="ascii").split()[1])
+    return found / 1e9

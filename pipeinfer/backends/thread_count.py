@@ -8,15 +8,14 @@ take the cores away it is measured on: two threads that share a core look slower
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 
@@ -24,7 +23,6 @@ _ENOUGH = 1.03  #: times the best time that is still taken for as fast
 _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
 _MOST_ROUNDS = 12  #: of them, while other programs keep taking the cores away
-_DISTURBED = 0.1  #: seconds that threads then wait for a core, per second of measuring, at least
 _WINDOW = 0.02  #: seconds that one takes, at least: several turns of a scheduler
 _MANY = 24  #: decodes that will do in less
 _LONG = 1.0  #: seconds after which one time has to do
@@ -56,25 +54,14 @@ def settle_threads(backend: ThreadedBackend, most: int,
     rounds, quiet = 0, False
     while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # in turn: the best counts
         progress()
-        lost, began = _waited(), time.perf_counter()
+        lost, began = measuring.waited(), time.perf_counter()
         times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
-        quiet |= _waited() - lost < _DISTURBED * (time.perf_counter() - began)
+        quiet |= measuring.waited() - lost < measuring.DISTURBED * (time.perf_counter() - began)
         rounds += 1
     chosen = min(count for count, seconds in times.items()
                  if seconds <= _ENOUGH * min(times.values()))
     backend.use_threads(chosen)
     return chosen
-
-
-def _waited() -> float:
-    """Seconds for which threads of this process were ready to run and had no core, so far. How
-    often they lost one would not tell a neighbour from what looks for messages now and then. 0
-    where the system does not say."""
-    found = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # threads end meanwhile
-            found += int(path.read_text(encoding="ascii").split()[1])
-    return found / 1e9
 
 
 def _seconds(backend: ThreadedBackend, count: int) -> float:

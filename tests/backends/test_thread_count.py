@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends import thread_count
+from pipeinfer.backends import measuring, thread_count
 from pipeinfer.backends.llamacpp import backend as llama_backend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.thread_count import settle_threads
@@ -76,7 +76,7 @@ class Disturbed(Timed):
 def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
     backend = Disturbed(rounds)
     monkeypatch.setattr(thread_count, "time", backend)
-    monkeypatch.setattr(thread_count, "_waited", lambda: backend.lost)
+    monkeypatch.setattr(measuring, "waited", lambda: backend.lost)
     assert settle_threads(backend, 2) == chosen
     assert len(backend.tried) <= 30  # it is not waited for without end
 
