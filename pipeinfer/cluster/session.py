@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
@@ -420,6 +420,7 @@ def think(
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=ground.spare, draft_share=draft_share)
+    limits = structs.replace(limits, shared=job.turns)
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, ground.spare,
         contended=sharing.contended, draft_share=draft_share)

@@ -426,13 +426,14 @@ class Scheduler:
         one, and who finds all groups under way waits for the next that is back.
 
         Lanes are spread over the runs that fill the pipeline: all in one would leave its other
-        stages idle.
+        stages idle. Where stages share their cores, there is one at a time.
         """
         if not self.state.tips:
             return
         lanes = self.state.decoding
         size = self.limits.group(lanes)
-        while self.state.tips and self.state.plain < -(-lanes // size):
+        runs = 1 if self.limits.shared else -(-lanes // size)
+        while self.state.tips and self.state.plain < runs:
             tips = [self.state.tips.popleft() for _ in range(min(size, len(self.state.tips)))]
             for lane, _ in tips:
                 lane.unsent = False

@@ -55,6 +55,8 @@ class Limits(Struct, frozen=True):
     threads: maximum threads of a response that are at work beside its main one
     take_turns: draft and target compute by turns, as under `synchronous`: for one stage on the
         draft's cores, where there is no pipeline to fill
+    shared: stages compute with the same cores: a run takes these for as long as all stages take,
+        and tokens of lanes are computed one run after the other
     costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
         token: what guesses have to be worth to be issued; empty: all are
     draft_price: of a token of the draft's models, in runs of one row: what their guesses have to
@@ -89,6 +91,7 @@ class Limits(Struct, frozen=True):
     share: tuple[int, ...] = ()
     threads: int = 0
     take_turns: bool = False
+    shared: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
     free_max: int = 0

@@ -206,3 +206,12 @@ def test_advice_in_turns_follows_the_times_and_what_the_user_set():
     assert priced.p_min == least_hope(priced.costs, FOURS.draft / FOURS.latency(1))
     pinned = frozenset({"tree_max", "draft_max", "p_min"})
     assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None
+
+
+def test_where_stages_share_their_cores_a_run_keeps_all_of_them():
+    """Lanes share one run then; in a pipeline of eight stages each has a run of its own."""
+    four = structs.replace(LIMITS, policy=Policy.ITERATIVE, parallel=4, credit=9)
+    apart = told(four).advise(0.7, 0.4)
+    together = told(structs.replace(four, shared=True)).advise(0.7, 0.4)
+    assert (apart.share[3], together.share[3]) == (1, 4)
+    assert together.credit < apart.credit
