@@ -20,6 +20,7 @@ from pipeinfer.planning.partition import Load
 from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.stragglers import WINDOW, StagePace
+from pipeinfer.scheduler.settings import Limits
 
 MODEL = open_model(EMBEDDED / "target.gguf")
 CUT = tuple(one.name for one in cut_of(MODEL, (3, 1)))
@@ -41,7 +42,7 @@ class Bed:
         times = SimpleNamespace(pace=StagePace(1, ()), members=MemberPace(Grid((2,))), load=load)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, f"h{rank}") for rank in range(3)],
-            draft=None, limits=SimpleNamespace(policy=Policy.ITERATIVE), notes=[],
+            draft=None, limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), notes=[],
             first=SimpleNamespace(curve=()), plan=SimpleNamespace(whole=False),
             ground=SimpleNamespace(job=SimpleNamespace(model=MODEL)),
             resume=lambda: self.balance.watch(),

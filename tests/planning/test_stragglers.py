@@ -18,6 +18,7 @@ from pipeinfer.planning.load_seen import Seen
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.replan import Holding, Verdict, rebalance
 from pipeinfer.planning.stragglers import WINDOW, StagePace
+from pipeinfer.scheduler.settings import Limits
 
 CURVE = ((2, 1.5), (4, 2.0))
 
@@ -286,7 +287,7 @@ class Bed:
             better=lambda seconds, judge: Verdict(self.better, gain, {}), move=self.move)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,
-            limits=SimpleNamespace(policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),
+            limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),
             plan=SimpleNamespace(whole=False), notes=[], resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(
