@@ -34,9 +34,9 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.cli.compare import configs_for, judge_all
 from pipeinfer.cli.comparison import PLAIN, Answer, geometric, mean, rows_of, table_text
 from pipeinfer.cluster.draft_ranks import cache_sizes, load_draft, paths_of
+from pipeinfer.cluster.policy_choice import choose_policy
 from pipeinfer.cluster.sizing import (
     cells_for,
-    choose_policy,
     chunk_of,
     controller_for,
     hint_cells,

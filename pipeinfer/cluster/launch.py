@@ -34,16 +34,16 @@ from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.faults import parse_faults
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
-from pipeinfer.cluster.session import Job, Session, begin
-from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
-from pipeinfer.cluster.sizing import (
+from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
     draft_models,
     for_state,
-    rows_and_cells,
     with_lookup,
 )
+from pipeinfer.cluster.session import Job, Session, begin
+from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
+from pipeinfer.cluster.sizing import rows_and_cells
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog

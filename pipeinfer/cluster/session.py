@@ -28,25 +28,22 @@ from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.notes import by_turns, doubts, doubts_about, drafting, why
 from pipeinfer.cluster.placement import Survey
+from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
 from pipeinfer.cluster.proposers import load_proposers, remote_of
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
-    LOOKUP,
     NO_MODEL,
     cancel_path,
     cells_for,
-    choose_policy,
     chunk_of,
     controller_for,
-    draft_models,
     hint_cells,
     ids_for,
     limits_for,
     row_proposer,
     sizes_for,
     spare_cells,
-    with_lookup,
 )
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup

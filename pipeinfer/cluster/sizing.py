@@ -7,19 +7,15 @@ a BiTA adapter's few vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, structs
 
-from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
-from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.policy import COMPONENTS, Ablation, CancelPath, Policy
+from pipeinfer.cluster.policy_choice import LOOKUP, overlaps, weighs
+from pipeinfer.config import JobConfig, SpeculationConfig
+from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError
-from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.locate import find
 from pipeinfer.scheduler.controller import (
     GOOD,
     NEVER,
@@ -38,9 +34,8 @@ from pipeinfer.scheduler.speculation_trial import WINDOW, SpeculationTrial
 from pipeinfer.scheduler.turns_trial import TurnsTrial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
-from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
-LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
@@ -218,7 +213,7 @@ def limits_for(
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
     }
     if take_turns and exact > 1:
-        values |= by_turns(curve, draft_share, exact, weighed=_weighs(config),
+        values |= by_turns(curve, draft_share, exact, weighed=weighs(config),
                            free=LOOKUP in config.proposer)
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
@@ -235,17 +230,6 @@ def limits_for(
         threads=threads_of(config), **values,
     )
     return limits, frozenset(pinned)
-
-
-def overlaps(config: SpeculationConfig) -> bool:
-    """Whether the user asked for what only guesses beside the target's runs have."""
-    return bool(config.credit or config.draft_max or config.tip != "auto" or config.ablate
-                or config.alternatives >= 0 or config.path_min >= 0)
-
-
-def _weighs(config: SpeculationConfig) -> bool:
-    """Whether guesses have to be worth their rows where draft and target take turns."""
-    return config.adapt and config.speculation == "auto" and not config.tree_max
 
 
 def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, free: bool = False
@@ -327,141 +311,3 @@ def sizes_for(row_cost: float) -> Sizes:
     if row_cost > 0.3:
         return Sizes(2, 4, join=False)
     return Sizes(3, 7, join=True)
-
-
-def for_state(config: JobConfig, model: Any) -> JobConfig:
-    """The config for a model whose layers keep a state: one request at a time, without guesses and
-    without prompts that are remembered, for nothing of a state can be taken back. The same config
-    for any other model. Raises UsageError for options that ask for more."""
-    if not keeps_state(model):
-        return config
-    asked = {
-        "-md": config.model.draft_model,
-        "--policy": config.speculation.policy not in ("", Policy.ITERATIVE),
-        "--proposer": registry.named(config.speculation),
-        "--decomposer": config.speculation.decomposer,
-    }
-    if named := [flag for flag, value in asked.items() if value]:
-        raise UsageError(
-            f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
-            "which llama.cpp cannot take guesses back or copy a part: leave out "
-            f"{' and '.join(named)}")
-    return config.replace(policy=Policy.ITERATIVE, parallel=1, prefix_cache=False)
-
-
-def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
-    """The config with what the text itself repeats as a proposer, before the draft, where nobody
-    has said who guesses and it costs next to nothing: over several stages, beside a draft, and on
-    one rank, where every guess has to be worth its row. The paper's policy knows the draft alone.
-    """
-    own, grid = config.speculation, config.cluster.grid
-    if own.proposer or own.speculation == "off" or own.layout == "replicate" \
-            or registry.named(own) or config.model.draft_model == NO_DRAFT \
-            or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED):
-        return config
-    if ranks < 2:
-        if own.policy == Policy.SPECULATIVE or overlaps(own) or not _weighs(own):
-            return config
-    elif draft is None:
-        most = ranks if config.cluster.head_stage else ranks - 1
-        if (len(parse_widths(grid)) if grid not in ("", "auto") else most) < 2:
-            return config
-    return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
-
-
-def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
-    """The policy of a config. Raises UsageError where its options contradict one another."""
-    if config.speculation.layout == "replicate":
-        _check_replicas(config)
-        return Policy.SPECULATIVE
-    if config.speculation.speculation == "off":
-        if config.speculation.policy not in ("", Policy.ITERATIVE):
-            raise UsageError(
-                f"--speculation off and --policy {config.speculation.policy} contradict each "
-                "other: leave one out"
-            )
-        return Policy.ITERATIVE
-    named = registry.named(config.speculation)
-    for spec in named:
-        if Need.DRAFT in spec.needs and draft is None:
-            raise UsageError(f"--proposer {spec.name} needs a draft model: give one with -md")
-        if spec.adapter and not registry.adapter_of(spec, config.speculation):
-            raise UsageError(f"--proposer {spec.name} needs an adapter: give one with "
-                             f"--{spec.adapter.replace('_', '-')}")
-    guesses = draft is not None or bool(named)
-    _check_components(config.speculation)
-    inline = registry.inline(config.speculation)
-    synchronous = inline is not None and inline.synchronous
-    if config.speculation.policy:
-        policy = Policy(config.speculation.policy)
-        if policy is not Policy.ITERATIVE and not guesses:
-            raise UsageError(f"--policy {policy} needs a draft model (-md) or another --proposer")
-    elif synchronous:
-        policy = Policy.SPECULATIVE
-    else:
-        policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
-    if inline is not None and policy is Policy.PUBLISHED:
-        raise UsageError(f"--policy published issues one chain of a draft's guesses, so it cannot "
-                         f"be combined with --proposer {inline.name}: leave one out")
-    return policy
-
-
-def _check_components(config: SpeculationConfig) -> None:
-    """Raise UsageError for a component that the policy does not have."""
-    policy = Policy(config.policy or Policy.PIPEINFER)
-    for name in config.ablate:
-        if COMPONENTS[policy] and Ablation(name) not in COMPONENTS[policy]:
-            others = ", ".join(one for one, parts in COMPONENTS.items() if name in parts)
-            raise UsageError(f"--ablate {name} names no component of --policy {policy} (it has "
-                             f"{', '.join(COMPONENTS[policy])}), but one of {others}")
-
-
-def _check_replicas(config: JobConfig) -> None:
-    """Raise UsageError for options that have no meaning with --layout replicate."""
-    wrong = {
-        "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
-        "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
-        "-md": config.model.draft_model not in ("", NO_DRAFT),
-        "-hfd": config.model.hf_repo_draft,
-        "-mds": config.model.draft_small,
-        "an adapter": registry.adapter(config.speculation),
-        "--decomposer": config.speculation.decomposer,
-        "--layers": config.cluster.layers,
-        "--speculation": config.speculation.speculation == "off",
-        "--ablate": config.speculation.ablate,
-    }
-    if found := [name for name, given in wrong.items() if given]:
-        raise UsageError("--layout replicate distributes the rows of lookahead decoding; it cannot "
-                         f"be combined with {', '.join(found)}")
-
-
-def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:
-    """Raise UsageError or ModelError for proposers that these stages cannot serve, before any of
-    them loads."""
-    for spec in registry.proposers().values():
-        path = registry.adapter_of(spec, config)
-        if not path and spec not in registry.named(config):
-            continue
-        learned = load_bita(path) if path else None
-        bound = learned is None or learned.n_prompts > 0
-        if bound and spec.backends and not set(backends) <= spec.backends:
-            raise UsageError(f"--proposer {spec.name} does not work with stages on "
-                             f"{', '.join(sorted(set(backends) - spec.backends))}: {spec.why}")
-        if learned is not None:
-            learned.check(model.n_layers, model.n_embd)
-
-
-def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
-    """The draft models to load, the one to ask first first. Raises UsageError."""
-    named = registry.named(config.speculation)
-    wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
-    if (
-        policy is Policy.ITERATIVE
-        or draft is None
-        or not wanted
-        or config.speculation.layout == "replicate"
-    ):
-        return []
-    if not config.model.draft_small:
-        return [draft]
-    return [find(config.model.draft_small, offline=config.model.offline).path, draft]

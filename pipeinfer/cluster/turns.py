@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipeinfer.cluster.draft_ranks import draft_ranks_of
-from pipeinfer.cluster.sizing import overlaps
+from pipeinfer.cluster.policy_choice import overlaps
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo

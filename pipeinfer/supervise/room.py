@@ -9,7 +9,8 @@ from pathlib import Path
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cli import doctor_hosts
-from pipeinfer.cluster.sizing import choose_policy, draft_models, for_state, rows_and_cells
+from pipeinfer.cluster.policy_choice import choose_policy, draft_models, for_state
+from pipeinfer.cluster.sizing import rows_and_cells
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import context_size, model_paths, open_model

@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.cluster.notes import doubts
+from pipeinfer.cluster.policy_choice import choose_policy, with_lookup
 from pipeinfer.cluster.sizing import (
     cancel_path,
     cells_for,
-    choose_policy,
     chunk_of,
     controller_for,
     ids_for,
     kept_for,
     limits_for,
     sizes_for,
-    with_lookup,
 )
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
