@@ -50,7 +50,7 @@ class Peer:
         self.seen: list[ClientFrame] = []
         self.answer = lambda frame: self.say(frame.id, "ok")
         self._arrived, self._changed = threading.Event(), threading.Condition()
-        self._over, self._sending = False, threading.Lock()
+        self._over, self._sending, self._answering = False, threading.Lock(), threading.Lock()
         link.on_frame = self._arrived.set
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -83,10 +83,11 @@ class Peer:
         return found()[count - 1]
 
     def reset(self) -> None:
-        """Forget what was seen and answer as at first."""
-        with self._changed:
-            self.seen.clear()
-        self.answer = lambda frame: self.say(frame.id, "ok")
+        """Forget what was seen, that which is being answered included, and answer as at first."""
+        with self._answering:
+            with self._changed:
+                self.seen.clear()
+            self.answer = lambda frame: self.say(frame.id, "ok")
 
     def close(self) -> None:
         """End the thread that answers."""
@@ -100,13 +101,20 @@ class Peer:
                 waits = self.link.pump()
             self._arrived.wait(0.02 if waits else SECONDS)
             self._arrived.clear()
-            while (frame := self.link.take()) is not None:
-                items = self._reply(frame)
-                if items:
-                    self.news(items)
-                with self._changed:
-                    self.seen.append(frame)
-                    self._changed.notify_all()
+            while self._answer_next():
+                pass
+
+    def _answer_next(self) -> bool:
+        with self._answering:  # the client has its answer before the frame is among those seen
+            if (frame := self.link.take()) is None:
+                return False
+            items = self._reply(frame)
+            if items:
+                self.news(items)
+            with self._changed:
+                self.seen.append(frame)
+                self._changed.notify_all()
+            return True
 
     def _reply(self, frame: ClientFrame) -> Sequence[NewsItem] | None:
         match frame:
