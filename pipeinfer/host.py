@@ -93,9 +93,7 @@ def widen_affinity(local_rank: int, local_size: int) -> int:
     With at least one core per rank each takes its own share; otherwise all share all. Returns
     the number of cores a rank may count on.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(_widen())
     each = min(len(cores), _quota()) // local_size
     if each >= 1 and local_size > 1:
         with contextlib.suppress(OSError):
@@ -313,21 +311,27 @@ def _allowed() -> int:
     """How many cores this rank may run on once its binding is widened: a launcher may have put it
     where it sees but some of the host's."""
     bound = os.sched_getaffinity(0)
-    try:
+    found = len(_widen())
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, bound)
+    return found
+
+
+def _widen() -> set[int]:
+    """Let this thread run on every core that its launcher leaves it; these."""
+    with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        return len(os.sched_getaffinity(0))
-    except OSError:
-        return len(bound)
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, bound)
+    return os.sched_getaffinity(0)
 
 
 def use_cores(count: int, own: Set[int]) -> None:
     """Let this thread, and those that it starts, run on its own cores, or on any core of the host
     when it may use more than those."""
+    if count > len(own):
+        _widen()
+        return
     with contextlib.suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, own if count <= len(own) else range(os.cpu_count() or 1))
+        os.sched_setaffinity(0, own)
 
 
 def threads_of(asked: int, place: Place) -> int:

@@ -79,6 +79,16 @@ class NodeSettings(Struct, frozen=True):
     backend: str = ""
     group: str = ""
 
+    @property
+    def bound(self) -> bool:
+        """Whether somebody has said with how many threads a stage computes, or where."""
+        return bool(self.threads or self.numa)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a stage computes on a GPU."""
+        return bool(self.gpu_layers) or self.device.startswith("gpu")
+
     def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
         """Option values that these settings stand for, without those named in `given`.
 

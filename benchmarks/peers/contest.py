@@ -66,7 +66,7 @@ def entries(draft: Path | None) -> Iterator[Entry]:
         ranks = servers + 1
         group = f"{ranks} ranks, or {servers} ggml-rpc-server"
         name, options = list(theirs.items())[1]
-        for whole in (False, True)[:servers]:
+        for whole in (False, True) if servers > 1 else (False,):  # a single one has all
             yield from (_theirs(group, flash, servers, whole=whole) for flash in "01")
             yield Entry(group, f"llama-speculative-simple, {name}{whole * _WHOLE}", False, True,
                         partial(speculative, whole=True) if whole else speculative,

@@ -70,34 +70,34 @@ def known_widths(
                  min(info.n_batch, _MOST_ROWS), limit, getattr(backend, "options", None), _FURTHER))
     name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
     path = cache_directory() / name
-    known, before = _widths_from(recall(path), limit)
-    if known is not None and (before < measuring.DISTURBED or known_curve):
-        return known
-    exact = known.exact if known else exact_width(backend, limit, progress=progress)
+    known = _widths_from(recall(path), limit)
+    if known is not None and (known[1] < measuring.DISTURBED or known_curve):
+        return known[0]
+    exact = known[0].exact if known else exact_width(backend, limit, progress=progress)
     if known_curve:
         curve, lost = tuple(known_curve), _UNKNOWN
     else:
-        waited, began = measuring.waited(), time.perf_counter()
-        curve = curve_of(backend)
-        lost = (measuring.waited() - waited) / max(time.perf_counter() - began, 1e-9)
-    if known is not None and lost >= before:
-        return known
+        waited = measuring.watch()
+        curve, lost = curve_of(backend), waited()
+    if known is not None and lost >= known[1]:
+        return known[0]
     found = Widths(exact, tuple(round(time, 3) for time in curve))
     remember(path, [found.exact, *found.curve, round(lost, 3)])
     return found
 
 
-def _widths_from(note: object, limit: int) -> tuple[Widths | None, float]:
-    """What `known_widths` remembered, if that is what it is; and for how long threads waited for a
-    core, relative to the time that its curve took."""
+def _widths_from(note: object, limit: int) -> tuple[Widths, float] | None:
+    """What `known_widths` remembered, if that is what it is, and for how long threads waited for
+    cores meanwhile, in seconds per second."""
     if not isinstance(note, list) or len(note) != 2 + len(CURVE_ROWS):
-        return None, _UNKNOWN
+        return None
     width, *curve, lost = note
     if not isinstance(width, int) or not 1 <= width <= limit:
-        return None, _UNKNOWN
-    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve) \
-            or not isinstance(lost, int | float) or not 0 <= lost <= _UNKNOWN:
-        return None, _UNKNOWN
+        return None
+    if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve):
+        return None
+    if not isinstance(lost, int | float) or not 0 <= lost <= _UNKNOWN:
+        return None
     return Widths(width, tuple(map(float, curve))), float(lost)
 
 

@@ -8,11 +8,12 @@ later ones. Whether other processes took the cores meanwhile, the kernel says.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DISTURBED = 0.1  #: seconds that threads wait for a core, per second of measuring, at least
+DISTURBED = 0.1  #: seconds that threads wait for a core, per second, beyond which it shows
 _PATIENCE = 10.0  #: seconds after which measuring beside another is better than waiting
 _turn = threading.Lock()
 
@@ -37,3 +38,10 @@ def waited() -> float:
         with suppress(OSError, ValueError, IndexError):  # threads end meanwhile
             found += int(path.read_text(encoding="ascii").split()[1])
     return found / 1e9
+
+
+def watch() -> Callable[[], float]:
+    """Begin to watch: what is returned says for how long threads have waited for cores since then,
+    in seconds per second."""
+    before, began = waited(), time.perf_counter()
+    return lambda: (waited() - before) / max(time.perf_counter() - began, 1e-9)

@@ -54,9 +54,9 @@ def settle_threads(backend: ThreadedBackend, most: int,
     rounds, quiet = 0, False
     while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # in turn: the best counts
         progress()
-        lost, began = measuring.waited(), time.perf_counter()
+        waited = measuring.watch()
         times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
-        quiet |= measuring.waited() - lost < measuring.DISTURBED * (time.perf_counter() - began)
+        quiet |= waited() < measuring.DISTURBED
         rounds += 1
     chosen = min(count for count, seconds in times.items()
                  if seconds <= _ENOUGH * min(times.values()))

@@ -225,8 +225,7 @@ class Assembly:
         threads (bits would change), nor where a user has bound them."""
         exact = 0 if self._terms is None else self._terms.exact
         bound = self._config.model.threads or self._config.cluster.keep_binding
-        return exact > 1 and not bound and not any(
-            one.settings.threads or one.settings.numa for one in self._hosts)
+        return exact > 1 and not bound and not any(one.settings.bound for one in self._hosts)
 
     # --- steps --------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Balance:
         drafting = 0.0 if session.draft is None or not session.draft.local or not worked else min(
             1.0, session.draft.busy_seconds / worked)
         judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
-                         grows=session.assembly.grows, turns=session.limits.shared)
+                         grows=session.assembly.grows, turns=session.limits.same_cores)
         return structs.replace(judge, using=session.assembly.threads), seen
 
     # --- steps --------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def why(config: SpeculationConfig, job: Job) -> str:
     return f"policy {job.policy}, token by token: there is no draft to guess (-md, --proposer)"
 
 
-def by_turns(hosts: list[RankInfo], job: Job) -> str:
+def taking_turns(hosts: list[RankInfo], job: Job) -> str:
     """Who has which cores, where all ranks are on one host; empty where each has its own."""
     return (f"all ranks are on {hosts[0].host}: draft and stages take turns with its "
             f"{hosts[0].cores_host} cores (--turns off: each keeps its share, and runs overlap)"

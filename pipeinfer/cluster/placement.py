@@ -128,8 +128,7 @@ def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts
     """
     seats = {one.rank: Seat(one.host, max(one.settings.threads, 0)
                             or (one.cores_host if turns else one.cores))
-             for one in hosts
-             if not one.settings.gpu_layers and not one.settings.device.startswith("gpu")}
+             for one in hosts if not one.settings.on_gpu}
     cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}
     first = hosts[0].host
     cores[first] = max(cores[first] - drafts * hosts[0].cores, 1.0)

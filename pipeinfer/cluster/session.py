@@ -26,7 +26,7 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
-from pipeinfer.cluster.notes import by_turns, doubts, doubts_about, drafting, why
+from pipeinfer.cluster.notes import doubts, doubts_about, drafting, taking_turns, why
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
 from pipeinfer.cluster.proposers import load_proposers, remote_of
@@ -187,9 +187,9 @@ class SchedulerSetup(Struct, frozen=True):
 
 class Sharing(Struct, frozen=True):
     """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
-    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it, or all
-    ranks take turns: the draft's weights relative to those of the stages' that its cores read,
-    about its time for a guess; else 0."""
+    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it, the
+    draft's weights relative to those of its own, and where all ranks take turns to those of all
+    stages: about its time for a guess; else 0."""
 
     contended: bool
     draft_share: float
@@ -359,7 +359,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     drafts = draft_models(config, job.draft, job.policy)
     sharing = _sharing(job, assembly, hosts, drafts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts), *job.survey.notes,
-             *filter(None, [job.plan.line(), by_turns(hosts, job)]),
+             *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
              *drafting(remote, hosts, label(drafts[-1]) if drafts else ""),
              *doubts(config.speculation, job), *map(str, assembly.changes),
@@ -417,7 +417,7 @@ def think(
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=ground.spare, draft_share=draft_share)
-    limits = structs.replace(limits, shared=job.turns)
+    limits = structs.replace(limits, same_cores=job.turns)
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, ground.spare,
         contended=sharing.contended, draft_share=draft_share)

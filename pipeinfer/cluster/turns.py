@@ -34,8 +34,7 @@ def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collecti
             or numa_nodes > 1 or set(backends) != {"llamacpp"}:
         return False
     bound = model.threads or model.numa or model.gpu_layers or cluster.keep_binding or any(
-        one.settings.threads or one.settings.numa or one.settings.gpu_layers
-        or one.settings.device.startswith("gpu") for one in ranks)
+        one.settings.bound or one.settings.on_gpu for one in ranks)
     apart = cluster.pace_ms or cluster.grid or cluster.slices or draft_ranks_of(list(hosts)) \
         or own.layout != "pipeline"
     other = own.decomposer or registry.inline(own) is not None or registry.adapter(own) \

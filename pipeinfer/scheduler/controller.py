@@ -282,7 +282,7 @@ class Controller(Struct):
         way, behind which everything queues everywhere.
         """
         self._results += 1
-        if self.limits.shared:
+        if self.limits.same_cores:
             slowest = computed
         if rows == 1 or not self._slowest.count:
             # Where every tip waits for guesses no run of one row may ever come back.

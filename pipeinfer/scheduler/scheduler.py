@@ -432,7 +432,7 @@ class Scheduler:
             return
         lanes = self.state.decoding
         size = self.limits.group(lanes)
-        runs = 1 if self.limits.shared else -(-lanes // size)
+        runs = 1 if self.limits.same_cores else -(-lanes // size)
         while self.state.tips and self.state.plain < runs:
             tips = [self.state.tips.popleft() for _ in range(min(size, len(self.state.tips)))]
             for lane, _ in tips:

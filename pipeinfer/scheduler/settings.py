@@ -53,10 +53,10 @@ class Limits(Struct, frozen=True):
     share: best size of the groups that share a run, by number of lanes (index: lanes - 1); empty:
         as many groups as `credit` suggests
     threads: maximum threads of a response that are at work beside its main one
-    take_turns: draft and target compute by turns, as under `synchronous`: for one stage on the
+    take_turns: draft and target compute by turns, as under `synchronous`: for stages on the
         draft's cores, where there is no pipeline to fill
-    shared: stages compute with the same cores: a run takes these for as long as all stages take,
-        and tokens of lanes are computed one run after the other
+    same_cores: stages compute with the same cores: a run takes these for as long as all stages
+        take, and tokens of lanes are computed one run after the other
     costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
         token: what guesses have to be worth to be issued; empty: all are
     draft_price: of a token of the draft's models, in runs of one row: what their guesses have to
@@ -91,7 +91,7 @@ class Limits(Struct, frozen=True):
     share: tuple[int, ...] = ()
     threads: int = 0
     take_turns: bool = False
-    shared: bool = False
+    same_cores: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
     free_max: int = 0

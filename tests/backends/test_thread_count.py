@@ -76,6 +76,7 @@ class Disturbed(Timed):
 def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
     backend = Disturbed(rounds)
     monkeypatch.setattr(thread_count, "time", backend)
+    monkeypatch.setattr(measuring, "time", backend)
     monkeypatch.setattr(measuring, "waited", lambda: backend.lost)
     assert settle_threads(backend, 2) == chosen
     assert len(backend.tried) <= 30  # it is not waited for without end

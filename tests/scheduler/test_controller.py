@@ -212,6 +212,6 @@ def test_where_stages_share_their_cores_a_run_keeps_all_of_them():
     """Lanes share one run then; in a pipeline of eight stages each has a run of its own."""
     four = structs.replace(LIMITS, policy=Policy.ITERATIVE, parallel=4, credit=9)
     apart = told(four).advise(0.7, 0.4)
-    together = told(structs.replace(four, shared=True)).advise(0.7, 0.4)
+    together = told(structs.replace(four, same_cores=True)).advise(0.7, 0.4)
     assert (apart.share[3], together.share[3]) == (1, 4)
     assert together.credit < apart.credit

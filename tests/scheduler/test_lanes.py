@@ -43,7 +43,7 @@ LIMITS = st.builds(
     alone=st.booleans(),
     guess_rows=st.sampled_from([0, 6]),
     share=st.sampled_from([(), (1,), (1, 1, 2), (1, 2, 2, 4)]),
-    shared=st.booleans(),
+    same_cores=st.booleans(),
 )
 
 BASES = tuple(tuple(random.Random(k).choices(range(N_VOCAB), k=45)) for k in range(2))
@@ -153,7 +153,7 @@ def test_nothing_is_shared_where_a_further_row_costs_more_than_a_run():
 @pytest.mark.parametrize("shared", [False, True])
 def test_where_stages_share_their_cores_tokens_take_one_run_at_a_time(shared):
     limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, exact_width=2, credit=9, parallel=6,
-                    chunk=8, partitions=0, shared=shared)
+                    chunk=8, partitions=0, same_cores=shared)
     pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=1)
     asked = [Request(i, (1, 2, i), 40) for i in range(6)]
     for request in asked:
