@@ -51,8 +51,8 @@ class Rank:
 
     def __init__(self, body, deadline=float("inf")):
         self.child = subprocess.Popen(
-            [sys.executable, "-c", RANK + body, str(deadline)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True)
+            [sys.executable, "-c", RANK + body, str(deadline)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.dog = psutil.Process(int(self.child.stdout.readline()))
 
     def says(self):
@@ -62,7 +62,10 @@ class Rank:
         self.child.send_signal(signal.SIGSTOP)
 
     def end(self):
-        """Its exit status and what was written to its standard error, watchdog included."""
+        """Its exit status and what was written to its standard error, watchdog included.
+
+        Its standard input is closed first.
+        """
         _, errors = self.child.communicate(timeout=LONG)
         return self.child.returncode, errors
 
@@ -81,7 +84,7 @@ class Rank:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child.pid, signal.SIGKILL)
         self.child.wait(LONG)
-        for pipe in (self.child.stdout, self.child.stderr):
+        for pipe in (self.child.stdin, self.child.stdout, self.child.stderr):
             pipe.close()
 
 
@@ -137,7 +140,7 @@ def test_the_watchdog_ends_when_closed_and_nobody_is_killed_afterwards(rank):
 
 
 def test_nothing_is_watched_before_it_is_armed(rank):
-    early = rank("print('made', flush=True)\ntime.sleep(0.3)\nos._exit(4)")
+    early = rank("print('made', flush=True)\nsys.stdin.readline()\nos._exit(4)")
     assert early.says() == "made"
     early.stop()
     time.sleep(3 * SECONDS)

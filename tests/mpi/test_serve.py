@@ -280,7 +280,8 @@ def test_the_pipeline_can_be_watched(server, client):
 
 def test_draining_lets_the_running_request_end_and_exits_0():
     script = str(launch.ROOT / "launch" / "run")
-    with serve(2, "-c", "512", command=(script, "2")) as server:
+    with serve(2, "-c", "512", "--pace-ms", "20", "--speculation", "off",
+               command=(script, "2")) as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(

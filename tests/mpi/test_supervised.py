@@ -205,7 +205,7 @@ def job_processes(job):
 def supervised(job, port, *more, ranks=3):
     """A real server under launch/run, which starts it again."""
     process = launch.start([RUN, str(ranks), "serve", "--port", str(port), "-c", "512", "-t", "1",
-                            "--pace-ms", "20", *more],
+                            "--pace-ms", "60", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
     try:

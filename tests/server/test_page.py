@@ -278,7 +278,7 @@ def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
 
 
 def test_a_server_that_goes_is_told_of(browser):
-    with serve(1) as served:
+    with serve(1, "--pace-ms", "60", *GUESSING) as served:  # it goes before the answer is complete
         served.wait_until_ready()
         opened = Page(browser, served.url).ready()
         opened.set(temperature="1.4", seed="1")

@@ -119,24 +119,25 @@ def new_jobs(served):
     return float(re.search(r"^pipeinfer_restarts_total (\S+)$", text, re.MULTILINE)[1])
 
 
-def ranks_of_start(number):
-    """The process of each rank of a start."""
-    job = cleanup.numbered(Folder("default").read()["job"], number)
-    found = {}
-    for process in job_processes(job).values():
+def stopped_in(number):
+    """The processes of a start that a fault has stopped."""
+    found = []
+    for process in job_processes(cleanup.numbered(Folder("default").read()["job"], number)).values():
         with contextlib.suppress(psutil.Error):
-            found[process.environ().get("OMPI_COMM_WORLD_RANK")] = process
-    return {rank: process for rank, process in found.items() if rank is not None}
+            if process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
 
 
 @contextlib.contextmanager
-def suspended(process):
-    """The process does nothing meanwhile."""
-    process.suspend()
+def stopped(served, number):
+    """Waits until a fault has stopped a rank of a start, and lets it go on afterwards."""
+    served.until(lambda: stopped_in(number), "a stopped rank")
+    (rank,) = stopped_in(number)
     try:
         yield
     finally:
-        process.resume()
+        rank.resume()
 
 
 def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
@@ -144,7 +145,9 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
     nothing; where the old job dies meanwhile, the new one follows."""
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
     words = [*SERVE, "--speculation", "off", "--port", str(launch.free_port())]
-    slow, quick = [*words, "--pace-ms", "400"], [*words, "--pace-ms", "1"]
+    slow = [*words, "--pace-ms", "400"]
+    # stopped while it loads: a small model is there within a token's time
+    quick = [*words, "--pace-ms", "1", "--fault", "stop@1:load"]
     with up(tmp_path, "-np", "2", "--overlap", "always", "--", *slow) as one:
         served = one.served
         stream = Stream(served)
@@ -154,8 +157,7 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         assert new_jobs(served) == 0
         assert "does not start" in one.status()["not_moved"]
         order = Asked(op="reload", words=quick)
-        served.until(lambda: len(ranks_of_start(3)) == 2, "the next ranks")
-        with suspended(ranks_of_start(3)["1"]):  # a small model loads within a token's time
+        with stopped(served, 3):
             seen = len(stream.tokens)
             served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
             assert new_jobs(served) == 0
@@ -173,8 +175,7 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         stream = Stream(served)
         served.until(lambda: stream.tokens, "tokens of the old ranks")
         order = Asked(op="reload", words=quick)
-        served.until(lambda: "0" in ranks_of_start(5), "the next ranks")
-        with suspended(ranks_of_start(5)["0"]):
+        with stopped(served, 5):
             assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
         order.join(120)
         assert order.message.startswith("the server is reloaded: ready after"), order.heard
@@ -185,7 +186,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
     """Another file in the model's place: no stream may have tokens of both."""
     model = tmp_path / "model.gguf"
     shutil.copy(MODEL, model)
-    words = [*SERVE, "--speculation", "off", "--pace-ms", "15", "--port", str(launch.free_port()),
+    words = [*SERVE, "--speculation", "off", "--pace-ms", "30", "--port", str(launch.free_port()),
              "-m", str(model)]
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
     folder = Folder("default")
