@@ -121,8 +121,9 @@ def new_jobs(served):
 
 def stopped_in(number):
     """The processes of a start that a fault has stopped."""
+    job = cleanup.numbered(Folder("default").read()["job"], number)
     found = []
-    for process in job_processes(cleanup.numbered(Folder("default").read()["job"], number)).values():
+    for process in job_processes(job).values():
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 found.append(process)
