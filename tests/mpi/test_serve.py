@@ -280,7 +280,7 @@ def test_the_pipeline_can_be_watched(server, client):
 
 def test_draining_lets_the_running_request_end_and_exits_0():
     script = str(launch.ROOT / "launch" / "run")
-    with serve(2, "-c", "512", "--pace-ms", "20", "--speculation", "off",
+    with serve(2, "-c", "512", "--pace-ms", "40", "--speculation", "off",
                command=(script, "2")) as server:
         server.wait_until_ready()
         with connect(server) as client:
@@ -300,7 +300,7 @@ def test_draining_lets_the_running_request_end_and_exits_0():
 
 
 def test_what_does_not_end_in_time_hears_why():
-    with serve(1, "-c", "4096", "--drain-seconds", "0.2") as server:
+    with serve(1, "-c", "4096", "--pace-ms", "5", "--drain-seconds", "0.2") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))
@@ -312,7 +312,7 @@ def test_what_does_not_end_in_time_hears_why():
 
 
 def test_a_second_signal_leaves_at_once():
-    with serve(1, "-c", "4096", "--drain-seconds", "1000") as server:
+    with serve(1, "-c", "4096", "--pace-ms", "20", "--drain-seconds", "1000") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))
@@ -365,7 +365,7 @@ def test_stages_hold_neither_keys_nor_prompts(server, client):
 
 
 def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
-    with serve(2, "-c", "4096") as server:
+    with serve(2, "-c", "4096", "--pace-ms", "5") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))

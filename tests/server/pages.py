@@ -34,6 +34,15 @@ class Page:
         self.tab.wait_for_selector("#state[data-state=ready]")
         return self
 
+    def answers_of(self, tokens):
+        """Answers have so many tokens from now on: where one would end depends on the processor."""
+        def whole(route):
+            asked = {**route.request.post_data_json, "max_tokens": tokens, "ignore_eos": True}
+            route.continue_(post_data=asked)
+
+        self.context.route("**/v1/chat/completions", whole)
+        return self
+
     def ask(self, text=PROMPT):
         self.tab.fill("#prompt", text)
         self.tab.press("#prompt", "Enter")

@@ -63,8 +63,7 @@ def test_a_message_is_answered_as_a_stream(page):
 
 
 def test_keys_send_break_lines_and_stop(page, server):
-    tab = page.tab
-    page.set(temperature="1.4", seed="1")
+    tab = page.answers_of(1000).tab
     tab.focus("#prompt")
     tab.keyboard.type("one")
     tab.keyboard.press("Shift+Enter")
@@ -278,10 +277,9 @@ def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
 
 
 def test_a_server_that_goes_is_told_of(browser):
-    with serve(1, "--pace-ms", "60", *GUESSING) as served:  # it goes before the answer is complete
+    with serve(1, "--pace-ms", "20", *GUESSING) as served:
         served.wait_until_ready()
-        opened = Page(browser, served.url).ready()
-        opened.set(temperature="1.4", seed="1")
+        opened = Page(browser, served.url).ready().answers_of(1000)
         opened.ask()
         opened.tab.wait_for_selector(".answer[aria-busy] p")
         os.killpg(served.process.pid, signal.SIGKILL)

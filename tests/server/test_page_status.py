@@ -18,9 +18,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
 
-#: an answer may end after some tokens, and which ones they are depends on the processor
 SLOWLY = ["--speculation", "off", "--pace-ms", "20"]
-LONG = {"max_tokens": "150", "temperature": "1", "seed": "1"}
 
 
 def pid_of(rank, session):
@@ -39,8 +37,8 @@ def pid_of(rank, session):
 def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
     with serve(3, *SLOWLY, "--grid", "1x2") as served:
         served.wait_until_ready()
-        chat, status = Page(browser, served.url).ready(), Page(browser, served.url, "/status")
-        chat.set(**LONG)
+        chat = Page(browser, served.url).ready().answers_of(80)
+        status = Page(browser, served.url, "/status")
         chat.ask()
         busy = """(() => {
             const rows = [...document.querySelectorAll('#stages tr')];
@@ -59,7 +57,7 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
 def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
     with serve(3, *SLOWLY) as served:
         served.wait_until_ready()
-        chat = Page(browser, served.url).ready()
+        chat = Page(browser, served.url).ready().answers_of(150)
         status = Page(browser, served.url, "/status").ready()
         tab = status.tab
         status.until("document.querySelectorAll('#stages tr').length === 2")
@@ -75,7 +73,6 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         assert asked.value.headers["content-type"] == "application/json"
         assert asked.value.post_data_json == {}
         status.until("/layers/.test(document.querySelector('#plan').textContent)")
-        chat.set(**LONG)
         chat.ask()
         chat.until("document.querySelector('.answer .text').textContent.length > 40")
         rank = int(tab.inner_text("#stages tr:last-child td:nth-child(2)"))

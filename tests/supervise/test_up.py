@@ -145,7 +145,8 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
     """The old ranks' tokens come while the new ranks are there; one that cannot load changes
     nothing; where the old job dies meanwhile, the new one follows."""
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-    words = [*SERVE, "--speculation", "off", "--port", str(launch.free_port())]
+    words = [*SERVE, "--speculation", "off", "--heartbeat", "60",
+             "--port", str(launch.free_port())]
     slow = [*words, "--pace-ms", "400"]
     # stopped while it loads: a small model is there within a token's time
     quick = [*words, "--pace-ms", "1", "--fault", "stop@1:load"]
