@@ -88,7 +88,8 @@ def test_what_is_selected(tmp_path, args, wanted, says):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "pipeinfer.experiments.rig.fixtures", "-v", *args],
+        [sys.executable, "-m", "pytest", "-p", "pipeinfer.experiments.rig.fixtures", "-v",
+         "--basetemp", tmp_path / "inner", *args],  # nothing of other runs is cleaned up
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     assert done.returncode == 0, done.stdout + done.stderr

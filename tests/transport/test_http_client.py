@@ -22,15 +22,18 @@ def chunk(data):
 
 
 def _request(connection):
-    """All bytes of a request: a socket closed with unread ones is reset, and the answer lost."""
+    """All bytes of a request: a socket closed with unread ones is reset, and the answer lost. Who
+    asks may leave before it has sent them all."""
     data = b""
-    while b"\r\n\r\n" not in data:
-        data += connection.recv(65536)
-    head, _, body = data.partition(b"\r\n\r\n")
+    while not _is_whole(data) and (more := connection.recv(65536)):
+        data += more
+    return data
+
+
+def _is_whole(data):
+    head, end, body = data.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: (\d+)", head)
-    while length and len(body) < int(length[1]):
-        body += connection.recv(65536)
-    return head + b"\r\n\r\n" + body
+    return bool(end) and len(body) >= (int(length[1]) if length else 0)
 
 
 @contextlib.contextmanager

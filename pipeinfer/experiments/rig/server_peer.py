@@ -41,19 +41,25 @@ F = TypeVar("F", bound=ClientFrame)
 
 class Peer:
     """The engine's end. `answer(frame)` gives news items for a submitted request, None holds it
-    until it is aborted; frames seen so far are in `seen`."""
+    until it is aborted."""
 
     answer: Callable[[Submit], Sequence[NewsItem] | None]
 
     def __init__(self, link: Link, tokenizer: Tokenizer) -> None:
         self.link, self.tokenizer = link, tokenizer
-        self.seen: list[ClientFrame] = []
+        self._seen: list[ClientFrame] = []
         self.answer = lambda frame: self.say(frame.id, "ok")
         self._arrived, self._changed = threading.Event(), threading.Condition()
         self._over, self._sending, self._answering = False, threading.Lock(), threading.Lock()
         link.on_frame = self._arrived.set
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def seen(self) -> list[ClientFrame]:
+        """The frames so far, that which is being answered included."""
+        with self._answering:
+            return list(self._seen)
 
     def say(self, request_id: int, text: str, reason: str | None = "stop",
             each: Sequence[int] = (), **stats: Any) -> list[NewsItem]:
@@ -75,18 +81,18 @@ class Peer:
     def wait_for(self, kind: type[F], count: int = 1, **fields: Any) -> F:
         """The `count`-th frame of this kind, waiting for it."""
         def found() -> list[F]:
-            return [f for f in self.seen if isinstance(f, kind)
+            return [f for f in self._seen if isinstance(f, kind)
                     and all(getattr(f, k) == v for k, v in fields.items())]
 
         with self._changed:
-            assert self._changed.wait_for(lambda: len(found()) >= count, SECONDS), self.seen
+            assert self._changed.wait_for(lambda: len(found()) >= count, SECONDS), self._seen
         return found()[count - 1]
 
     def reset(self) -> None:
         """Forget what was seen, that which is being answered included, and answer as at first."""
         with self._answering:
             with self._changed:
-                self.seen.clear()
+                self._seen.clear()
             self.answer = lambda frame: self.say(frame.id, "ok")
 
     def close(self) -> None:
@@ -112,7 +118,7 @@ class Peer:
             if items:
                 self.news(items)
             with self._changed:
-                self.seen.append(frame)
+                self._seen.append(frame)
                 self._changed.notify_all()
             return True
 
