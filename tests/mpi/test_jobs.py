@@ -329,7 +329,7 @@ def test_the_last_stage_that_fails_ends_the_job():
 
 
 LONG = ["generate", "-p", "import os\n", "-n", "100000", "-c", "8192", "--ignore-eos",
-        "--temp", "0"]  # the text begins alike at every run
+        "--temp", "0"]  # text drawn anew may go on in one line, and mpirun passes on whole ones
 
 
 def interrupt(command, enough, number, again=0.0):

@@ -30,6 +30,8 @@ PROMPT = "def fibonacci(n):\n"
 SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
 ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
            "extra_body": {"ignore_eos": True}}
+#: for ENDLESS to last until something happens to it, on any processor
+PACED = ("-c", "4096", "--pace-ms", "20")
 RANKS = 3
 KEY, SECRET = "a-key-for-tests", "a prompt that nobody else may see"
 
@@ -300,7 +302,7 @@ def test_draining_lets_the_running_request_end_and_exits_0():
 
 
 def test_what_does_not_end_in_time_hears_why():
-    with serve(1, "-c", "4096", "--pace-ms", "5", "--drain-seconds", "0.2") as server:
+    with serve(1, *PACED, "--drain-seconds", "0.2") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))
@@ -312,7 +314,7 @@ def test_what_does_not_end_in_time_hears_why():
 
 
 def test_a_second_signal_leaves_at_once():
-    with serve(1, "-c", "4096", "--pace-ms", "20", "--drain-seconds", "1000") as server:
+    with serve(1, *PACED, "--drain-seconds", "1000") as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))
@@ -365,7 +367,7 @@ def test_stages_hold_neither_keys_nor_prompts(server, client):
 
 
 def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
-    with serve(2, "-c", "4096", "--pace-ms", "5") as server:
+    with serve(2, *PACED) as server:
         server.wait_until_ready()
         with connect(server) as client:
             stream = iter(client.completions.create(model="embedded", **ENDLESS))

@@ -203,7 +203,8 @@ def job_processes(job):
 
 @contextlib.contextmanager
 def supervised(job, port, *more, ranks=3):
-    """A real server under launch/run, which starts it again."""
+    """A real server under launch/run, which starts it again. It is slow enough for what happens to
+    a stream to come before its end."""
     process = launch.start([RUN, str(ranks), "serve", "--port", str(port), "-c", "512", "-t", "1",
                             "--pace-ms", "60", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
