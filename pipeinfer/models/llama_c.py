@@ -14,6 +14,7 @@ Contracts of the functions are llama.h's. `llama_model_quantize` is missing in p
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from ctypes import (
     CFUNCTYPE,
@@ -161,6 +162,15 @@ _MODEL = llama_model_params
 _CONTEXT = "llama_context_params"  #: stands for that struct, whose layout the library decides
 #: name -> result, arguments
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_backend_dev_by_type": (_P, (c_int,)),
+    "ggml_backend_dev_count": (c_size_t, ()),
+    "ggml_backend_dev_description": (c_char_p, (_P,)),
+    "ggml_backend_dev_get": (_P, (c_size_t,)),
+    "ggml_backend_dev_memory": (None, (_P, POINTER(c_size_t), POINTER(c_size_t))),
+    "ggml_backend_dev_name": (c_char_p, (_P,)),
+    "ggml_backend_dev_type": (c_int, (_P,)),
+    "ggml_backend_load": (_P, (c_char_p,)),
+    "ggml_backend_load_all_from_path": (None, (c_char_p,)),
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_compute_forward_mul_mat_tiled": (c_bool, (_P, _P)),
@@ -251,9 +261,15 @@ _OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: which nobody e
 _FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
-_OPTIONAL = ("ggml_cpu_init", "llama_model_quantize", "llama_model_quantize_default_params",
+_OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type")
+_OPTIONAL = (*_OF_PLUGINS, "ggml_cpu_init", "llama_model_quantize", "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
+
+#: llama.cpp's own variable: a plug-in with a further backend, loaded beside the library's
+PLUGIN_VARIABLE = "GGML_BACKEND_PATH"
+_CPU_DEVICE = 0  #: ggml's number for that type of device
+_no_log = llama_log_callback(lambda _level, _text, _data: None)
 
 _lock = threading.Lock()
 _loaded: list[Library] = []
@@ -276,6 +292,7 @@ def loaded() -> Library:
             library = find_library()
             short_runs.preload(library.path)
             functions = bind(library)
+            _load_plugins(library, functions)
             short_runs.begin(functions)
             globals().update(functions)
             _loaded.append(library)
@@ -303,7 +320,19 @@ def bind(library: Library) -> dict[str, Any]:
     except OSError as error:
         raise BackendError(f"{library.name} cannot be loaded: {' '.join(str(error).split())}; "
                            f"install it again") from error
-    found: dict[str, Any] = {_CONTEXT: _context_params(library.layout)}
+    found: dict[str, Any] = {}
+    for layout in library.layouts:
+        found = _functions(library, handle, layout)
+        wrong = _layout_errors(found)
+        if not wrong:
+            return found
+    raise BackendError(f"{library.name} lays out {wrong}: install the version that "
+                       "constraints.txt names")
+
+
+def _functions(library: Library, handle: ctypes.CDLL, layout: str) -> dict[str, Any]:
+    """The library's functions by name, with its structs in this layout. Raises BackendError."""
+    found: dict[str, Any] = {_CONTEXT: _context_params(layout)}
     for name, (result, arguments) in _FUNCTIONS.items():
         try:
             function = getattr(handle, name)
@@ -315,8 +344,26 @@ def bind(library: Library) -> dict[str, Any]:
         function.restype = found.get(_CONTEXT) if result is _CONTEXT else result
         function.argtypes = [found[_CONTEXT] if kind is _CONTEXT else kind for kind in arguments]
         found[name] = function
-    _check_layout(library, found)
     return found
+
+
+def _load_plugins(library: Library, functions: dict[str, Any]) -> None:
+    """Load backends that are files of their own: those beside a library that has none built in,
+    and the one that PLUGIN_VARIABLE names. Raises BackendError, in one line."""
+    named = os.environ.get(PLUGIN_VARIABLE, "")
+    lacks = [name for name in _OF_PLUGINS if name not in functions]
+    if lacks:
+        if named:
+            raise BackendError(f"{PLUGIN_VARIABLE}={named}: {library.name} takes no plug-ins")
+        return
+    functions["llama_log_set"](_no_log, None)
+    if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
+        functions["ggml_backend_load_all_from_path"](os.fsencode(library.path.parent))
+        if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
+            raise BackendError(f"{library.name} has no backend for this processor, nor is there "
+                               "one beside it: install it again")
+    elif named and not functions["ggml_backend_load"](os.fsencode(named)):
+        raise BackendError(f"{PLUGIN_VARIABLE}={named}: ggml cannot load this plug-in")
 
 
 def _context_params(layout: str) -> type[ctypes.Structure]:
@@ -326,13 +373,11 @@ def _context_params(layout: str) -> type[ctypes.Structure]:
     return type(_CONTEXT, (ctypes.Structure,), {"_fields_": (*fields, _ROOM)})
 
 
-def _check_layout(library: Library, functions: dict[str, Any]) -> None:
-    """Raise BackendError unless the library's defaults are found where they are looked for."""
+def _layout_errors(functions: dict[str, Any]) -> str:
+    """The first default that is not found where it is looked for; empty if all are."""
     for struct, expected in ((functions["llama_context_default_params"](), _CONTEXT_DEFAULTS),
                              (functions["llama_model_default_params"](), _MODEL_DEFAULTS)):
-        wrong = [f"{name} {getattr(struct, name)}" for name, value in expected.items()
-                 if getattr(struct, name) != value]
-        if wrong:
-            raise BackendError(
-                f"{library.name} lays out {type(struct).__name__} differently ({wrong[0]} as its "
-                f"default): install the version that constraints.txt names")
+        for name, value in expected.items():
+            if (found := getattr(struct, name)) != value:
+                return f"{type(struct).__name__} differently ({name} {found} as its default)"
+    return ""

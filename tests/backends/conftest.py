@@ -1,0 +1,40 @@
+"""The same tests on a device: PIPEINFER_TEST_GPU_LAYERS=99 puts the layers of every llama.cpp
+backend there, PIPEINFER_TEST_DEVICE=cuda every torch backend's (benchmarks/gpu)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
+
+GPU_LAYERS = int(os.environ.get("PIPEINFER_TEST_GPU_LAYERS", "0"))
+DEVICE = os.environ.get("PIPEINFER_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> Iterator[None]:
+    """Load every backend onto the device that the environment names."""
+    with pytest.MonkeyPatch.context() as patch:
+        if GPU_LAYERS:
+            patch.setattr(LlamaCppBackend, "load", _placed(
+                LlamaCppBackend.load, lambda given: structs.replace(
+                    given or LlamaOptions(), n_gpu_layers=GPU_LAYERS)))
+        if DEVICE != "cpu":
+            from pipeinfer.backends.pytorch.backend import TorchBackend
+            from pipeinfer.backends.pytorch.options import TorchOptions
+
+            patch.setattr(TorchBackend, "load", _placed(
+                TorchBackend.load, lambda given: structs.replace(
+                    given or TorchOptions(), device=DEVICE)))
+        yield
+
+
+def _placed(load: Callable[..., Any], change: Callable[[Any], Any]) -> Any:
+    """A class's `load`, with its options changed."""
+    return staticmethod(lambda *args, options=None, **more: load(
+        *args, options=change(options), **more))
