@@ -8,6 +8,7 @@
 # devices that any processor can play. Both hold the CPU backend. A rerun goes on where the last
 # run stopped. CUDA_HOME names the toolkit, else it is found beside nvcc or in the usual place.
 set -euo pipefail
+shopt -s inherit_errexit
 
 fail() { echo "build.sh: $*" >&2; exit 1; }
 [[ $# -ge 3 ]] || fail "usage: build.sh SOURCES.tar.xz BUILD_FOLDER {cuda|rpc} [JOBS]"
@@ -19,9 +20,13 @@ source=$build/llama.cpp
 
 # phase NAME COMMAND...: one line with the seconds; after a failure the log's end and no more
 phase() {
-    local name=$1 log=$build/$1.log begun=$SECONDS
+    local name=$1 log=$build/$1.log begun=$SECONDS status
     shift
-    if "$@" >"$log" 2>&1; then
+    set +e  # not in a condition, where bash would ignore the -e inside
+    (set -e; "$@") >"$log" 2>&1
+    status=$?
+    set -e
+    if ((status == 0)); then
         echo "$name: $((SECONDS - begun)) s"
     else
         echo "$name: failed after $((SECONDS - begun)) s, the end of $log:"
@@ -37,7 +42,7 @@ unpack() {
     [[ ! -f $build/unpacked || $(<"$build/unpacked") != "$sum" ]] || return 0
     rm -rf "$fresh"
     mkdir -p "$fresh"
-    tar -xJf "$archive" -C "$fresh" || python3 -m tarfile -e "$archive" "$fresh" || return 1
+    tar -xJf "$archive" -C "$fresh" || python3 -m tarfile -e "$archive" "$fresh"
     if [[ -d $source ]]; then
         while IFS= read -r -d '' path; do
             if cmp -s "$source/$path" "$fresh/$path"; then
@@ -48,7 +53,7 @@ unpack() {
         done < <(cd "$fresh" && find . -type f -print0)
         rm -rf "$source"
     fi
-    mv "$fresh" "$source" || return 1
+    mv "$fresh" "$source"
     echo "$sum" >"$build/unpacked"
 }
 
@@ -157,7 +162,7 @@ compile() {
 # A kernel that was left out without a stand-in shows here, not in the middle of a measurement.
 check() {
     python3 -c 'import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)' \
-        "$build/bin/libllama.so" || return 1
+        "$build/bin/libllama.so"
     "$build/bin/llama-bench" --list-devices
 }
 

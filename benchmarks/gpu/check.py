@@ -58,6 +58,7 @@ class Check:
             Step("models", "models", 200, self.models),
             Step("torch", "torch", 90, self.torch),
             Step("torch jobs", "torch", 150, self.torch_jobs),
+            Step("strategies", "torch", 100, self.strategies),
             Step("torch tests", "torch", 100, self.torch_tests),
             Step("devices", "device", 30, self.devices, ("library",)),
             Step("bits", "device", 60, self.bits, ("library",)),
@@ -65,9 +66,9 @@ class Check:
             Step("jobs", "device", 150, self.jobs, ("library",)),
             # alone on the device: everything else has ended
             Step("curve", "device", 60, self.curve, ("library", "models"),
-                 ("torch jobs", "torch tests")),
+                 ("strategies", "torch tests")),
             Step("speed", "device", 170, self.speed, ("library", "models"),
-                 ("torch jobs", "torch tests")),
+                 ("strategies", "torch tests")),
             Step("tests", "device", 150, self.tests, ("library",)),
         ]
 
@@ -184,7 +185,7 @@ class Check:
                      "-md", "none"]}
         for name, own in kinds.items():
             for ranks in (1, 2):
-                out = self._job({}, ranks, ["generate", *asked, *own], seconds / 4)
+                out = self._job({}, ranks, ["generate", *asked, *own], seconds / 3)
                 answer = json_lines(out)[0]
                 found[f"{name}, {ranks}"] = {
                     "tokens_per_second": answer["stats"]["tokens_per_second"],
@@ -194,6 +195,11 @@ class Check:
         tokens = found.pop("_tokens")
         for key, own_tokens in tokens.items():
             found[key]["as_plain"] = own_tokens == tokens["plain, 1"]
+        return found
+
+    def strategies(self, seconds: float) -> dict[str, Any]:
+        """Answers in several threads on torch: the same text over one rank and two."""
+        common = ["--backend", "torch", "--device", self.device.torch_device, "-t", "1"]
         methods = ("plain", "pasta", "pdos", "apar", "pasta+lookahead@speculative")
         texts = {}
         for ranks in (1, 2):
@@ -201,13 +207,12 @@ class Check:
             self._job({}, ranks, [
                 "compare", "-m", "task", *common, "--tasks", "1", "-n", "300", "-o", str(folder),
                 "--no-plots", "--temp", "0", *(w for m in methods for w in ("--method", m))],
-                seconds / 3)
+                seconds / 2)
             texts[ranks] = json.loads((folder / "results.json").read_text())["answers"]
-        found["compare"] = {
+        return {
             method: {"same_over_two_ranks": [a["text"] for a in texts[1][method]]
                      == [a["text"] for a in texts[2][method]],
                      "steps": [a["steps"] for a in texts[1][method]]} for method in methods}
-        return found
 
     def torch_tests(self, seconds: float) -> dict[str, Any]:
         """The tests of the torch backend, on this device."""

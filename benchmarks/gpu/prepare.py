@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKED = ROOT / ".gpu"
 MOST_BYTES = 60 << 20  #: tracked files and .gpu together
 #: what the machine's Python may lack; pure ones, and for CPython 3.12
-WHEELS = ("msgspec", "gguf", "mpi4py", "pytest", "pluggy", "iniconfig", "Pygments",
-          "pytest-timeout")
+WHEELS = ("msgspec", "gguf", "mpi4py", "httpx2", "httpcore2", "h11", "truststore", "pytest",
+          "pluggy", "iniconfig", "Pygments", "pytest-timeout")
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
               "manylinux1_x86_64")
 _UNUSED = re.compile(r"/(include|share/man|share/doc|lib/pkgconfig|lib/cmake)/|\.la$|\.mod$|"

@@ -30,10 +30,10 @@ unset PYTHONDONTWRITEBYTECODE
 site=$work/site
 if [ ! -d "$site" ]; then
     mkdir -p "$site"
-    for pair in msgspec:msgspec gguf:gguf mpi4py:mpi4py pytest:pytest pluggy:pluggy \
-        iniconfig:iniconfig pygments:pygments pytest_timeout:pytest_timeout; do
-        if ! "$python" -c "import ${pair%%:*}" 2>/dev/null; then
-            for wheel in "$root"/.gpu/wheels/"${pair##*:}"-*.whl; do
+    for name in msgspec gguf mpi4py httpx2 httpcore2 h11 truststore pytest pluggy iniconfig \
+        pygments pytest_timeout; do
+        if ! "$python" -c "import $name" 2>/dev/null; then
+            for wheel in "$root"/.gpu/wheels/"$name"-*.whl; do
                 "$python" -m zipfile -e "$wheel" "$site" && echo "unpacked ${wheel##*/}"
             done
         fi
