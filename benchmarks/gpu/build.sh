@@ -127,7 +127,10 @@ architecture() {
 }
 
 configure() {
-    local options=() rpath='$ORIGIN' arch file folder
+    local options=() rpath='$ORIGIN' arch file folder runtime
+    runtime=$(cxx_runtime)
+    [[ -z $runtime ]] || options+=("-DCMAKE_SHARED_LINKER_FLAGS=$runtime"
+        "-DCMAKE_EXE_LINKER_FLAGS=$runtime")
     if [[ $kind == cuda ]]; then
         arch=$(architecture)
         for file in cublas cublasLt cudart; do  # where they really lie, the loader may not look
@@ -154,6 +157,20 @@ configure() {
         -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$rpath" "${options[@]}"
 }
 
+# The libraries exchange strings, streams and exceptions. Where the compiler has its C++ runtime as an
+# archive only, each library would get a part of one of its own, and a process that does not come
+# with one, as Python, crashes in the first of them: the system's shared runtime is named instead.
+cxx_runtime() {
+    local probe=$build/probe.so shared
+    echo '#include <string>
+std::string f(int n) { return std::to_string(n) + "x"; }' \
+        | c++ -shared -fPIC -O0 -x c++ - -o "$probe" || return 1
+    if readelf -d "$probe" | grep -q 'NEEDED.*libstdc++'; then return; fi
+    shared=$(/sbin/ldconfig -p | sed -n 's/.*libstdc++\.so\.6 (.*x86-64.*) => //p' | head -n 1)
+    [[ -n $shared ]] || fail "the C++ compiler has no shared runtime, nor has the system"
+    echo "-Wl,--push-state,--no-as-needed $shared -Wl,--pop-state"
+}
+
 compile() {
     cmake --build "$build" -j "$jobs" \
         --target ggml llama llama-bench llama-speculative-simple
@@ -163,6 +180,7 @@ compile() {
 check() {
     python3 -c 'import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)' \
         "$build/bin/libllama.so"
+    readelf -d "$build/bin/libllama.so" | grep 'NEEDED.*libstdc++'
     "$build/bin/llama-bench" --list-devices
 }
 

@@ -57,19 +57,17 @@ class Check:
             Step("keep library", "facts", 60, self.keep_library, ("library",)),
             Step("models", "models", 200, self.models),
             Step("torch", "torch", 90, self.torch),
-            Step("torch jobs", "torch", 150, self.torch_jobs),
-            Step("strategies", "torch", 100, self.strategies),
-            Step("torch tests", "torch", 100, self.torch_tests),
             Step("devices", "device", 30, self.devices, ("library",)),
             Step("bits", "device", 60, self.bits, ("library",)),
             Step("bits of wide models", "device", 80, self.wide_bits, ("library", "models")),
+            # alone on the device
+            Step("curve", "device", 60, self.curve, ("library", "models"), ("torch",)),
+            Step("speed", "device", 150, self.speed, ("library", "models"), ("torch",)),
             Step("jobs", "device", 150, self.jobs, ("library",)),
-            # alone on the device: everything else has ended
-            Step("curve", "device", 60, self.curve, ("library", "models"),
-                 ("strategies", "torch tests")),
-            Step("speed", "device", 170, self.speed, ("library", "models"),
-                 ("strategies", "torch tests")),
             Step("tests", "device", 150, self.tests, ("library",)),
+            Step("torch jobs", "torch", 150, self.torch_jobs, ("library",), ("speed",)),
+            Step("strategies", "torch", 100, self.strategies, ("library",), ("speed",)),
+            Step("torch tests", "torch", 100, self.torch_tests, ("library",), ("speed",)),
         ]
 
     @property
@@ -185,7 +183,8 @@ class Check:
                      "-md", "none"]}
         for name, own in kinds.items():
             for ranks in (1, 2):
-                out = self._job({}, ranks, ["generate", *asked, *own], seconds / 3)
+                with self.device.open(ranks) as env:
+                    out = self._job(env, ranks, ["generate", *asked, *own], seconds / 3)
                 answer = json_lines(out)[0]
                 found[f"{name}, {ranks}"] = {
                     "tokens_per_second": answer["stats"]["tokens_per_second"],
@@ -204,10 +203,11 @@ class Check:
         texts = {}
         for ranks in (1, 2):
             folder = self.work / f"compare-{ranks}"
-            self._job({}, ranks, [
-                "compare", "-m", "task", *common, "--tasks", "1", "-n", "300", "-o", str(folder),
-                "--no-plots", "--temp", "0", *(w for m in methods for w in ("--method", m))],
-                seconds / 2)
+            words = ["compare", "-m", "task", *common, "--tasks", "1", "-n", "300", "-o",
+                     str(folder), "--no-plots", "--temp", "0",
+                     *(word for method in methods for word in ("--method", method))]
+            with self.device.open(ranks) as env:
+                self._job(env, ranks, words, seconds / 2)
             texts[ranks] = json.loads((folder / "results.json").read_text())["answers"]
         return {
             method: {"same_over_two_ranks": [a["text"] for a in texts[1][method]]
@@ -216,8 +216,9 @@ class Check:
 
     def torch_tests(self, seconds: float) -> dict[str, Any]:
         """The tests of the torch backend, on this device."""
-        return self._pytest(TORCH_TESTS, seconds, {}, "torch",
-                            PIPEINFER_TEST_DEVICE=self.device.torch_device)
+        with self.device.open() as env:
+            return self._pytest(TORCH_TESTS, seconds, env, "torch",
+                                PIPEINFER_TEST_DEVICE=self.device.torch_device)
 
     def speed(self, seconds: float) -> dict[str, Any]:
         """Tokens per second beside llama.cpp's own programs, each alone on the device, in turn; as

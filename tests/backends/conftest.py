@@ -29,9 +29,13 @@ def device() -> Iterator[None]:
             from pipeinfer.backends.pytorch.options import TorchOptions
 
             patch.setattr(TorchBackend, "load", _placed(
-                TorchBackend.load, lambda given: structs.replace(
-                    given or TorchOptions(), device=DEVICE)))
+                TorchBackend.load, lambda given: _on_device(given or TorchOptions())))
         yield
+
+
+def _on_device(options: Any) -> Any:
+    """The same arithmetic there: "auto" would be bfloat16."""
+    return structs.replace(options, device=DEVICE, dtype=options.dtype.replace("auto", "float32"))
 
 
 def _placed(load: Callable[..., Any], change: Callable[[Any], Any]) -> Any:
