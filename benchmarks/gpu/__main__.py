@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -48,32 +49,35 @@ def check_command(out: Path, work: Path, device: str, limit: float, only: str,
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    build = build_folder(work, PACKED / "llama.tar.xz", device)
-    report = Report(out / "gpu.json", format=_FORMAT, device=device, limit=limit,
+    build = build_folder(Path(os.environ.get("PIPEINFER_GPU_BUILDS") or work), PACKED / "llama.tar.xz", device)
+    hidden = [f"{one}/" for one in (Path(sys.executable).parent, work, PACKED.parent)]
+    report = Report(out / "gpu.json", hidden, format=_FORMAT, device=device, limit=limit,
                     date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()), only=only)
     check = Check(Device(device, libraries or build / "bin"), report, out, work, build, PACKED)
     Runner(report, started + limit).run(
-        check.steps(), [name.strip() for name in only.split(",") if name.strip()])
+        check.steps(), [name.strip() for name in only.split(",") if name.strip()],
+        check.device.left_out)
     for name, one in report.data["steps"].items():
         click.echo(f"{name:24} {one['state']:8} {one.get('seconds', 0):6} s "
                    f"{one.get('error', '')[-100:]}")
 
 
-def build_folder(work: Path, sources: Path, device: str) -> Path:
-    """Where the library for these sources is built; below PIPEINFER_GPU_BUILDS it is kept."""
+def build_folder(folder: Path, sources: Path, device: str) -> Path:
+    """Where in `folder` the library for these sources is built."""
     digest = hashlib.blake2b(sources.read_bytes() if sources.exists() else b"",
                              digest_size=8).hexdigest()
-    folder = Path(os.environ.get("PIPEINFER_GPU_BUILDS") or work)
     return folder / f"llama-{device}-{digest}"
 
 
 @main.command("record")
-@click.argument("result", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-def record_command(result: Path) -> None:
-    """Write benchmarks/records/gpu.toml from a check's result."""
+@click.argument("results", nargs=-1, required=True,
+                type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--commit", default="", help="The commit that was measured.")
+def record_command(results: tuple[Path, ...], commit: str) -> None:
+    """Write benchmarks/records/gpu.toml from the results of one or more checks."""
     from benchmarks.gpu.record import write
 
-    click.echo(f"wrote {write(json.loads(result.read_text()))}")
+    write([json.loads(result.read_text()) for result in results], commit)
 
 
 if __name__ == "__main__":

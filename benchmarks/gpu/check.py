@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import jobs
-from benchmarks.gpu.devices import HERE, Device, build_plugin
+from benchmarks.gpu.devices import HERE, VULKAN, Device, build_plugin, fetch_vulkan
 from benchmarks.gpu.jobs import ALL, DRAFT, ROOT, TARGET
 from benchmarks.gpu.steps import Report, Step, StepError, child, json_lines
 from benchmarks.peers.runs import parse_speculative
@@ -58,12 +58,12 @@ class Check:
             Step("models", "models", 200, self.models),
             Step("torch", "torch", 90, self.torch),
             Step("devices", "device", 30, self.devices, ("library",)),
-            Step("bits", "device", 60, self.bits, ("library",)),
+            Step("bits", "device", 150, self.bits, ("library",)),
             Step("bits of wide models", "device", 80, self.wide_bits, ("library", "models")),
             # alone on the device
             Step("curve", "device", 60, self.curve, ("library", "models"), ("torch",)),
             Step("speed", "device", 150, self.speed, ("library", "models"), ("torch",)),
-            Step("jobs", "device", 150, self.jobs, ("library",)),
+            Step("jobs", "device", 320, self.jobs, ("library",)),
             Step("tests", "device", 150, self.tests, ("library",)),
             Step("torch jobs", "torch", 150, self.torch_jobs, ("library",), ("speed",)),
             Step("strategies", "torch", 100, self.strategies, ("library",), ("speed",)),
@@ -94,6 +94,10 @@ class Check:
         """llama.cpp for this device, built here unless an earlier call did."""
         if self.device.libraries.parent != self.build:
             return {"built": False, "folder": self.device.libraries.name}
+        if self.device.kind == "vulkan":
+            if not any(self.device.libraries.glob("libllama-*")):
+                fetch_vulkan(self.device.libraries)
+            return {"built": False, "folder": VULKAN}
         said = child(["bash", str(HERE / "build.sh"), str(self.packed / "llama.tar.xz"),
                       str(self.build), self.device.kind], seconds, self.log)
         if self.device.kind == "rpc":
@@ -139,7 +143,9 @@ class Check:
                                     self._env(env)))
 
     def bits(self, seconds: float) -> list[Any]:
-        """Padded and unpadded rows of the embedded target."""
+        """Padded and unpadded rows of the embedded target, of the draft where that is slow."""
+        if self.device.kind == "vulkan":
+            return self._lines("bits", seconds, str(DRAFT))
         return self._lines("bits", seconds, str(TARGET), "--options", json.dumps(OPTIONS))
 
     def wide_bits(self, seconds: float) -> list[Any]:

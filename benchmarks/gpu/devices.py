@@ -11,13 +11,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.steps import StepError, die_with_parent, kill_group
+from benchmarks.peers.programs import fetch
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("cuda", "rpc", "vulkan")
@@ -42,8 +45,16 @@ class Sizes:
 #: the pair inflated to the shape of a 7 B and of a 0.6 B
 FULL = Sizes((32, 4096, 64, 8, 11008), (16, 1536, 24, 8, 4096), (2, 4096, 64, 8, 11008),
              prompts=4, tokens=64, speed_tokens=256, rounds=3, jobs_at_once=4)
-SMALL = Sizes((14, 512, 8, 4, 1024), (2, 256, 4, 2, 768), (2, 512, 8, 4, 1024),
-              prompts=2, tokens=24, speed_tokens=48, rounds=1, jobs_at_once=2)
+_TINY = (14, 512, 8, 4, 1024), (2, 256, 4, 2, 768), (2, 512, 8, 4, 1024)
+SMALL = Sizes(*_TINY, prompts=2, tokens=24, speed_tokens=48, rounds=1, jobs_at_once=2)
+#: a software driver takes a tenth to half a second for a token, and compiles for each process
+TINY = Sizes(*_TINY, prompts=1, tokens=12, speed_tokens=8, rounds=1, jobs_at_once=1)
+#: steps that such a driver has no time for, or that no device changes
+_LEFT_OUT = {"vulkan": frozenset({
+    "bits of wide models", "models", "curve", "speed", "tests", "torch", "torch jobs",
+    "strategies", "torch tests"})}
+#: a prebuilt llama.cpp with Vulkan, and the state of llama.cpp that it is made of
+VULKAN = "cyllama-vulkan==0.7.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,12 @@ class Device:
     @property
     def sizes(self) -> Sizes:
         """How much the check does there."""
-        return FULL if self.kind == "cuda" else SMALL
+        return {"cuda": FULL, "rpc": SMALL, "vulkan": TINY}[self.kind]
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Steps that are not taken there."""
+        return _LEFT_OUT.get(self.kind, frozenset())
 
     @property
     def torch_device(self) -> str:
@@ -110,6 +126,21 @@ def build_plugin(libraries: Path, source: Path) -> None:
          str(libraries / "rpc-device.so"), "-I", str(source / "ggml" / "include"), "-L",
          str(libraries), "-lggml-rpc", "-lggml-base", "-Wl,-rpath,$ORIGIN"],
         check=True, capture_output=True, text=True)
+
+
+def fetch_vulkan(libraries: Path) -> None:
+    """Put llama.cpp with Vulkan into `libraries`. Raises ClickException where it cannot be had."""
+    with tempfile.TemporaryDirectory() as name:
+        platforms = [word for version in (28, 31, 34, 35)
+                     for word in ("--platform", f"manylinux_2_{version}_x86_64")]
+        fetch(VULKAN, Path(name), "-q", "--only-binary=:all:", "--python-version", "3.12",
+              "--implementation", "cp", "--abi", "abi3", *platforms)
+        (wheel,) = Path(name).glob("*.whl")
+        libraries.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheel) as packed:
+            for inside in packed.namelist():
+                if inside.startswith("cyllama_vulkan.libs/"):
+                    (libraries / Path(inside).name).write_bytes(packed.read(inside))
 
 
 def _free_ports(count: int) -> int:

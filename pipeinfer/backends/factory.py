@@ -104,19 +104,22 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
         "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
         "type_v": config.cache_type_v, "repack": config.repack,
     }
+    gpu_layers = config.gpu_layers_draft if draft else config.gpu_layers
     if draft:  # types that are named are the target's, as with llama.cpp
         values |= {"type_k": "auto", "type_v": "auto"}
     elif config.like_llama_cpp:
         values |= {"type_k": "f16", "type_v": "f16"}
     if draft or config.exact == "off":
         # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
+        # On GPUs flash attention is the fast one.
         fast = {"type_k": "f16", "type_v": "f16"}
-        if values["type_v"] in ("auto", *UNQUANTISED):  # others need flash attention
+        # quantised values need it
+        if not gpu_layers and values["type_v"] in ("auto", *UNQUANTISED):
             fast["flash_attn"] = "off"
         values |= {name: value for name, value in fast.items() if values[name] == "auto"}
         values["keep_order"] = False
     return LlamaOptions(
-        n_gpu_layers=config.gpu_layers_draft if draft else config.gpu_layers,
+        n_gpu_layers=gpu_layers,
         use_mmap=config.mmap,
         use_mlock=config.mlock, huge_pages=config.huge_pages,
         layer_callbacks=callbacks, gaps=gaps, lend=True, **values,

@@ -116,6 +116,9 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
     elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
         notes.append("only runs of one row are exact here, so guesses travel one by one, with one "
                      "stage and --policy speculative not at all; --exact off allows wider runs")
+    if config.exact == "on" and (gpus := {one.gpu for one in assembly.ready.values() if one.gpu}):
+        notes.append(f"layers on {', '.join(sorted(gpus))}: there tokens equal plain decoding's up "
+                     "to near-ties (docs/exactness.md#gpus)")
     if len({one.backend for one in assembly.ready.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")

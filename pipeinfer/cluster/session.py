@@ -268,7 +268,8 @@ class Session:
         parts = (self.ground.job.model.fingerprint, self.ground.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
                  cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
-                 sorted({ready.backend for ready in assembly.ready.values()}))
+                 sorted({ready.backend for ready in assembly.ready.values()}),
+                 *sorted({ready.gpu for ready in assembly.ready.values()} - {""}))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def use(self, config: JobConfig) -> None:

@@ -57,7 +57,7 @@ from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
 from pipeinfer.cluster.wide_stage import paced_team, sum_seconds, team_of
-from pipeinfer.config import JobConfig
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import (
     PortName,
     Progress,
@@ -75,7 +75,7 @@ from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
-from pipeinfer.models.llama import llama_identity
+from pipeinfer.models.llama import gpus, llama_identity
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
@@ -289,7 +289,7 @@ class StageProcess:
             sum(part.received for part in self._parts),
             tuple(part.layers for part in self._parts), setup.cut and pieces,
             "" if team is None else "memory" if team.shares_memory else "messages",
-            self._sum_seconds))
+            self._sum_seconds, gpu_of(config.model, kind)))
         begun = 0 if team is None else team.count
         whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
@@ -430,13 +430,21 @@ class StageProcess:
                     used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
                 widths = known_widths(
                     backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),
-                              *filter(None, [piece])),
+                              *filter(None, [piece, gpu_of(config.model, kind)])),
                     limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
                     progress=lambda done, total: report("measuring", done, total))
         except BaseException:
             backend.close()
             raise
         return Part(layers, piece, backend, widths, used, received)
+
+
+def gpu_of(config: ModelConfig, kind: str) -> str:
+    """What llama.cpp calls the devices that hold a stage's layers, "" where the processor
+    computes, or torch. kind: of backend."""
+    if kind != "llamacpp" or not config.gpu_layers:
+        return ""
+    return ", ".join(one.description for one in gpus())
 
 
 def pieces_of(setup: Setup) -> tuple[str, ...]:

@@ -204,7 +204,8 @@ class Progress(_Message, frozen=True, tag=True):
 class Ready(_Message, frozen=True, tag=True):
     """A member of a stage serves from now on. parts: the ranges of layers that it loaded apart.
     slices: names of those that it holds. sums: how parts of sums travel ("" without any);
-    sum_seconds: of one for a single row, as measured at the start."""
+    sum_seconds: of one for a single row, as measured at the start. gpu: what llama.cpp calls the
+    devices that hold its layers, "" where the processor computes."""
 
     port: PortName
     rank: int
@@ -222,6 +223,7 @@ class Ready(_Message, frozen=True, tag=True):
     slices: tuple[str, ...] = ()
     sums: str = ""
     sum_seconds: float = 0.0
+    gpu: str = ""
 
     def figures(self) -> dict[str, Any]:
         """All of it in one mapping, but for the port's name."""

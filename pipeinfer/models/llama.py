@@ -6,6 +6,8 @@ import ctypes
 import threading
 from collections import deque
 
+from msgspec import Struct
+
 from pipeinfer.errors import BackendError
 from pipeinfer.models import llama_c, short_runs
 from pipeinfer.models.gguf import ModelFile
@@ -15,6 +17,7 @@ from pipeinfer.models.quant_types import GGMLQuantizationType
 NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
 #: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; what each part of a split file still says
 _MOSTLY_Q4_K = (14, 15)
+_GPUS = (1, 2)  #: ggml's numbers of devices with memory of their own, and of those without
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
@@ -88,6 +91,37 @@ def llama_identity() -> str:
         return f"{name}; {llama_c.llama_print_system_info().decode()}{own}"
     except BackendError as error:
         return f"{NO_LIBRARY}{error}"
+
+
+class Gpu(Struct, frozen=True):
+    """A device beside the processor that llama.cpp can put layers on. free, total: bytes."""
+
+    name: str
+    description: str
+    free: int
+    total: int
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The devices that this process sees; empty with a library for processors alone, or without
+    one. Opens a context on each."""
+    try:
+        if not llama_c.llama_supports_gpu_offload():
+            return ()
+        count = llama_c.ggml_backend_dev_count()
+    except BackendError:
+        return ()
+    found = []
+    for i in range(count):
+        device = llama_c.ggml_backend_dev_get(i)
+        if llama_c.ggml_backend_dev_type(device) not in _GPUS:
+            continue
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        llama_c.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        found.append(Gpu(llama_c.ggml_backend_dev_name(device).decode(),
+                         llama_c.ggml_backend_dev_description(device).decode(),
+                         free.value, total.value))
+    return tuple(found)
 
 
 def may_repack(model: ModelFile) -> bool:

@@ -171,6 +171,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_dev_type": (c_int, (_P,)),
     "ggml_backend_load": (_P, (c_char_p,)),
     "ggml_backend_load_all_from_path": (None, (c_char_p,)),
+    "ggml_backend_reg_by_name": (_P, (c_char_p,)),
     "ggml_backend_tensor_get": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_backend_tensor_set": (None, (_P, _P, c_size_t, c_size_t)),
     "ggml_compute_forward_mul_mat_tiled": (c_bool, (_P, _P)),
@@ -261,8 +262,11 @@ _OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: which nobody e
 _FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
-_OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type")
-_OPTIONAL = (*_OF_PLUGINS, "ggml_cpu_init", "llama_model_quantize", "llama_model_quantize_default_params",
+_OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
+_OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
+               "ggml_backend_reg_by_name")
+_OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
+             "llama_model_quantize", "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
@@ -359,6 +363,12 @@ def _load_plugins(library: Library, functions: dict[str, Any]) -> None:
     functions["llama_log_set"](_no_log, None)
     if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
         functions["ggml_backend_load_all_from_path"](os.fsencode(library.path.parent))
+        # of files whose names were changed when a wheel was made it finds the processor's alone
+        for path in sorted(library.path.parent.glob("libggml-*.so")):
+            kind = path.name.removeprefix("libggml-").partition(".")[0].partition("-")[0]
+            if kind not in ("base", "cpu") and not functions["ggml_backend_reg_by_name"](
+                    kind.encode()):
+                functions["ggml_backend_load"](os.fsencode(path))
         if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
             raise BackendError(f"{library.name} has no backend for this processor, nor is there "
                                "one beside it: install it again")

@@ -26,6 +26,15 @@ def test_quantised_values_keep_flash_attention(values, flash):
     assert (options.flash_attn, options.type_k) == (flash, "f16")
 
 
+def test_flash_attention_stays_where_layers_are_on_a_gpu():
+    """Without it a GPU decodes slower, whatever the draft or the stage has to be."""
+    config = ModelConfig(exact="off", gpu_layers=99, gpu_layers_draft=99)
+    for draft in (False, True):
+        options = llama_options(config, draft=draft)
+        assert (options.flash_attn, options.type_k, options.type_v) == ("auto", "f16", "f16")
+    assert llama_options(ModelConfig(gpu_layers=99), draft=True).flash_attn == "off"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--exact", "off", "--speculation", "off"]])
 def test_quantised_values_work_beside_a_draft(more):
