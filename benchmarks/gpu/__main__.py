@@ -49,7 +49,8 @@ def check_command(out: Path, work: Path, device: str, limit: float, only: str,
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    build = build_folder(Path(os.environ.get("PIPEINFER_GPU_BUILDS") or work), PACKED / "llama.tar.xz", device)
+    builds = Path(os.environ.get("PIPEINFER_GPU_BUILDS") or work)
+    build = build_folder(builds, PACKED / "llama.tar.xz", device)
     hidden = [f"{one}/" for one in (Path(sys.executable).parent, work, PACKED.parent)]
     report = Report(out / "gpu.json", hidden, format=_FORMAT, device=device, limit=limit,
                     date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()), only=only)
