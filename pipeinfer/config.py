@@ -75,12 +75,12 @@ class ModelConfig:
     hf_repo_draft: str = _opt("", "-hfd", "-hfrd", "--hf-repo-draft", kind="str",
                               help="Draft model on the hub, as for -hf.")
     offline: bool = _opt(False, "--offline", kind="flag",
-                         help="Take models of the hub from its cache alone (as HF_HUB_OFFLINE=1 "
-                              "does).")
+                         help="Read models of the hub from the local cache only (as "
+                              "HF_HUB_OFFLINE=1 does).")
     draft_model: str = _opt("", "-md", "--model-draft", kind="str",
-                            help="Draft model (as for -m, same vocabulary); none: guess without "
-                                 "one [default: the one that comes along with embedded or "
-                                 "smollm2, else none].")
+                            help="Draft model (as for -m, same vocabulary); none: no draft "
+                                 "[default: the one that comes with embedded or smollm2, "
+                                 "else none].")
     backend: str = _opt("auto", "--backend", kind="str",
                         choices=("auto", "llamacpp", "torch"),
                         help="Library that computes the target's layers; auto: torch for a Hugging "
@@ -93,8 +93,8 @@ class ModelConfig:
                       help="Data type of torch's weights, cache and arithmetic; auto: float32 on "
                            "processors, bfloat16 on GPUs.")
     draft_small: str = _opt("", "-mds", "--model-draft-small", kind="str",
-                            help="A second, smaller draft model, asked first; where it is unsure, "
-                                 "the larger one is asked.")
+                            help="A second, smaller draft model, which drafts first; where its "
+                                 "confidence is low, the larger one drafts.")
     ctx: int = _opt(0, "-c", "--ctx-size", low=0, high=2**24,
                     help="Context in tokens; 0: the model's own, at most 8192.")
     threads: int = _opt(0, "-t", "--threads", low=0, high=512,
@@ -120,9 +120,9 @@ class ModelConfig:
     flash_attn: str = _opt("auto", "-fa", "--flash-attn", kind="str",
                            choices=("auto", "on", "off"), help="Flash attention.")
     repack: str = _opt("auto", "--repack", kind="str", choices=("auto", "on", "off"),
-                       help="Lay quantised weights out anew for faster kernels while they are "
-                            "loaded; auto: unless llama.cpp was compiled for AMX, where it would "
-                            "crash.")
+                       help="Convert quantised weights to a layout for faster kernels while "
+                            "they are loaded; auto: unless llama.cpp was compiled for AMX, where "
+                            "it would crash.")
     mlock: bool = _opt(False, "--mlock", kind="flag",
                        help="Lock the weights in memory.")
     mmap: bool = _opt(True, "--mmap", kind="flag", off_flag="--no-mmap",
@@ -134,8 +134,8 @@ class ModelConfig:
                      choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
     like_llama_cpp: bool = _opt(
         False, "--like-llama-cpp", kind="flag",
-        help="Cache types, flash attention, repacking and prompt chunks as llama.cpp's defaults, "
-             "for its very tokens; few rows or none are exact together then.")
+        help="Use llama.cpp's defaults for cache types, flash attention, repacking and prompt "
+             "chunks, which gives its tokens; few rows or none are exact together then.")
     exact: str = _opt("on", "--exact", kind="str", choices=("on", "off"),
                       help="Limit runs to the width at which decodes are bit-equal to single rows.")
 
@@ -161,7 +161,7 @@ class ClusterConfig:
 
     distribute: bool = _opt(False, "--distribute", kind="flag",
                             help="Send layers from rank 0 to ranks without the model file, which "
-                                 "keep them; see docs/clusters.md.")
+                                 "store them; see docs/clusters.md.")
     pace_ms: float = _opt(0.0, "--pace-ms", kind="float", low=0, high=60_000,
                           help="For experiments: make every decode of a stage take at least this "
                                "many milliseconds, as on a slower machine.")
@@ -196,10 +196,10 @@ class ClusterConfig:
                             "such as 3:2:2 [default: one for each member]. Tokens are equal "
                             "for equal slices, whatever ranks hold them.")
     sum_type: str = _opt("f32", "--sum-type", kind="str", choices=("f32", "f16", "bf16"),
-                         help="Numbers in which members send each other parts of sums; shorter "
+                         help="Data type of the partial results that members exchange; shorter "
                               "ones save time on slow networks.")
     sum_path: str = _opt("auto", "--sum-path", kind="str", choices=("auto", "memory", "messages"),
-                         help="How members of a stage exchange parts of sums: through shared "
+                         help="How members of a stage exchange partial results: through shared "
                               "memory, or as messages; auto: memory where all are on one host.")
     remeasure: bool = _opt(False, "--remeasure", kind="flag",
                            help="Measure the ranks again instead of using cached measurements.")
@@ -208,7 +208,7 @@ class ClusterConfig:
                              "rank 0's: they may choose otherwise where two tokens are nearly "
                              "tied.")
     timeout: float = _opt(300.0, "--timeout", kind="float", low=0.1, high=1e6,
-                          help="Seconds to wait for an answer of another rank before the "
+                          help="Seconds to wait for a message of another rank before the "
                                "job fails.")
     trace: str = _opt("", "--trace", kind="str",
                       help="Write a Chrome trace (JSON) of every run to this file.")
@@ -225,15 +225,15 @@ class ClusterConfig:
                             "they replace a rank that dies; see docs/chaos.md.")
     draft_ranks: int = _opt(0, "--draft-ranks", low=0, high=1000,
                             help="Number of ranks, counted from the last one that is no spare, "
-                                 "that hold the draft together and no layers of the target; see "
+                                 "that share the draft and hold no layers of the target; see "
                                  "docs/clusters.md.")
     rebalance: str = _opt("auto", "--rebalance", kind="str",
                           choices=("auto", "off"),
                           help="serve: redistribute the layers between requests when a stage has "
                                "become slow and at least 25 % more speed is expected.")
     debug: bool = _opt(False, "--debug", kind="flag",
-                       help="Check the scheduler's state after every event, and end the job where "
-                            "it contradicts itself.")
+                       help="Check the scheduler's state after every event, and end the job if it "
+                            "is inconsistent.")
     fault: tuple[str, ...] = _opt((), "--fault", kind="list",
                                   help="For experiments: cause a fault on purpose, such as "
                                        "kill@2:decode=30 (repeatable; see docs/chaos.md).")
@@ -246,31 +246,32 @@ class SpeculationConfig:
     policy: str = _opt("", "--policy", kind="str",
                        choices=("", "iterative", "speculative", "pipeinfer", "published"),
                        help="How to decode: one token at a time, with synchronous or with "
-                            "asynchronous speculation, or as PipeInfer's paper does, to compare "
-                            "with [default: pipeinfer where something guesses, else "
+                            "asynchronous speculation, or by the rules of PipeInfer's paper, for "
+                            "comparison [default: pipeinfer if there is a proposer, else "
                             "iterative].")
     proposer: tuple[str, ...] = _opt((), "--proposer", kind="list", registered="proposers",
-                                     help="Source of guesses (repeatable: asked in the given order "
-                                          "until one is as good as certain) [default: what the "
-                                          "text repeats, then the draft].")
+                                     help="Source of speculative tokens (repeatable: used in the "
+                                          "given order until one is nearly certain) [default: "
+                                          "prompt lookup, then the draft].")
     layout: str = _opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
                        help="pipeline: each rank holds some layers; replicate: each holds the "
-                            "whole model, and the rows of lookahead decoding are shared out "
+                            "whole model and computes a share of the rows of lookahead decoding "
                             "(docs/lookahead.md).")
     decomposer: str = _opt("", "--decomposer", kind="str", registered="decomposers",
                            help="Decode a response in several threads at once; see "
                                 "docs/decomposers.md. The prompt becomes a chat message; the "
                                 "default model is a small embedded one that was trained for this.")
     decompose_threads: int = _opt(8, "--decompose-threads", low=1, high=64,
-                                  help="Maximum number of threads of a response that are at work "
-                                       "beside its main one; further ones wait for room.")
+                                  help="Maximum number of threads of a response that decode "
+                                       "alongside its main one; further ones wait.")
     ablate: tuple[str, ...] = _opt((), "--ablate", kind="list",
                                    choices=("async", "continuous", "multibuffer",
                                             "alternatives", "cancel"),
                                    help="Switch off a component of pipeinfer, or of published "
                                         "(repeatable).")
     draft_max: int = _opt(0, "--draft-max", "--draft", low=0, high=64,
-                          help="Maximum guesses per micro-batch; 0: tuned while running.")
+                          help="Maximum speculative tokens per micro-batch; 0: tuned while "
+                               "running.")
     tree_max: int = _opt(0, "--tree-max", low=0, high=256,
                          help="Drafted tokens of a synchronous tree (--policy speculative); 0: 2 "
                               "to 7, depending on what a further row costs here.")
@@ -278,11 +279,12 @@ class SpeculationConfig:
                               help="Do not issue drafted tokens below this confidence; -1: 0.4 for "
                                    "synchronous trees, else only --path-min applies.")
     path_min: float = _opt(-1.0, "--path-min", kind="float", low=-1, high=2,
-                           help="Issue a guess only if it and all before it are right with at "
-                                "least this estimated probability; -1: tuned while running.")
+                           help="Issue a speculative token only if it and all before it will be "
+                                "accepted with at least this estimated probability; -1: tuned "
+                                "while running.")
     alternatives: int = _opt(-1, "--alternatives", low=-1, high=7,
                              help="How many of the draft's second, third, ... choices may be "
-                                  "issued beside its first; -1: 1, or 2 on long pipelines.")
+                                  "issued along with its first; -1: 1, or 2 on long pipelines.")
     adapt: bool = _opt(True, "--adapt", kind="flag", off_flag="--no-adapt",
                        help="Tune credit, micro-batch size, cutoff and tip while running.")
     p_split: float = _opt(-1.0, "--p-split", kind="float", low=-1, high=1,
@@ -298,7 +300,7 @@ class SpeculationConfig:
     tip: str = _opt("auto", "--tip", kind="str",
                     choices=("auto", "alone", "joined"),
                     help="After a miss, issue the accepted token alone at once, or joined with the "
-                         "first guesses after it; auto: tuned while running.")
+                         "first speculative tokens after it; auto: tuned while running.")
     branches: int = _opt(1, "--branches", low=1, high=32,
                          help="Paths of a synchronous tree (1: a chain).")
     partitions: int = _opt(-1, "--partitions", low=-1, high=200,
@@ -312,17 +314,18 @@ class SpeculationConfig:
     parallel: int = _opt(1, "-np", "--parallel", low=1, high=128,
                          help="Requests decoded at the same time; others wait (serve: 16).")
     cache_tokens: int = _opt(0, "--cache-tokens", low=0, high=2**26,
-                             help="Tokens that the cache holds for all requests and kept prompts "
-                                  "together; 0: the context, or twice that with --parallel.")
+                             help="Tokens that the KV cache holds for all requests and stored "
+                                  "prompts together; 0: the context, or twice that with "
+                                  "--parallel.")
     prefix_cache: bool = _opt(True, "--prefix-cache", kind="flag",
                               off_flag="--no-prefix-cache",
                               help="Keep prompts of finished requests, so that a new request with "
                                    "the same beginning does not compute it again.")
     speculation: str = _opt("auto", "--speculation", kind="str",
                             choices=("auto", "on", "off"),
-                            help="With several requests: guess only where their own tokens leave "
-                                 "room (auto), as much as for a single request (on), or not at all "
-                                 "(off).")
+                            help="With several requests: speculate only where their own tokens "
+                                 "leave room in the runs (auto), as much as for a single request "
+                                 "(on), or not at all (off).")
 
     #: values of strategies' own options by name; one that is not in it has its default
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -404,10 +407,10 @@ class ServeConfig:
     api_key_file: str = _opt("", "--api-key-file", kind="str",
                              help="File with one key per line; scopes=ask,watch,change, "
                                   "requests-per-minute=N, tokens-per-minute=N, at-once=N and "
-                                  "connections=N after it bound what it may do.")
+                                  "connections=N after a key limit it.")
     ssl_cert_file: str = _opt("", "--ssl-cert-file", kind="str",
                               help="Serve HTTPS with this certificate (PEM, with those between it "
-                                   "and its authority). A renewed one is taken within a minute.")
+                                   "and its authority). A renewed one is loaded within a minute.")
     ssl_key_file: str = _opt("", "--ssl-key-file", kind="str",
                              help="Private key of --ssl-cert-file (PEM, without a password).")
     alias: str = _opt("", "--alias", kind="str",
@@ -416,9 +419,9 @@ class ServeConfig:
                                 help="Answer requests for any model's name, for clients whose "
                                      "names cannot be changed; answers bear the served one.")
     remember_answers: bool = _opt(False, "--remember-answers", kind="flag",
-                                  help="Guess from earlier answers to the same key, too: rank 0 "
-                                       "keeps the last 65,536 tokens in memory. For requests whose "
-                                       "answers share their wording.")
+                                  help="Speculate from earlier answers to the same key, too: rank "
+                                       "0 stores their last 65,536 tokens in memory. For requests "
+                                       "whose answers share their wording.")
     queue: int = _opt(64, "--queue", low=0, high=100_000,
                       help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = _opt(4 << 20, "--max-body", low=1024, high=1 << 28,
@@ -426,7 +429,7 @@ class ServeConfig:
     drain_seconds: float = _opt(30.0, "--drain-seconds", kind="float", low=0,
                                 high=86400,
                                 help="Seconds that running requests may take to finish when the "
-                                     "server is asked to stop.")
+                                     "server is stopped.")
     request_timeout: float = _opt(3600.0, "--request-timeout", kind="float",
                                   low=0.1, high=1e6,
                                   help="Maximum seconds that a request may take in total.")
@@ -452,16 +455,15 @@ class ServeConfig:
                                    "OpenTelemetry collector, such as http://collector:4318 (needs "
                                    "the extra otel).")
     journal: str = _opt("", "--journal", kind="str",
-                        help="File in which requests outlive a crash of the HTTP process: it keeps "
-                             "prompts and answers, readable for this user alone.")
+                        help="File from which requests continue after a crash of the HTTP process: "
+                             "it stores prompts and answers, readable by this user only.")
     journal_sync: float = _opt(1.0, "--journal-sync", kind="float", low=0.01, high=3600,
-                               help="Seconds between two times that the disk is made to have the "
-                                    "journal.")
+                               help="Seconds between two flushes of the journal to disk.")
     journal_keep: float = _opt(3600.0, "--journal-keep", kind="float", low=0, high=1e7,
-                               help="Seconds for which an answer that is complete can be asked for "
-                                    "again.")
+                               help="Seconds for which a complete answer can be requested again.")
     journal_size: int = _opt(64, "--journal-size", low=1, high=1 << 16,
-                             help="MiB of the journal beyond which the oldest complete answers go.")
+                             help="MiB of the journal beyond which the oldest complete answers are "
+                                  "deleted.")
 
 
 class _Sections:
