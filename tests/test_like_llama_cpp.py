@@ -11,8 +11,8 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from tests.rig.launch import ROOT
+from tests.rig.plain_loop import PlainLoop
 
 TARGET = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 F16, AUTO = 1, -1

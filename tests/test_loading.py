@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig.launch import ROOT
 from pipeinfer.loading import uncollected
+from tests.rig.launch import ROOT
 
 
 def test_it_collects_afterwards_as_before():

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig.fixtures import LEFT_OUT
-from pipeinfer.experiments.rig.launch import ROOT
+from tests.rig.fixtures import LEFT_OUT
+from tests.rig.launch import ROOT
 from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
@@ -64,7 +64,7 @@ ALONE = {
     "tests/mpi/test_replicas.py::test_the_command_line_with_a_replica_on_rank_0_and_torch":
         "replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead on torch "
         "in tests/mpi/test_decomposers.py",
-    "tests/training/test_pair.py::test_command_takes_a_few_real_steps":
+    "tests/lab/training/test_pair.py::test_command_takes_a_few_real_steps":
         "test_run_makes_both_files_and_resumes, test_command_passes_its_options_on",
 }
 TESTS = """
@@ -88,7 +88,7 @@ def test_what_is_selected(tmp_path, args, wanted, says):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "pipeinfer.experiments.rig.fixtures", "-v",
+        [sys.executable, "-m", "pytest", "-p", "tests.rig.fixtures", "-v",
          "--basetemp", tmp_path / "inner", *args],  # nothing of other runs is cleaned up
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})

@@ -20,13 +20,13 @@ import requests
 
 from pipeinfer.cli.options import parse
 from pipeinfer.errors import ModelError, RequestError, UsageError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
-from pipeinfer.experiments.rig.server_peer import Front
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.text import chat_template, sandbox
 from pipeinfer.server import middleware
 from pipeinfer.server.settings import Settings
+from tests.rig.server_peer import Front
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"

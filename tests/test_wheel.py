@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import Served
+from tests.rig import launch
+from tests.rig.served import Served
 from tests.support.sample import fewer
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
@@ -148,3 +148,33 @@ def test_the_server_has_its_page_and_a_model(installed, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         served.end()
         process.stderr.close()
+
+
+def test_a_user_needs_no_lab(installed):
+    """Without its folder everything that serves works, and its commands say what is gone."""
+    package, = installed.glob("lib/python*/site-packages/pipeinfer")
+    aside = installed / "lab-aside"
+    (package / "lab").rename(aside)
+    try:
+        assert len(tokens(run(installed, "pipeinfer", *GENERATE))) == 12
+        assert len(tokens(run(installed, "mpirun", "-np", "2", "pipeinfer", *GENERATE))) == 12
+        for command in ("doctor", "models", "cache", "serve --help", "up --help", "chat --help",
+                        "--help"):
+            done = run(installed, "pipeinfer", *command.split())
+            assert done.returncode == 0, done.stdout + done.stderr
+        for command in ("bench", "plan model --dry-run", "train", "compare -m task"):
+            done = run(installed, "pipeinfer", *command.split())
+            assert done.returncode == 2, command
+            line, = done.stderr.splitlines()
+            assert f"{command.split()[0]} is one of pipeinfer's development tools" in line
+        done = run(installed, "pipeinfer", *GENERATE, "--fault", "kill@1:decode=3")
+        assert done.returncode == 2
+        assert "--fault needs pipeinfer's development tools" in done.stderr
+        assert "Traceback" not in done.stderr
+    finally:
+        aside.rename(package / "lab")
+
+
+def test_nothing_of_pytest_is_in_the_wheel(installed):
+    package, = installed.glob("lib/python*/site-packages/pipeinfer")
+    assert not [path for path in package.rglob("*.py") if "import pytest" in path.read_text()]

@@ -344,7 +344,7 @@ class Check:
         """How many tests passed, and which did not."""
         log = self.out / f"tests-{name}"
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p",
-                   "no:cacheprovider", "-o", "addopts=-p pipeinfer.experiments.rig.fixtures",
+                   "no:cacheprovider", "-o", "addopts=-p tests.rig.fixtures",
                    "-o", "filterwarnings=", "--timeout", "120", *files]
         with log.open("w") as file:
             try:

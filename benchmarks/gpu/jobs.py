@@ -17,12 +17,12 @@ from benchmarks.gpu.devices import Device
 from benchmarks.gpu.steps import StepError, child
 from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.noise import noise_key
-from pipeinfer.experiments.rig.launch import environment, mpirun_path
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.rig.launch import environment, mpirun_path
 
 ROOT = Path(__file__).resolve().parents[2]
-MATRIX = ROOT / "pipeinfer" / "experiments" / "rig" / "programs" / "matrix.py"
+MATRIX = ROOT / "tests" / "rig" / "programs" / "matrix.py"
 TARGET, DRAFT = EMBEDDED / "target.gguf", EMBEDDED / "draft.gguf"
 ALL = 99  #: more layers than any of these models has
 _PREFIXES = ("PMIX_PREFIX", "PRTE_PREFIX")  #: of an Open MPI that was unpacked elsewhere

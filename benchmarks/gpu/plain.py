@@ -17,8 +17,8 @@ import numpy as np
 
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig.plain_loop import PlainLoop
 
 
 def gap_at(loop: PlainLoop, prompt: list[int], params: SamplingParams, reference: list[int],

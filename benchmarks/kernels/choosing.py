@@ -20,10 +20,10 @@ import numpy as np
 
 from pipeinfer.core.sampling import best_shares, candidates, choose
 from pipeinfer.core.types import FloatArray, SamplingParams
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig.launch import ROOT
+from tests.rig.plain_loop import PlainLoop
 
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {}, "temperature 0.8": {"temperature": 0.8},

@@ -12,7 +12,7 @@ import time
 import click
 import psutil
 
-from pipeinfer.experiments.rig.launch import environment, mpirun_path
+from tests.rig.launch import environment, mpirun_path
 
 PROGRAM = """
 import time

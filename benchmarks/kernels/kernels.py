@@ -22,7 +22,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_c
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama import ensure_llama

@@ -19,7 +19,7 @@ import click
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.llama import llama_kernels, llama_version
 
 ROWS = (1, 4, 16, 64)

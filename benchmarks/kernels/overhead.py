@@ -18,8 +18,8 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.experiments.rig.launch import ROOT, run
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from tests.rig.launch import ROOT, run
+from tests.rig.plain_loop import PlainLoop
 
 TCP = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
 PROMPT = "def fibonacci(n):\n"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.experiments.rig.launch import ROOT, run
-from pipeinfer.experiments.trace import chrome_trace, draw_timeline
+from pipeinfer.cli.timeline import chrome_trace, draw_timeline
+from tests.rig.launch import ROOT, run
 
 TCP = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self")
 OFF = {"OMPI_MCA_btl_tcp_progress_thread": "0", "OMPI_MCA_btl_tcp_eager_limit": "65536"}

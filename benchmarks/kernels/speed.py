@@ -16,8 +16,8 @@ import click
 
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from tests.rig.launch import ROOT
+from tests.rig.plain_loop import PlainLoop
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 POLICIES = {

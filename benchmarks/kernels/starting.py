@@ -19,7 +19,7 @@ from functools import partial
 import click
 
 from benchmarks.peers.contest import shown, spread
-from pipeinfer.experiments.rig.launch import run
+from tests.rig.launch import run
 
 _COMMAND = ["generate", "-p", "hello", "-n", "4", "--temp", "0"]
 

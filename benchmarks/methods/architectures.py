@@ -2,7 +2,7 @@
 
     python -m benchmarks.methods.architectures [NAME ...]
 
-Tiny random models with real metadata (`experiments.random_architectures`). Cancellations: a random
+Tiny random models with real metadata (`lab.random_architectures`). Cancellations: a random
 share of the matrix of `lossless` over three ranks, with the same weights quantised otherwise as a
 draft. Recovery: a stage is killed in the middle of a text, and the text is compared with one
 process's. Prints a line for each; exit status 1 when a token differs.
@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeinfer.experiments.random_architectures import RECIPES, stages_of
-from pipeinfer.experiments.random_model import tiny, write_random_model
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.random_architectures import RECIPES, stages_of
+from pipeinfer.lab.random_model import tiny, write_random_model
+from tests.rig import launch
 
 
 def guessed(model: Path, draft: Path) -> str:

@@ -17,14 +17,14 @@ from msgspec import structs
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.experiments.emulation.synthetic import (
+from pipeinfer.lab.emulation.synthetic import (
     N_VOCAB,
     TAIL,
     SyntheticBackend,
     SyntheticPair,
     mixed,
 )
-from pipeinfer.experiments.emulation.virtual import Scenario, Simulation, VirtualStage, Wire
+from pipeinfer.lab.emulation.virtual import Scenario, Simulation, VirtualStage, Wire
 from pipeinfer.scheduler.events import IssueRun, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 
 TEXTS = ("Explain how a suspension bridge carries its load.",
          "Write a short story about a lighthouse keeper and a storm.",

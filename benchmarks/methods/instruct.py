@@ -31,8 +31,6 @@ from pipeinfer import host
 from pipeinfer.backends.exact_width import known_widths
 from pipeinfer.backends.factory import llama_options
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.cli.compare import configs_for, judge_all
-from pipeinfer.cli.comparison import PLAIN, Answer, geometric, mean, rows_of, table_text
 from pipeinfer.cluster.draft_ranks import cache_sizes, load_draft, paths_of
 from pipeinfer.cluster.policy_choice import choose_policy
 from pipeinfer.cluster.sizing import (
@@ -49,12 +47,14 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import ALL_SEQS, END, Request, SamplingParams
-from pipeinfer.experiments.emulation.decoded import DecodedSimulation
-from pipeinfer.experiments.emulation.synthetic import SyntheticPair
-from pipeinfer.experiments.emulation.virtual import Scenario, VirtualStage, Wire
-from pipeinfer.experiments.quality import task_sets
-from pipeinfer.experiments.quality.judge import controlled
-from pipeinfer.experiments.quality.prompt_sets import Prompt
+from pipeinfer.lab.commands.compare import configs_for, judge_all
+from pipeinfer.lab.commands.comparison import PLAIN, Answer, geometric, mean, rows_of, table_text
+from pipeinfer.lab.emulation.decoded import DecodedSimulation
+from pipeinfer.lab.emulation.synthetic import SyntheticPair
+from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire
+from pipeinfer.lab.quality import task_sets
+from pipeinfer.lab.quality.judge import controlled
+from pipeinfer.lab.quality.prompt_sets import Prompt
 from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
 from pipeinfer.models.text.text_stream import TextStream

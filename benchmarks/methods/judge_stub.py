@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import click
 
-from pipeinfer.experiments.quality.scores import words
+from pipeinfer.lab.quality.scores import words
 
 
 def worth(text: str, reference: str = "") -> float:

@@ -29,11 +29,11 @@ from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.planning.wide import shares_of
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.sliced_loop import SlicedLoop
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (

@@ -26,12 +26,12 @@ import matplotlib as mpl
 import numpy as np
 import torch
 
-from pipeinfer.training.pair.model import Llama
-from pipeinfer.training.pair.restore import restore
-from pipeinfer.training.pasta import preference, rounds
-from pipeinfer.training.pasta.preference import Preference
-from pipeinfer.training.tasks import programs, reference, tasks
-from pipeinfer.training.tasks.markup import Codec
+from pipeinfer.lab.training.pair.model import Llama
+from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.pasta import preference, rounds
+from pipeinfer.lab.training.pasta.preference import Preference
+from pipeinfer.lab.training.tasks import programs, reference, tasks
+from pipeinfer.lab.training.tasks.markup import Codec
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

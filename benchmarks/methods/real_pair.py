@@ -24,11 +24,11 @@ from benchmarks.methods.prompts import CHATS
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.sliced_loop import SlicedLoop
 
 QUESTIONS = (
     "What is photosynthesis?", "Write a short poem about the sea.", "How do I boil an egg?",

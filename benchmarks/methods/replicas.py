@@ -28,13 +28,13 @@ from benchmarks.methods.heldout import prompts
 from benchmarks.methods.matrix import answers_of
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.policy import Policy
-from pipeinfer.experiments.emulation.profiles import ModelProfile, NodeProfile, load_profiles
-from pipeinfer.experiments.emulation.replicas import Trace, trace
-from pipeinfer.experiments.emulation.virtual import Overheads, Wire
-from pipeinfer.experiments.rig.served import serve
+from pipeinfer.lab.emulation.profiles import ModelProfile, NodeProfile, load_profiles
+from pipeinfer.lab.emulation.replicas import Trace, trace
+from pipeinfer.lab.emulation.virtual import Overheads, Wire
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
+from tests.rig.served import serve
 
 #: (W, N, G); the paper's choices for 7 B on an A100 and for less of a machine, and small ones
 SIZES = ((0, 5, 0), (0, 5, 2), (0, 5, 7), (2, 5, 2), (5, 5, 5), (7, 5, 7), (10, 5, 10),

@@ -28,8 +28,8 @@ from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.plots import Drawn, Figure, Row, Size
 from benchmarks.paper.report import page
 from pipeinfer.errors import PipeinferError
-from pipeinfer.experiments.emulation.profiles import lookup
 from pipeinfer.files import write_atomically
+from pipeinfer.lab.emulation.profiles import lookup
 
 MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "ablations-published", "gpu",
         "acceptance", "controller", "time", "timeline", "wide")

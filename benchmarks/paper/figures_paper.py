@@ -41,8 +41,8 @@ from benchmarks.paper.plots import (
     title_of,
 )
 from benchmarks.paper.results import Job, Store, profiles
-from pipeinfer.experiments import bench
-from pipeinfer.experiments.emulation.scenarios import Experiment
+from pipeinfer.lab.commands import bench
+from pipeinfer.lab.emulation.scenarios import Experiment
 
 # --- Figs. 4 to 7a: cluster C -----------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from benchmarks.paper.plots import (
 from benchmarks.paper.results import Job, Store, profiles
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
-from pipeinfer.experiments import grids
-from pipeinfer.experiments.emulation import wide
-from pipeinfer.experiments.emulation.wide import WideExperiment
+from pipeinfer.lab import grids
+from pipeinfer.lab.emulation import wide
+from pipeinfer.lab.emulation.wide import WideExperiment
 
 GROUNDS = (("c", 4, "f32"), ("c", 8, "f32"), ("c", 32, "f32"), ("a", 8, "f16"))
 

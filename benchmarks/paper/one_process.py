@@ -21,8 +21,8 @@ from pipeinfer.cluster.sizing import NO_MODEL, controller_for, limits_for, sizes
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
-from pipeinfer.experiments.emulation.recorded import RecordedPair, Text, load
-from pipeinfer.experiments.emulation.virtual import (
+from pipeinfer.lab.emulation.recorded import RecordedPair, Text, load
+from pipeinfer.lab.emulation.virtual import (
     Overheads,
     Scenario,
     VirtualStage,

@@ -17,8 +17,8 @@ from typing import Any
 import matplotlib as mpl
 
 from benchmarks.paper.results import Job, Store, profiles
-from pipeinfer.experiments import bench
-from pipeinfer.experiments.emulation.scenarios import Experiment
+from pipeinfer.lab.commands import bench
+from pipeinfer.lab.emulation.scenarios import Experiment
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -41,8 +41,8 @@ from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for, spar
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, make_rows
-from pipeinfer.experiments.emulation.recorded import RecordedPair, Text
-from pipeinfer.experiments.emulation.virtual import (
+from pipeinfer.lab.emulation.recorded import RecordedPair, Text
+from pipeinfer.lab.emulation.virtual import (
     Overheads,
     Scenario,
     VirtualStage,
@@ -50,13 +50,13 @@ from pipeinfer.experiments.emulation.virtual import (
     prompt_of,
     simulate,
 )
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.namespaces import Cluster
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models import bundled
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.judge import relative
+from tests.rig import launch
+from tests.rig.namespaces import Cluster
+from tests.rig.plain_loop import PlainLoop
 
 ROWS = (1, 2, 4, 8)
 CODE = "parser = argparse.ArgumentParser(description='Count words in a file')\n"

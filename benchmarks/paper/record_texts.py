@@ -17,9 +17,9 @@ import sys
 import numpy as np
 
 from benchmarks.methods.prompts import CHATS, CONTINUED, PAPER
-from pipeinfer.experiments.emulation.recorded import NAMED, Text, save
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.lab.emulation.recorded import NAMED, Text, save
 from pipeinfer.models.locate import find, open_tokenizer
+from tests.rig.plain_loop import PlainLoop
 
 #: prompts by kind, and tokens of the longest answers
 SETS = {"chats": (CHATS, 192), "paper": (PAPER, 512)}

@@ -28,17 +28,17 @@ from typing import Any
 
 import pipeinfer
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.experiments import bench
-from pipeinfer.experiments.emulation import scenarios, virtual
-from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
-from pipeinfer.experiments.emulation.scenarios import Experiment
+from pipeinfer.lab.commands import bench
+from pipeinfer.lab.emulation import scenarios, virtual
+from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
+from pipeinfer.lab.emulation.scenarios import Experiment
 from pipeinfer.scheduler.scheduler import Scheduler
 
 _DIE_WITH_PARENT = 1  #: PR_SET_PDEATHSIG
 EXTRA = Path(__file__).with_name("paper.toml")
 #: Whatever decides, proposes or emulates: an experiment's result may depend on any of it.
 _SOURCES = ("core/**/*.py", "scheduler/**/*.py", "strategies/**/*.py", "planning/*.py",
-            "experiments/bench.py", "experiments/emulation/*.py", "experiments/emulation/*.toml")
+            "lab/commands/bench.py", "lab/emulation/*.py", "lab/emulation/*.toml")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from benchmarks.paper import experiments, figures_wide, results
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.plots import Size
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.emulation.scenarios import Experiment
-from pipeinfer.experiments.emulation.wide import WideExperiment
+from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.lab.emulation.wide import WideExperiment
 
 SMALL = Size(1, 32, quick=True)
 

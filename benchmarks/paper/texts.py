@@ -19,12 +19,12 @@ from pathlib import Path
 
 from benchmarks.paper.results import profiles
 from pipeinfer.core.policy import Policy
-from pipeinfer.experiments import grids
-from pipeinfer.experiments.emulation import scenarios, wide
-from pipeinfer.experiments.emulation.recorded import RecordedPair, Text, load
-from pipeinfer.experiments.emulation.scenarios import Experiment
-from pipeinfer.experiments.emulation.virtual import Scenario, prompt_of, simulate
-from pipeinfer.experiments.emulation.wide import WideExperiment
+from pipeinfer.lab import grids
+from pipeinfer.lab.emulation import scenarios, wide
+from pipeinfer.lab.emulation.recorded import RecordedPair, Text, load
+from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.lab.emulation.virtual import Scenario, prompt_of, simulate
+from pipeinfer.lab.emulation.wide import WideExperiment
 from pipeinfer.scheduler.controller import Controller
 
 TEXTS = Path(__file__).with_name("texts-smollm2.npz")

@@ -22,8 +22,8 @@ from typing import Any
 import click
 
 from pipeinfer.errors import PipeinferError
-from pipeinfer.experiments.emulation.profiles import lookup
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.emulation.profiles import lookup
+from tests.rig import launch
 
 OUT = Path(__file__).parents[1] / "results" / "paper"
 

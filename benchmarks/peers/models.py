@@ -14,7 +14,7 @@ import click
 
 from benchmarks.kernels.kernels import quantise
 from benchmarks.peers.programs import fetch
-from pipeinfer.experiments.inflate import inflate
+from pipeinfer.lab.commands.inflate import inflate
 from pipeinfer.models import bundled
 from pipeinfer.models.bundled import EMBEDDED
 

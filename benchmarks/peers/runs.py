@@ -21,7 +21,8 @@ from typing import Any
 
 import click
 
-from pipeinfer.experiments.rig.launch import free_port, run
+from pipeinfer.lab.chaos.whole import free_port
+from tests.rig.launch import run
 
 _DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
 _COUNT = re.compile(r"\bn_(drafted|accept) += (\d+)")

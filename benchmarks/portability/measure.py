@@ -19,7 +19,7 @@ from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, SamplingParams, make_rows
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 

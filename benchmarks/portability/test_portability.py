@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from benchmarks.portability import __main__ as portability
 from benchmarks.portability import builds
-from pipeinfer.experiments.rig.launch import ROOT
+from tests.rig.launch import ROOT
 
 
 def test_the_tests_that_it_runs_are_there():

@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 
 from pipeinfer.cluster import cleanup
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import Served
+from tests.rig import launch
+from tests.rig.served import Served
 
 CLIENTS = 4
 KINDS = ("head", "mpirun", "all")

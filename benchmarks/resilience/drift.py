@@ -2,7 +2,7 @@
 
     python -m benchmarks.resilience.drift
 
-Four hosts in network namespaces (experiments/rig/namespaces.py) serve the embedded target from
+Four hosts in network namespaces (tests/rig/namespaces.py) serve the embedded target from
 equal shares; then one host's processor quota falls to a quarter. Speeds before, with the slow host,
 after `pipeinfer rebalance` (or, with --auto, after the server has noticed by itself). Every answer
 is compared with the first. Needs root. Prints one JSON object.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.experiments.rig.namespaces import Cluster, why_not
+from tests.rig.namespaces import Cluster, why_not
 
 PORT, SECONDS = 8123, 60.0
 CLIENT = """

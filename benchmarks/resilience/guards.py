@@ -26,8 +26,8 @@ import psutil
 
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.watchdog import Watchdog
-from pipeinfer.experiments.rig.launch import ROOT, run
 from pipeinfer.runtime.pulse import Pulse
+from tests.rig.launch import ROOT, run
 
 PROGRAMS = ROOT / "benchmarks" / "kernels" / "programs"
 _SECONDS = 2.0  #: `--heartbeat`'s default

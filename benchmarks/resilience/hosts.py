@@ -2,7 +2,7 @@
 
     python -m benchmarks.resilience.hosts
 
-Four hosts in network namespaces (experiments/rig/namespaces.py), `pipeinfer up` on the first with
+Four hosts in network namespaces (tests/rig/namespaces.py), `pipeinfer up` on the first with
 the first three in its hostfile. Four clients of the official openai library ask one thing after
 another all the time. The third host's link goes down; it comes up again and `pipeinfer rescale`
 takes the host back; the fourth is written into the hostfile, and `rescale` again; `pipeinfer
@@ -26,9 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.experiments.chaos.trial import bodies
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.namespaces import Cluster, why_not
+from pipeinfer.lab.chaos.trial import bodies
+from tests.rig.launch import ROOT
+from tests.rig.namespaces import Cluster, why_not
 
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"

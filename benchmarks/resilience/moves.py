@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 
 from benchmarks.resilience.door import CLIENTS, all_of, during
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import Served
+from tests.rig import launch
+from tests.rig.served import Served
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 KINDS = ("lost", "ranks", "options", "file")

@@ -3,7 +3,7 @@
     pipeinfer inflate pipeinfer/models/embedded/target.gguf -o big.gguf --n-embd 1024 --n-layer 20
     python -m benchmarks.resilience.namespaces --model big.gguf
 
-Five hosts at 1 Gbit/s (experiments/rig/namespaces.py), one of them with a quarter of the others'
+Five hosts at 1 Gbit/s (tests/rig/namespaces.py), one of them with a quarter of the others'
 processor time, real mpirun over ssh. Every split generates the same text from the same seed; the
 splits take turns, the median over rounds is reported, and all tokens are compared with one
 process's. Needs root. Prints one JSON object.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.experiments.rig.launch import ROOT, run
-from pipeinfer.experiments.rig.namespaces import Cluster, why_not
+from tests.rig.launch import ROOT, run
+from tests.rig.namespaces import Cluster, why_not
 
 RATE, JOB_SECONDS = "1gbit", 600.0
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"

@@ -23,8 +23,8 @@ import time
 
 import requests
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import Served
+from tests.rig import launch
+from tests.rig.served import Served
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 _TOKENS = 200

@@ -30,10 +30,10 @@ from typing import Any
 import psutil
 
 from benchmarks.resilience.soak_plot import draw
-from pipeinfer.experiments.chaos import client
-from pipeinfer.experiments.chaos.client import Answer
-from pipeinfer.experiments.chaos.job import ServerJob, Trouble
-from pipeinfer.experiments.chaos.trial import DRAIN_SECONDS, GONE_SECONDS, bodies, holders
+from pipeinfer.lab.chaos import client
+from pipeinfer.lab.chaos.client import Answer
+from pipeinfer.lab.chaos.job import ServerJob, Trouble
+from pipeinfer.lab.chaos.trial import DRAIN_SECONDS, GONE_SECONDS, bodies, holders
 
 RESULTS = Path(__file__).parents[1] / "results" / "soak"
 READY_SECONDS, MEMORY_EVERY, STATE_EVERY = 180.0, 10.0, 5.0

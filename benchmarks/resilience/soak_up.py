@@ -33,11 +33,11 @@ from typing import Any
 
 import psutil
 
-from pipeinfer.experiments.chaos import client, openai_client, whole
-from pipeinfer.experiments.chaos.client import Answer
-from pipeinfer.experiments.chaos.job import ServerJob, Trouble, environment
-from pipeinfer.experiments.chaos.report import resumed
-from pipeinfer.experiments.chaos.trial import DRAIN_SECONDS, GONE_SECONDS, bodies
+from pipeinfer.lab.chaos import client, openai_client, whole
+from pipeinfer.lab.chaos.client import Answer
+from pipeinfer.lab.chaos.job import ServerJob, Trouble, environment
+from pipeinfer.lab.chaos.report import resumed
+from pipeinfer.lab.chaos.trial import DRAIN_SECONDS, GONE_SECONDS, bodies
 
 RESULTS = Path(__file__).parents[1] / "results" / "soak"
 #: how often each comes, of all

@@ -3,7 +3,7 @@ text pauses.
 
     python -m benchmarks.resilience.takeover
 
-Four hosts in network namespaces (experiments/rig/namespaces.py), links at 1 Gbit/s, disks of their
+Four hosts in network namespaces (tests/rig/namespaces.py), links at 1 Gbit/s, disks of their
 own; `generate --distribute` of an inflated target; the middle stage is killed. Once the neighbours
 take its layers over, once a spare that received them ahead of time. Every text is compared with
 the undisturbed one. Needs root. Prints one JSON object.
@@ -24,9 +24,9 @@ from typing import Any
 
 import click
 
-from pipeinfer.experiments.inflate import inflate
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.namespaces import Cluster, why_not
+from pipeinfer.lab.commands.inflate import inflate
+from tests.rig.launch import ROOT
+from tests.rig.namespaces import Cluster, why_not
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 VICTIM = 3  #: node 1 is the head, 2 to 4 hold stages, 5 is the spare

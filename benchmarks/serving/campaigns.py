@@ -31,11 +31,12 @@ from benchmarks.methods.prompts import PROMPTS
 from benchmarks.serving.client import Answer, complete, get
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.launch import environment, free_port, mpirun_path
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.transport.http_client import HttpFailure
+from tests.rig.launch import environment, mpirun_path
+from tests.rig.plain_loop import PlainLoop
 
 REPORT_SECONDS = 1.0  #: that reports of the last runs get to arrive
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"

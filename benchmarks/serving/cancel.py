@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
-from pipeinfer.experiments.rig.launch import ROOT
+from tests.rig.launch import ROOT
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 

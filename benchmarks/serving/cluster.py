@@ -20,10 +20,10 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.core.policy import Policy
-from pipeinfer.experiments.emulation.load import LoadResult, emulate_load, simulate_load
-from pipeinfer.experiments.emulation.profiles import load_profiles
-from pipeinfer.experiments.emulation.scenarios import EXACT, Experiment, build
-from pipeinfer.experiments.emulation.virtual import Scenario, prompt_of
+from pipeinfer.lab.emulation.load import LoadResult, emulate_load, simulate_load
+from pipeinfer.lab.emulation.profiles import load_profiles
+from pipeinfer.lab.emulation.scenarios import EXACT, Experiment, build
+from pipeinfer.lab.emulation.virtual import Scenario, prompt_of
 from pipeinfer.scheduler.controller import Controller, Timing, groups
 
 MODES = ("auto", "on", "off")

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 
 MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PARALLEL, CTX = 16, 512

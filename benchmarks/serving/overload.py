@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 
-from pipeinfer.experiments.rig.served import Served, serve
+from tests.rig.served import Served, serve
 
 SECONDS = 120.0
 PROMPTS = ("import os\n", "def f(x):\n", "class A:\n", "for i in range(10):\n")

@@ -27,7 +27,7 @@ from benchmarks.methods.prompts import PROMPTS
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
 from benchmarks.serving.client import get
-from pipeinfer.experiments.rig.launch import free_port
+from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure

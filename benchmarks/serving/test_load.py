@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.serving import campaigns
 from benchmarks.serving.client import complete
-from pipeinfer.experiments.rig.launch import mpirun_path
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig.launch import mpirun_path
+from tests.rig.plain_loop import PlainLoop
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from pipeinfer.experiments.rig.server_peer import front
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.server.frames import Refused
+from tests.rig.server_peer import front
 from tests.support.sample import full
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.serving import overload
-from pipeinfer.experiments.rig.served import serve
+from tests.rig.served import serve
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

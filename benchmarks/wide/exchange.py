@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from pipeinfer.experiments.rig.launch import ROOT, environment, mpirun_path, run
-from pipeinfer.experiments.rig.namespaces import Cluster, why_not
+from tests.rig.launch import ROOT, environment, mpirun_path, run
+from tests.rig.namespaces import Cluster, why_not
 
 PROGRAM = ROOT / "benchmarks" / "wide" / "programs" / "exchange.py"
 BYTES = (2304, 16384, 32768, 65536, 131072)

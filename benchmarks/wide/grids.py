@@ -19,12 +19,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeinfer.experiments import grids
-from pipeinfer.experiments.emulation import wide
-from pipeinfer.experiments.emulation.profiles import Profiles, load_profiles
-from pipeinfer.experiments.emulation.wide import APART, BESIDE, TURNS, WideExperiment
-from pipeinfer.experiments.grids import Row, Table
 from pipeinfer.files import write_atomically
+from pipeinfer.lab import grids
+from pipeinfer.lab.emulation import wide
+from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
+from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
+from pipeinfer.lab.grids import Row, Table
 
 OUT = Path(__file__).parents[1] / "records" / "grids.toml"
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")

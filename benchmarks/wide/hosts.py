@@ -19,7 +19,6 @@ import sys
 import click
 
 from pipeinfer.core.policy import Policy
-from pipeinfer.experiments.rig import namespaces
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.planning.grid_cluster import Cluster
@@ -28,6 +27,7 @@ from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measured_grid import cut_from
 from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.teams import Host, Network, SumCost, Wire
+from tests.rig import namespaces
 
 
 def grids_of(hosts: int) -> list[str]:

@@ -9,15 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from pipeinfer.backends.base import Backend
-from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.learned_rows import LearnedRows
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
 from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import UNQUANTISED, JobConfig, ModelConfig
-from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
 from pipeinfer.loading import uncollected
 from pipeinfer.models.bita_adapter import BitaAdapter
@@ -76,23 +72,6 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
     options = torch_options(config.device, config.dtype, exact=False)
     return open_embedding(path, options.resolved(torch.cuda.is_available()).dtype)
-
-
-def paced(backend: Backend, first: float, further: float) -> Backend:
-    """The backend at another machine's pace: seconds of one row, and of each further one."""
-    from pipeinfer.backends.paced import PacedBackend
-
-    return PacedBackend(backend, lambda rows: _seconds(first, further, rows))
-
-
-def at_pace(widths: Widths, first: float, further: float) -> Widths:
-    """What rows cost at that pace. first, further: see `paced`."""
-    return structs.replace(widths, curve=tuple(
-        _seconds(first, further, rows) / first for rows in CURVE_ROWS))
-
-
-def _seconds(first: float, further: float, rows: int) -> float:
-    return first + further * (rows - 1)
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,

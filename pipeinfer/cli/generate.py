@@ -177,7 +177,7 @@ def _report(
 
 
 def _write_trace(path: Path, session: Any) -> None:
-    from pipeinfer.experiments.trace import chrome_trace
+    from pipeinfer.cli.timeline import chrome_trace
     from pipeinfer.files import write_atomically
 
     seen = session.head.trace

@@ -7,6 +7,7 @@ command that needs them.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 import time
@@ -17,10 +18,11 @@ import click
 from pipeinfer import __version__, host
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
 from pipeinfer.cluster.shutdown import note_exit
-from pipeinfer.errors import PipeinferError
+from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.loading import uncollected
 from pipeinfer.transport.base import Dismissed
 
+_LAB = "pipeinfer.lab"
 _AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
 
 
@@ -28,30 +30,30 @@ class _Main(click.Group):
     """Prints pipeinfer's errors as one line and exits with their code; loads commands late."""
 
     elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
-        "ablate": ("pipeinfer.cli.ablate", "ablate_command"),
-        "bench": ("pipeinfer.experiments.bench", "bench_command"),
+        "ablate": ("pipeinfer.lab.commands.ablate", "ablate_command"),
+        "bench": ("pipeinfer.lab.commands.bench", "bench_command"),
         "cache": ("pipeinfer.cli.cache", "cache_command"),
-        "chaos": ("pipeinfer.experiments.chaos.command", "chaos_command"),
+        "chaos": ("pipeinfer.lab.chaos.command", "chaos_command"),
         "chat": ("pipeinfer.cli.chat", "chat_command"),
-        "compare": ("pipeinfer.cli.compare", "compare_command"),
+        "compare": ("pipeinfer.lab.commands.compare", "compare_command"),
         "doctor": ("pipeinfer.cli.doctor", "doctor_command"),
         "env": ("pipeinfer.cli.env", "env_command"),
         "generate": ("pipeinfer.cli.generate", "generate"),
         "models": ("pipeinfer.cli.models", "models_command"),
         "pull": ("pipeinfer.cli.models", "pull_command"),
-        "inflate": ("pipeinfer.experiments.inflate", "inflate_command"),
-        "plan": ("pipeinfer.cli.plan", "plan_command"),
+        "inflate": ("pipeinfer.lab.commands.inflate", "inflate_command"),
+        "plan": ("pipeinfer.lab.commands.plan", "plan_command"),
         "down": ("pipeinfer.supervise.commands", "down_command"),
         "rebalance": ("pipeinfer.cli.client", "rebalance_command"),
         "reload": ("pipeinfer.supervise.commands", "reload_command"),
         "rescale": ("pipeinfer.supervise.commands", "rescale_command"),
-        "sample": ("pipeinfer.cli.sample", "sample_command"),
+        "sample": ("pipeinfer.lab.commands.sample", "sample_command"),
         "serve": ("pipeinfer.cli.serve", "serve_command"),
         "shard": ("pipeinfer.cli.files", "shard"),
         "status": ("pipeinfer.supervise.commands", "status_command"),
         "trace": ("pipeinfer.cli.files", "trace"),
         "top": ("pipeinfer.supervise.top", "top_command"),
-        "train": ("pipeinfer.training.__main__", "main"),
+        "train": ("pipeinfer.lab.training.__main__", "main"),
         "up": ("pipeinfer.supervise.commands", "up_command"),
     }
 
@@ -75,6 +77,8 @@ class _Main(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.elsewhere:
             module, name = self.elsewhere[cmd_name]
+            if module.startswith(_LAB) and importlib.util.find_spec(_LAB) is None:
+                return _without_lab(cmd_name)
             with uncollected():
                 command: click.Command = getattr(importlib.import_module(module), name)
             return command
@@ -111,6 +115,17 @@ class _Main(click.Group):
             click.echo(f"pipeinfer: error: {type(error).__name__}: {error} (this is a bug)",
                        err=True)
             leave(1)
+
+
+def _without_lab(name: str) -> click.Command:
+    """What stands for a command of the lab where that was left out. Raises UsageError when run."""
+    def refuse(**_given: Any) -> None:
+        raise UsageError(f"{name} is one of pipeinfer's development tools ({_LAB}), which this "
+                         "installation was stripped of: install pipeinfer again")
+
+    return click.Command(name, callback=refuse, help="Not installed.", add_help_option=False,
+                         context_settings={"ignore_unknown_options": True},
+                         params=[click.Argument(["words"], nargs=-1)])
 
 
 def _leave_it_to_rank_0(error: PipeinferError) -> None:

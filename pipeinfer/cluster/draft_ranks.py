@@ -6,7 +6,6 @@ Knows options, models and backends; how guesses travel is `runtime.draft_rank` a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +15,7 @@ from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.thread_count import settle_threads
-from pipeinfer.cluster.fault_wrappers import faulty_backend
-from pipeinfer.cluster.faults import Fault
+from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import own_model
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
@@ -90,8 +88,8 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
 class DraftLoader:
     """Loads what a setup says on a rank of the draft."""
 
-    def __init__(self, config: JobConfig, place: Place, faults: Sequence[Fault] = ()) -> None:
-        self._config, self._place, self._faults = config, place, faults
+    def __init__(self, config: JobConfig, place: Place, hooks: Hooks | None = None) -> None:
+        self._config, self._place, self._hooks = config, place, hooks or Hooks()
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
         """See `Loader.layers`. Raises ModelError, MismatchError and BackendError."""
@@ -99,7 +97,7 @@ class DraftLoader:
         backend, threads = load_draft(
             config, self._place, _own_file(setup), (setup.start, setup.stop), {
                 "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
-        return faulty_backend(backend, self._faults, self._place.rank), threads
+        return self._hooks.draft(backend), threads
 
     def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
         """See `Loader.proposer`."""

@@ -31,9 +31,9 @@ from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
-from pipeinfer.cluster.faults import parse_faults
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
+from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
@@ -131,7 +131,7 @@ class JoinedRank(Struct, frozen=True):
 def join(config: JobConfig) -> JoinedRank:
     """Become a rank of the job that a launcher started, or a job of one rank. Raises MismatchError
     where the launcher and the MPI library do not belong together, UsageError for a bad --fault."""
-    parse_faults(config.cluster.fault)
+    Hooks.of(config.cluster, host.launched_rank())
     fetching = may_fetch(config)
     if fetching and host.launched_rank() == 0:  # the others wait in MPI_Init
         fetch(config)

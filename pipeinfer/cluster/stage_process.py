@@ -32,12 +32,10 @@ from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import Widths, known_widths
 from pipeinfer.backends.factory import (
     EXACT_LIMIT,
-    at_pace,
     backend_for,
     learn,
     llama_options,
     load_torch,
-    paced,
     torch_embedding,
 )
 from pipeinfer.backends.pytorch.options import torch_version
@@ -45,18 +43,11 @@ from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
 from pipeinfer.cluster.draft_ranks import DraftLoader
-from pipeinfer.cluster.fault_wrappers import faulty_backend, faulty_port
-from pipeinfer.cluster.faults import (
-    Fault,
-    faulty_cache,
-    faulty_progress,
-    faulty_recovery,
-    parse_faults,
-)
+from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
-from pipeinfer.cluster.wide_stage import paced_team, sum_seconds, team_of
+from pipeinfer.cluster.wide_stage import sum_seconds, team_of
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import (
     PortName,
@@ -109,11 +100,10 @@ class StageProcess:
     def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None,
                  lent: LentLoop | None = None) -> None:
         self._config, self._place = config, place
-        self._faults: tuple[Fault, ...] = parse_faults(config.cluster.fault)
-        self._port = faulty_port(port, self._faults, place.rank)
+        self._hooks = Hooks.of(config.cluster, place.rank)
+        self._port = self._hooks.port(port)
         self._pulse = pulse or Pulse()
         self._lent = lent if self._port is port else None  # a slow port gets its messages later
-        self._recovering = faulty_recovery(self._faults, place.rank)
         self._parts: list[Part] = []
         self._team: Team | None = None
         self._sum_seconds = 0.0
@@ -137,7 +127,7 @@ class StageProcess:
                 self._close(self._parts)
                 return True
             except Regrouped:
-                self._recovering()
+                self._hooks.recovering()
                 self._port.adopt()
             except (PeerFailed, PeerSilent) as error:  # whom to blame is the head's affair
                 if isinstance(error, PeerSilent):
@@ -181,7 +171,7 @@ class StageProcess:
                 self._pulse.beat("waits since another member of its stage has failed")
                 self._port.wait(0.2, live=False)
             except Regrouped:
-                self._recovering()
+                self._hooks.recovering()
                 self._port.adopt()
                 return True
         return False
@@ -189,7 +179,7 @@ class StageProcess:
     def _wait(self) -> NoReturn:
         """A rank without layers of the target; it may hold the draft. Ends by an exception only."""
         drafting = self._drafting = self._drafting or DraftRank(
-            self._port, self._place.rank, DraftLoader(self._config, self._place, self._faults),
+            self._port, self._place.rank, DraftLoader(self._config, self._place, self._hooks),
             self._config.cluster.timeout, self._pulse)
         while True:
             self._port.take(Tag.TRANSACTION)
@@ -254,8 +244,7 @@ class StageProcess:
         """Load what is missing, say Ready, and make the stage."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         port = self._port
-        report = faulty_progress(functools.partial(self._report, ""), self._faults,
-                                 self._place.rank)
+        report = self._hooks.progress(functools.partial(self._report, ""))
         kind = backend_for(config.model.backend, Path(setup.model))
         layers, pieces = (setup.start, setup.stop), pieces_of(setup)
         threads = max(1, self._threads(config, setup) // len(pieces))
@@ -275,11 +264,8 @@ class StageProcess:
             learned = adapter.n_masks
             backend = learn(backend, adapter, setup.prompt_id,
                             functools.partial(self._embedding, config, setup, kind, report))
-        if config.cluster.pace_ms:
-            pace = config.cluster.pace_ms / 1e3, config.cluster.pace_row_ms / 1e3
-            widths = at_pace(widths, *pace)
-            if team is None:  # else members wait before each sum
-                backend = paced(backend, *pace)
+        widths = self._hooks.widths(widths)
+        backend = self._hooks.backend(backend, in_team=team is not None)
         report("loading", 1, 1)
         info = backend.info
         port.send(0, Tag.RESULT, Ready(
@@ -295,7 +281,7 @@ class StageProcess:
         return Stage(
             port,
             Grid.plain(port.node) if whole else Grid(setup.widths),
-            faulty_backend(backend, self._faults, self._place.rank),
+            backend,
             team=team,
             cancel_path=cancel_path(config),
             trace=bool(config.cluster.trace),
@@ -322,7 +308,7 @@ class StageProcess:
         n_embd = self._parts[0].backend.info.n_embd
         team = self._team = team_of(config.cluster, setup, n_embd, self._port, self._pulse)
         self._sum_seconds = sum_seconds(team, n_embd)
-        self._team = paced_team(config.cluster, setup, team, n_embd)
+        self._team = self._hooks.team(team, setup.stop - setup.start, n_embd)
         return self._team
 
     def _part_team(self) -> None:
@@ -377,11 +363,6 @@ class StageProcess:
         self._close([part for part in self._parts if part not in kept])
         self._parts, self._options = kept, same
 
-    def _spoil_cache(self, fingerprint: str, start: int, stop: int, piece: str) -> None:
-        if self._faults:
-            faulty_cache(cache_directory() / shard_name(fingerprint, start, stop, piece),
-                         self._faults, self._place.rank)
-
     @staticmethod
     def _close(parts: list[Part]) -> None:
         for part in parts:
@@ -402,7 +383,8 @@ class StageProcess:
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-            self._spoil_cache(setup.fingerprint, start, stop, piece)
+            self._hooks.cached(lambda: cache_directory() / shard_name(
+                setup.fingerprint, start, stop, piece))
             shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, start=start, stop=stop, piece=piece), report)
             report("loading", 0, 1)

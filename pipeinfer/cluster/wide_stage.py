@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pipeinfer.backends.paced import PacedTeam
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
 from pipeinfer.config import ClusterConfig
@@ -111,14 +110,6 @@ def sum_seconds(team: Team, n_embd: int) -> float:
     if isinstance(team, SharedTeam):  # not only with the first run: members may die before it
         team.forget_name()
     return statistics.median(times[_TRIES // 4:])
-
-
-def paced_team(config: ClusterConfig, setup: Setup, team: Team, n_embd: int) -> Team:
-    """The team at another machine's pace, where that is asked for."""
-    if config.pace_ms:
-        sums = 2 * (setup.stop - setup.start)
-        team = PacedTeam(team, config.pace_ms / 1e3 / sums, config.pace_row_ms / 1e3 / sums, n_embd)
-    return team
 
 
 class SumWatch:

@@ -13,13 +13,13 @@ from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_c
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.rig.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipeinfer.backends import measuring
 from pipeinfer.backends.exact_width import known_widths
-from pipeinfer.backends.toy import ToyBackend
 from pipeinfer.models.shard_cache import recall
+from tests.rig.toy import ToyBackend
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ from hypothesis.stateful import (
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.backends.toy import ToyBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.rig.toy import ToyBackend
 from tests.support.kv_oracle import KvOracle, from_scratch
 
 N_SEQS = 5

@@ -7,10 +7,10 @@ import pytest
 
 from pipeinfer.backends.llamacpp import layer_probe, routers
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
-from pipeinfer.experiments.random_model import tiny, write_random_model
-from pipeinfer.experiments.rig.cut_check import load
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from tests.rig.cut_check import load
+from tests.rig.plain_loop import PlainLoop
 from tests.support.sample import full
 
 TRIALS = 12

@@ -15,11 +15,11 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
-from pipeinfer.experiments.random_architectures import RECIPES
-from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.experiments.rig.cut_check import cuts_of, differing, load
+from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
+from tests.rig.cut_check import cuts_of, differing, load
 from tests.support.sample import full
 
 CASES = {

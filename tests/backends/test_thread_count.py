@@ -10,7 +10,7 @@ from pipeinfer.backends.llamacpp import backend as llama_backend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.core.types import make_rows
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_c
 
 

@@ -19,9 +19,8 @@ from click.testing import CliRunner
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.core.types import Rows, make_rows
-from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.training.__main__ import main
-from pipeinfer.training.bita.bita import (
+from pipeinfer.lab.training.__main__ import main
+from pipeinfer.lab.training.bita.bita import (
     KINDS,
     Adapter,
     Plan,
@@ -32,8 +31,9 @@ from pipeinfer.training.bita.bita import (
     read_contexts,
     tune,
 )
-from pipeinfer.training.bita.frozen import continue_greedily, load_frozen
-from pipeinfer.training.bita.own_answers import Samples, answered, even
+from pipeinfer.lab.training.bita.frozen import continue_greedily, load_frozen
+from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
+from pipeinfer.models.bita_adapter import load_bita
 from tests.support.sample import fewer
 from tests.support.tiny_torch import LAYERS, VOCAB, reference, save
 

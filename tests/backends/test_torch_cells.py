@@ -9,10 +9,10 @@ import pytest
 
 from pipeinfer.backends.base import apply
 from pipeinfer.backends.pytorch.cells import CellTable
-from pipeinfer.backends.toy import ToyBackend
 from pipeinfer.core.types import ALL_SEQS, END, Rows, SeqJoin, make_rows
 from pipeinfer.errors import BackendError
 from tests.backends.test_torch_backend import TOLERANCE
+from tests.rig.toy import ToyBackend
 from tests.support.tiny_torch import (
     LAYERS,
     VOCAB,

@@ -11,7 +11,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import MAX_SEQS, LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.experiments.random_model import tiny, write_random_model
+from pipeinfer.lab.random_model import tiny, write_random_model
 from tests.support.sample import matrix
 
 _SEQS, _CELLS = 6, 256

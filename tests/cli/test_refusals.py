@@ -9,15 +9,15 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from pipeinfer.cli import sample
 from pipeinfer.cli.files import shard
-from pipeinfer.cli.plan import plan_command
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments import grids
-from pipeinfer.experiments.bench import bench_command
-from pipeinfer.experiments.forecast import file_view
-from pipeinfer.experiments.random_model import tiny, write_random_model
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab import grids
+from pipeinfer.lab.commands import sample
+from pipeinfer.lab.commands.bench import bench_command
+from pipeinfer.lab.commands.plan import plan_command
+from pipeinfer.lab.forecast import file_view
+from pipeinfer.lab.random_model import tiny, write_random_model
+from tests.rig import launch
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 
@@ -73,7 +73,7 @@ def test_sampling_refuses_before_anything_loads(tmp_path, monkeypatch, words, sa
 
 
 def test_ranks_that_sample_need_no_torch():
-    without = "import sys; sys.modules['torch'] = None; import pipeinfer.cli.sample"
+    without = "import sys; sys.modules['torch'] = None; import pipeinfer.lab.commands.sample"
     subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
 
 
@@ -95,7 +95,7 @@ def test_doctor_fails_for_a_model_that_cannot_be_split_and_warns_of_one_process(
                                                                 "--tokens", "8"])])
 def test_grids_of_a_model_that_is_not_sliced_are_said_to_be_emulated_only(
         monkeypatch, command, more):
-    # it is said before grids are emulated, which takes seconds: tests/experiments/test_wide.py
+    # it is said before grids are emulated, which takes seconds: tests/lab/test_wide.py
     monkeypatch.setattr(grids, "compare", lambda *given: given)
     monkeypatch.setattr(grids, "as_text", lambda table: "a table")
     arguments = ["--cluster", "c", "--pair", "falcon-7b", *more]

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from pipeinfer.cli.summary import memory_figures, summary
+from pipeinfer.cli.timeline import chrome_trace, draw_timeline
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ContextOverflow, UsageError
-from pipeinfer.experiments.trace import chrome_trace, draw_timeline
 
 
 @pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])

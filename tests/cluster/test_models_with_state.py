@@ -12,14 +12,14 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, UnsupportedArchitecture
-from pipeinfer.experiments.random_architectures import STATEFUL
-from pipeinfer.experiments.random_model import tiny, write_random_model
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.served import serve
+from pipeinfer.lab.random_architectures import STATEFUL
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.shard import extract_shard
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.served import serve
 
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "the rain in", "-n", "40", "-c",
             "256", "-t", "1", "--temp", "0", "--ignore-eos", "--json"]

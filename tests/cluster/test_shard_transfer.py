@@ -26,7 +26,7 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, TransportTimeout
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard

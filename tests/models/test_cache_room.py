@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
 from pipeinfer.errors import ModelError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import cache_room
 from pipeinfer.models.cache_room import FRESH_SECONDS, kept, make_room, shrink
 from pipeinfer.models.gguf import ModelFile

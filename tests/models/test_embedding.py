@@ -8,7 +8,7 @@ import pytest
 from pipeinfer.backends.llamacpp import backend, layer_probe
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import embedding
 from pipeinfer.models.embedding import EmbeddingSource, EmbeddingTable, extract_embedding
 from pipeinfer.models.gguf import ModelFile

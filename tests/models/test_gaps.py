@@ -11,7 +11,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, UnsupportedArchitecture
-from pipeinfer.experiments.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel, half_split
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard

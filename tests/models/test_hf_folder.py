@@ -11,13 +11,13 @@ pytest.importorskip("safetensors", reason="the folder is written with safetensor
 from pipeinfer.backends.factory import backend_for, backends_of
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir, torch_parts
 from pipeinfer.models.locate import context_size, open_model
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import load_of
+from tests.rig import launch
+from tests.rig.embedded_folder import write_folder
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 

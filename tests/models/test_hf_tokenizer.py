@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError, UsageError
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.embedded_folder import write_folder
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from pipeinfer.models.text.hf_tokenizer import FolderTokenizer
 from pipeinfer.models.text.tokenizer import check_draft_vocab
+from tests.rig import launch
+from tests.rig.embedded_folder import write_folder
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]

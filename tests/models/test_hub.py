@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from tests.rig import launch
 from tests.support.fake_hub import COMMIT, Hub, running
 from tests.support.gguf_files import split
 

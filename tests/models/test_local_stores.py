@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.main import main
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import local_stores
 from pipeinfer.models.locate import find, targeted
 from tests.support.gguf_files import altered, split

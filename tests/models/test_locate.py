@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from pipeinfer.cli.main import main
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError, UsageError
-from pipeinfer.experiments.emulation.profiles import load_profiles
-from pipeinfer.experiments.forecast import view
+from pipeinfer.lab.emulation.profiles import load_profiles
+from pipeinfer.lab.forecast import view
 from pipeinfer.models import bundled, locate
 from pipeinfer.models.locate import model_paths, targeted
 

@@ -6,8 +6,8 @@ import gguf
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.experiments.random_architectures import RECIPES
-from pipeinfer.experiments.random_model import tiny, write_random_model
+from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_rules import COVERED, check_file, check_vocabulary
 from tests.support.gguf_files import altered

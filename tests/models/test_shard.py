@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard as shard_module
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import check_splittable, extract_shard, shard_bytes, stage_layers

@@ -14,7 +14,7 @@ import pytest
 from pipeinfer.backends import exact_width
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ModelError
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard_cache
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard

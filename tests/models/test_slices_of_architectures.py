@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import UnsupportedArchitecture
-from pipeinfer.experiments.random_architectures import RECIPES
-from pipeinfer.experiments.random_model import tiny, write_random_model
+from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.architectures import barred
 from pipeinfer.models.embedding import EmbeddingTable, extract_embedding
 from pipeinfer.models.gguf import ModelFile

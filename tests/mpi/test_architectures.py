@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.random_architectures import RECIPES, stages_of
-from pipeinfer.experiments.random_model import tiny, write_random_model
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.lab.random_architectures import RECIPES, stages_of
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig import launch
+from tests.rig.sliced_loop import SlicedLoop
 from tests.support.sample import fewer, mostly_full
 
 COUNT = fewer(128, 48)

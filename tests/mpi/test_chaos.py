@@ -12,14 +12,14 @@ import pytest
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.chaos import campaign, whole
-from pipeinfer.experiments.chaos.campaign import CampaignFile
-from pipeinfer.experiments.chaos.command import chaos_command, plan
-from pipeinfer.experiments.chaos.report import Outcome, resumed, spread, summary, table
-from pipeinfer.experiments.chaos.trial import FAULTS, MOMENTS, bodies
-from pipeinfer.experiments.chaos.victims import Victims
-from pipeinfer.experiments.chaos.whole import DISKS, WHOLE, can_mount
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.chaos import campaign, whole
+from pipeinfer.lab.chaos.campaign import CampaignFile
+from pipeinfer.lab.chaos.command import chaos_command, plan
+from pipeinfer.lab.chaos.report import Outcome, resumed, spread, summary, table
+from pipeinfer.lab.chaos.trial import FAULTS, MOMENTS, bodies
+from pipeinfer.lab.chaos.victims import Victims
+from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount
+from tests.rig import launch
 from tests.support.refusals import refusal
 from tests.support.sample import full
 

@@ -16,9 +16,9 @@ import time
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
+from tests.rig import launch
+from tests.rig.served import serve
 
 pytestmark = pytest.mark.slow
 CHAT = [*PIPEINFER, "chat"]

@@ -13,11 +13,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from pipeinfer.cli.compare import compare_command
 from pipeinfer.cli.generate import generate
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
+from pipeinfer.lab.commands.compare import compare_command
 from tests.mpi.test_jobs import PIPEINFER
+from tests.rig import launch
+from tests.rig.served import serve
 from tests.support import scripted_model
 from tests.support.refusals import refusal
 from tests.support.sample import fewer, full
@@ -33,7 +33,7 @@ SAMPLED = ("--temp", "0.8", "--seed", "5")
 
 
 def words(folder, backend, methods, *extra):
-    """What follows `compare`. Pictures, which tests/cli/test_compare.py looks at, take longer than
+    """What follows `compare`. Pictures, which tests/lab/test_compare.py looks at, take longer than
     the answers."""
     out = ["-m", "task", "--backend", backend, "--tasks", "1", "-n", "400", "-o", str(folder),
            "--no-plots", "-t", "1", *extra]

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.inflate import inflate
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.commands.inflate import inflate
+from tests.rig import launch
 from tests.support.own_caches import own_caches
 from tests.support.sample import FULL, full
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 from tests.support.references import alone, seeded
 from tests.support.sample import full
 

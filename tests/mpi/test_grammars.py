@@ -12,11 +12,11 @@ from msgspec import structs
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

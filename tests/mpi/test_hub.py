@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from pipeinfer.experiments.rig import launch
 from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
+from tests.rig import launch
 from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
 from tests.support.own_caches import own_caches

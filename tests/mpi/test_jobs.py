@@ -18,10 +18,10 @@ import pytest
 from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
 from tests.support.references import alone
 from tests.support.refusals import refusal
 from tests.support.sample import fewer, full
@@ -223,7 +223,7 @@ def test_a_policy_that_needs_a_draft_says_so():
     ("gemma", 3, False, 3, "gemma"),
 ])
 def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
-    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+    from pipeinfer.lab.random_model import RandomSpec, write_random_model
 
     path = write_random_model(tmp_path / "small.gguf", RandomSpec(n_layer=2))
     if architecture != "llama":

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 from tests.support.own_caches import own_caches
 from tests.support.references import alone, seeded
 from tests.support.sample import full

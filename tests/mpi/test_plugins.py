@@ -9,9 +9,9 @@ import os
 import openai
 import pytest
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import PIPEINFER, serve
 from tests.mpi.test_jobs import EMBEDDED
+from tests.rig import launch
+from tests.rig.served import PIPEINFER, serve
 from tests.support.references import alone
 from tests.support.sample import full
 

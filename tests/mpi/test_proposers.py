@@ -15,11 +15,11 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies import registry
 from tests.mpi.test_jobs import run_matrix
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
 from tests.support.refusals import output, refusal
 from tests.support.sample import fewer, full, matrix
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
+from tests.rig import launch
+from tests.rig.served import serve
 from tests.support.references import alone, seeded
 from tests.support.sample import fewer, full
 

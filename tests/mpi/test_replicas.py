@@ -13,11 +13,11 @@ import pytest
 from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, run_matrix
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.served import serve
 from tests.support.refusals import refusal
 from tests.support.sample import full
 

@@ -18,10 +18,10 @@ import requests
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.served import PIPEINFER, serve
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.served import PIPEINFER, serve
 from tests.support.refusals import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

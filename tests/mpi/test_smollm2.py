@@ -8,12 +8,12 @@ import subprocess
 import pytest
 
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models import bundled
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import PIPEINFER
+from tests.rig import launch
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.served import serve
 from tests.support.sample import FULL, fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(

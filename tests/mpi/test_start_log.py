@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 GENERATE = ["-m", "pipeinfer", "generate", "-p", "def", "-n", "4", "--temp", "0"]

@@ -17,8 +17,8 @@ import pytest
 import requests
 
 from pipeinfer.cluster import cleanup
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import Served
+from tests.rig import launch
+from tests.rig.served import Served
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 RUN = str(launch.ROOT / "launch" / "run")

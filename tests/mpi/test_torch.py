@@ -19,11 +19,11 @@ from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import SamplingParams, make_rows
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.embedded_folder import write_folder
-from pipeinfer.experiments.rig.served import serve
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.rig import launch
+from tests.rig.embedded_folder import write_folder
+from tests.rig.served import serve
 from tests.support.refusals import output, refusal
 from tests.support.sample import FULL, fewer, full
 

@@ -10,11 +10,11 @@ import pytest
 for _package in ("torch", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.embedded_folder import write_folder
 from tests.mpi.test_decomposers import compare, texts
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
+from tests.rig import launch
+from tests.rig.embedded_folder import write_folder
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

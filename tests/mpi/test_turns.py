@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from pipeinfer import host
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
+from tests.rig import launch
+from tests.rig.served import serve
 from tests.support.references import alone, seeded
 from tests.support.sample import full
 

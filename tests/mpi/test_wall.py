@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
+from tests.rig import launch
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(

@@ -9,14 +9,14 @@ import pytest
 
 from pipeinfer.cli.generate import generate as generate_command
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.chaos.job import poll
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
+from pipeinfer.lab.chaos.job import poll
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, check, one_of_each, run_matrix
+from tests.rig import launch
+from tests.rig.served import serve
+from tests.rig.sliced_loop import SlicedLoop
 from tests.support.own_caches import own_caches
 from tests.support.references import alone
 from tests.support.refusals import refusal

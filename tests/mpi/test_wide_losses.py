@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeinfer.experiments.chaos.job import ServerJob, poll
-from pipeinfer.experiments.rig import launch
+from pipeinfer.lab.chaos.job import ServerJob, poll
+from tests.rig import launch
 from tests.support.references import alone, seeded
 from tests.support.sample import full
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import serve
 from tests.mpi.test_jobs import PROGRAMS
+from tests.rig import launch
+from tests.rig.served import serve
 from tests.support.sample import FULL, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

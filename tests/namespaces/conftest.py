@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.experiments.rig import namespaces
+from tests.rig import namespaces
 
 
 @pytest.fixture(scope="module", autouse=True)

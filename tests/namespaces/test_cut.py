@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from pipeinfer.experiments.rig.namespaces import Cluster
 from pipeinfer.models.locate import open_tokenizer
+from tests.rig.namespaces import Cluster
 from tests.support.references import TARGET, alone, seeded
 from tests.support.sample import FULL, full
 

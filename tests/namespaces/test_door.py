@@ -10,8 +10,8 @@ import sys
 import psutil
 import pytest
 
-from pipeinfer.experiments.rig.namespaces import Cluster
 from tests.namespaces.test_cut import read_until
+from tests.rig.namespaces import Cluster
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.rig.namespaces import ROOT, Cluster
+from tests.rig.namespaces import ROOT, Cluster
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

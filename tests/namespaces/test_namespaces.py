@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.rig import launch, namespaces
-from pipeinfer.experiments.rig.namespaces import Cluster
+from tests.rig import launch, namespaces
+from tests.rig.namespaces import Cluster
 from tests.support.references import alone, seeded
 from tests.support.sample import FULL
 
@@ -155,7 +155,7 @@ def begin_of_command(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_stays_when_the_program_is_killed(number):
-    command = [sys.executable, "-m", "pipeinfer.experiments.rig.namespaces",
+    command = [sys.executable, "-m", "tests.rig.namespaces",
                "--nodes", "2", "--cpu", "0.5", "--", "sleep", "600"]
     before = set(namespaces.STATE.glob("*"))
     process = subprocess.Popen(command, cwd=launch.ROOT, start_new_session=True)

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from pipeinfer.experiments.rig.launch import ROOT
-from pipeinfer.experiments.rig.namespaces import Cluster
 from tests.namespaces.test_cut import read_until
 from tests.namespaces.test_door import BODY, CLIENT
+from tests.rig.launch import ROOT
+from tests.rig.namespaces import Cluster
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

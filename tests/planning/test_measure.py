@@ -8,12 +8,12 @@ import json
 import pytest
 
 from pipeinfer import host
-from pipeinfer.backends.toy import ToyBackend
 from pipeinfer.config import JobConfig, ModelConfig
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard_cache import recall, remember
 from pipeinfer.planning import measure
+from tests.rig.toy import ToyBackend
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from pipeinfer.cluster.placement import members_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.experiments import forecast
+from pipeinfer.lab import forecast
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
@@ -240,7 +240,7 @@ def test_the_estimate_follows_its_formula():
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("pipeinfer.experiments.forecast.TOKENS", 32)
+    monkeypatch.setattr("pipeinfer.lab.forecast.TOKENS", 32)
     monkeypatch.setattr(terminal, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
 
     def run(*args, code=0):
@@ -290,7 +290,7 @@ def test_cluster_profile_and_own_split(plan):
 
 
 def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
-    from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+    from pipeinfer.lab.random_model import RandomSpec, write_random_model
 
     path = write_random_model(tmp_path / "tiny.gguf", RandomSpec(n_layer=9, qtype="Q8_0"))
     text = plan(str(path), "--dry-run", "--cluster", "gpu", "-md", str(path), "--acceptance", "0.5")

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
@@ -20,6 +19,7 @@ from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
 SECONDS = 20.0

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Decode, LaneClose, LaneOpen, RunFinished, Shutdown, Tag
 from pipeinfer.core.types import SamplingParams, make_rows
@@ -14,6 +13,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.inproc import local_ports
 from pipeinfer.transport.lent import Stuck
+from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
 HEAD, OWN = "head", "stage"

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core.control import PortName, RollCall, Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, RunCancelled, RunFinished, Tag
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.inproc import local_ports
+from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
 

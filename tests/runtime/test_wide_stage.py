@@ -12,7 +12,6 @@ import pytest
 
 from pipeinfer.backends.llamacpp.layer_probe import compiled
 from pipeinfer.backends.shared_team import Region, SharedTeam
-from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.backends.wide import WideBackend
 from pipeinfer.core.grid import Grid, deal
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, Part, RunCancelled, Tag, Verdict
@@ -20,6 +19,7 @@ from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import Request, SamplingParams, make_rows
 from pipeinfer.errors import ProtocolError, TransportTimeout
+from pipeinfer.lab.faults.delaying import DelayingPort
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.port_team import PortTeam
@@ -28,8 +28,8 @@ from pipeinfer.scheduler.events import Emit, Finish
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
-from pipeinfer.transport.delaying import DelayingPort
 from pipeinfer.transport.inproc import local_ports
+from tests.rig.toy import ToyBackend, ToySpec, draft_of
 from tests.support.sample import matrix
 from tests.support.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import LaneOpen
 from pipeinfer.core.noise import noise_key
@@ -31,6 +30,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from tests.rig.toy import ToyBackend, ToySpec, draft_of
 from tests.support.sample import matrix
 
 pytestmark = pytest.mark.slow

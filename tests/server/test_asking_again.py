@@ -10,8 +10,8 @@ import pytest
 import requests
 from msgspec import structs
 
-from pipeinfer.experiments.rig.server_peer import SECONDS
 from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Submit
+from tests.rig.server_peer import SECONDS
 from tests.server.test_door import TEXT, Client, Door, rest, some
 
 pytestmark = pytest.mark.slow

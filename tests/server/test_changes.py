@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.client import rebalance_command
-from pipeinfer.experiments.rig.server_peer import FACTS, front
 from pipeinfer.server.frames import Changed, Failed, Rebalance, Rebalanced, Status, Submit, Watch
+from tests.rig.server_peer import FACTS, front
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

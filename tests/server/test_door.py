@@ -18,7 +18,6 @@ import pytest
 import requests
 
 from pipeinfer.errors import ClusterError
-from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, Peer
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server import door as door_module
 from pipeinfer.server import http_process
@@ -33,6 +32,7 @@ from pipeinfer.server.frames import (
     encode,
 )
 from pipeinfer.server.settings import Settings
+from tests.rig.server_peer import FACTS, SECONDS, Peer
 from tests.support.sample import FULL
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,6 @@ import socket
 
 import pytest
 
-from pipeinfer.experiments.rig.server_peer import FACTS
 from pipeinfer.server.door_control import MovingHub, obey
 from pipeinfer.server.engine_line import EngineLine
 from pipeinfer.server.entered import Entered
@@ -16,6 +15,7 @@ from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Failed, Loading, Ready, Status, encode
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.settings import Settings
+from tests.rig.server_peer import FACTS
 
 SETTINGS = Settings("m", "m", parallel=1, queue=0)
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from pipeinfer.experiments import random_model
-from pipeinfer.experiments.rig.server_peer import front
+from pipeinfer.lab import random_model
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.server.frames import Submit
 from pipeinfer.server.generic_tools import messages_for, without_system
+from tests.rig.server_peer import front
 from tests.server.test_http import events
 from tests.server.test_tools import CALL, OTHER, TOOL
 

@@ -13,7 +13,6 @@ import requests
 
 from pipeinfer.cli.client import Remote
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, front
 from pipeinfer.server.frames import (
     HEADER,
     Abort,
@@ -29,6 +28,7 @@ from pipeinfer.server.frames import (
     Token,
     Watch,
 )
+from tests.rig.server_peer import FACTS, SECONDS, front
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -249,7 +249,7 @@ def test_the_pipeline_is_watched_only_while_somebody_looks(server):
 def test_a_model_that_is_a_folder_is_served_too(tmp_path):
     pytest.importorskip("tokenizers")
     pytest.importorskip("safetensors")
-    from pipeinfer.experiments.rig.embedded_folder import write_folder
+    from tests.rig.embedded_folder import write_folder
 
     with front(write_folder(MODEL, tmp_path)) as server:
         answer = server.post("/v1/chat/completions", CHAT).json()

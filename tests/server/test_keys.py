@@ -8,9 +8,9 @@ import pytest
 import requests
 
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.rig.server_peer import SECONDS
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import scopes_of
+from tests.rig.server_peer import SECONDS
 from tests.server.test_http import MODEL, error, front
 
 

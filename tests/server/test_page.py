@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.rig.served import serve
+from tests.rig.served import serve
 from tests.server.pages import CHROMIUM, PROMPT, Page
 
 pytestmark = [

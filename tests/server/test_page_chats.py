@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pipeinfer.experiments.rig.served import serve
+from tests.rig.served import serve
 from tests.server.pages import CHROMIUM, PROMPT, Page
 
 pytestmark = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.experiments.rig.served import serve
+from tests.rig.served import serve
 from tests.server.pages import CHROMIUM, Page
 from tests.support.sample import FULL
 

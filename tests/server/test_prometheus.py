@@ -11,8 +11,8 @@ import pytest
 import requests
 import yaml
 
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.server_peer import SECONDS, front
+from tests.rig import launch
+from tests.rig.server_peer import SECONDS, front
 from tests.server.test_docs import BOARD, ROOT, exposed, used
 from tests.server.test_http import MODEL
 

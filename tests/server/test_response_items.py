@@ -8,9 +8,9 @@ import openai
 import pydantic
 import pytest
 
-from pipeinfer.experiments import random_model
-from pipeinfer.experiments.rig.server_peer import front
+from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
+from tests.rig.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL
 

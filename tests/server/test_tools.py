@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.experiments import random_model
-from pipeinfer.experiments.rig.server_peer import front
+from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Submit
+from tests.rig.server_peer import front
 from tests.server.test_http import error, events
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,6 @@ from opentelemetry.trace import StatusCode
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.server_peer import FACTS, SECONDS, front
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server import tracing
 from pipeinfer.server.asker import asking
@@ -26,6 +24,8 @@ from pipeinfer.server.frames import Changed, Ended, Failed, News, Ready, Token
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
+from tests.rig import launch
+from tests.rig.server_peer import FACTS, SECONDS, front
 from tests.server.test_asking_again import Kept, all_events, begin
 from tests.server.test_door import rest, some
 from tests.server.test_http import MODEL

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec
 from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=2, n_embd=8, seed=2)
 

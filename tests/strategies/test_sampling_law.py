@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.backends.toy import ToyBackend, ToySpec, draft_of
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import ALL_SEQS, END, SamplingParams, make_rows
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from tests.rig.toy import ToyBackend, ToySpec, draft_of
 from tests.support.driver import Driver
 from tests.support.sample import FULL
 

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from pipeinfer.experiments.rig.server_peer import SECONDS
 from pipeinfer.server import http_process
 from pipeinfer.server.settings import Settings
 from pipeinfer.supervise import http_door
+from tests.rig.server_peer import SECONDS
 from tests.server.test_http import MODEL
 
 

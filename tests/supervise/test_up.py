@@ -17,11 +17,11 @@ import requests
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import RequestError
-from pipeinfer.experiments.rig import launch
-from pipeinfer.experiments.rig.served import PIPEINFER, Served
 from pipeinfer.supervise.commands_socket import call
 from pipeinfer.supervise.state import Folder
 from tests.mpi.test_supervised import Stream, job_processes
+from tests.rig import launch
+from tests.rig.served import PIPEINFER, Served
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pipeinfer.experiments.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 
 _OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.experiments.rig.plain_loop import PlainLoop
-from pipeinfer.experiments.rig.sliced_loop import SlicedLoop
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
+from tests.rig.plain_loop import PlainLoop
+from tests.rig.sliced_loop import SlicedLoop
 
 TARGET = EMBEDDED / "target.gguf"
 GREEDY = SamplingParams()

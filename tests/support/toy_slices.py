@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeinfer.backends.llamacpp.layer_probe import place_of
 from pipeinfer.backends.team import TeamShape
-from pipeinfer.backends.toy import ToyBackend, _normed, _weights
+from tests.rig.toy import ToyBackend, _normed, _weights
 
 
 def bounds(size, count):

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
-from pipeinfer.backends.paced import PacedBackend
 from pipeinfer.core.control import PortName, Progress, Report
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Decode, LaneOpen, RunFinished, Shutdown, Tag
 from pipeinfer.core.types import FloatArray, Rows, SamplingParams, make_rows
+from pipeinfer.lab.faults.paced import PacedBackend
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.base import Layout
 from pipeinfer.transport.mpi import MpiPort

@@ -1,0 +1,160 @@
+"""The table of architectures in docs/models.md, found out by trying each with a tiny random model.
+
+    python -m benchmarks.methods.architecture_table               # prints it
+    python -m benchmarks.methods.architecture_table --write docs/models.md
+
+Cut: every cut that is allowed gives the whole file's bits. Slices: what `slices` says, and that one
+slice of everything gives these bits is in the tests. Torch and decomposers: what takes the model.
+Exact width: of a Q8_0 file of the first model of a row, on this host, up to 16. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
+from pipeinfer.errors import PipeinferError
+from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.architectures import step_of
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.slices import widths_of
+from tests.rig.cut_check import cuts_of, differing, load
+
+BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
+_HEADER = ("architecture", "models", "cut", "slices", "torch", "decomposers with gaps",
+           "exact width")
+#: of each architecture: what to try, and for which models people know it
+ROWS: dict[str, tuple[tuple[str, ...], str]] = {
+    "llama": (("llama", "llama-experts"), "Llama 2, 3, Mistral, Mixtral, SmolLM2, Yi"),
+    "qwen2": (("qwen2",), "Qwen2, Qwen2.5"),
+    "qwen3": (("qwen3",), "Qwen3"),
+    "qwen2moe": (("qwen2moe",), "Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "qwen3moe": (("qwen3moe",), "Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "gpt-oss": (("gpt-oss",), "gpt-oss-20b, gpt-oss-120b"),
+    "gemma2": (("gemma2",), "Gemma 2, but 27B"),
+    "gemma3": (("gemma3", "gemma3-no-window"), "Gemma 3, but 27B"),
+    "gemma4": (("gemma4",), "Gemma 4 26B-A4B, 31B; not E2B, E4B"),
+    "glm4": (("glm4",), "GLM-4-0414 9B, 32B"),
+    "glm4moe": (("glm4moe",), "GLM-4.5, 4.6, Air"),
+    "deepseek2": (("deepseek2", "deepseek2-lite"), "DeepSeek-V2, V3, R1, Kimi K2"),
+    "phi3": (("phi3",), "Phi-3, Phi-3.5-mini, Phi-4"),
+    "falcon": (("falcon", "falcon-7b"), "Falcon 7B, 40B, 180B"),
+    "mistral3": (("mistral3",), "Ministral 3"),
+    "granite": (("granite",), "Granite 3"),
+    "granitemoe": (("granitemoe",), "Granite 3 1B-A400M, 3B-A800M"),
+    "smollm3": (("smollm3",), "SmolLM3"),
+    "olmo2": (("olmo2", "olmo2-window"), "OLMo 2, OLMo 3"),
+    "cohere2": (("cohere2",), "Command R7B, Command A"),
+    "llama4": (("llama4",), "Llama 4 Scout, Maverick"),
+    "minicpm": (("minicpm", "minicpm-old"), "MiniCPM 1B, 2B"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found out; texts as in the table. width: 0 where it was not measured."""
+
+    architecture: str
+    cut: str
+    slices: str
+    torch: str
+    gaps: str
+    width: int = 0
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        return (f"`{self.architecture}`", ROWS[self.architecture][1], self.cut, self.slices,
+                self.torch, self.gaps, str(self.width or "?"))
+
+
+def spec_of(name: str, qtype: str) -> RandomSpec:
+    """A tiny model under a name in ROWS."""
+    if name in RECIPES:
+        return tiny(name, qtype=qtype)
+    return RandomSpec(name.partition("-")[0], n_embd=256, qtype=qtype,
+                      n_expert=4 if name == "llama-experts" else 0)
+
+
+def study(architecture: str, *, width: bool = True) -> Row:
+    """Try the architecture. Raises AssertionError where stages differ from the whole."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        models = [ModelFile(write_random_model(folder / f"{name}.gguf", spec_of(name, "Q8_0")))
+                  for name in ROWS[architecture][0]]
+        for model in models:
+            if wrong := differing(model, cuts_of(model), folder / "cache"):
+                raise AssertionError(f"{model.path.name}: {wrong[0]} differs from the whole")
+        main = models[0]
+        limit = 0
+        if width:
+            backend = load(main.path, (0, main.n_layers), main.n_layers)
+            limit = exact_width(backend)
+            backend.close()
+        step = step_of(main)
+        return Row(architecture, f"at multiples of {step} layers" if step > 1 else "yes",
+                   _slices(main), "yes" if architecture in GGUF_FAMILIES else "no", _gaps(main),
+                   limit)
+
+
+def _slices(model: ModelFile) -> str:
+    try:
+        widths_of(model)
+    except PipeinferError as error:
+        found = re.search(
+            r"(?:not sliced: |: is )(.*?)(?:, which is not sliced)?: run it", str(error))
+        return f"no: {found[1] if found else error}"
+    return "yes"
+
+
+def _gaps(model: ModelFile) -> str:
+    try:
+        GapModel(model)
+    except PipeinferError:
+        return "no"
+    return "yes"
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    lines = [_HEADER, tuple("---" for _ in _HEADER), *(row.cells() for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def table_in(text: str) -> dict[str, tuple[str, ...]]:
+    """Architecture -> cells of its row, of a page that has the table."""
+    inner = text.partition(BEGIN)[2].partition(END)[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | "))
+            for line in inner.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("| `"): cells for cells in rows}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.methods.architecture_table")
+    parser.add_argument("names", nargs="*", choices=[[], *ROWS], help="some of them alone")
+    parser.add_argument("--write", type=Path, help="page to put the table into")
+    given = parser.parse_args(arguments)
+    rows = []
+    for name in given.names or ROWS:
+        print(name, file=sys.stderr)
+        rows.append(study(name))
+    table = as_table(rows)
+    if given.write is None:
+        print(table)
+        return
+    text = given.write.read_text()
+    before, _, rest = text.partition(BEGIN)
+    given.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

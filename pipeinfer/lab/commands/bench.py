@@ -1,0 +1,411 @@
+"""`pipeinfer bench`: one configuration of an emulated cluster, every policy beside the others.
+
+    pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
+    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4
+
+Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
+cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
+best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting;
+"speculative-published" has the setting of the paper, and "published" is PipeInfer by the paper.
+Knows nothing of figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec import structs
+
+from pipeinfer import host
+from pipeinfer.core.grid import parse_widths
+from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.emulation import scenarios, wide
+from pipeinfer.lab.emulation.profiles import Profiles, load_profiles, lookup
+from pipeinfer.lab.emulation.scenarios import Built, Experiment
+from pipeinfer.lab.emulation.virtual import (
+    HEADER_BYTES,
+    ROW_BYTES,
+    Result,
+    prompt_of,
+    simulate,
+)
+from pipeinfer.planning.partition import size_text
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.text_table import aligned
+
+TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree in the grid
+CUTOFFS = (0.0, 0.4)
+BASELINE = "speculative-published"
+PUBLISHED = (("tree_max", 4), ("p_min", 0.1))  #: the paper: trees of four tokens, cutoff 0.1
+LABELS = {"iterative": "iterative", BASELINE: "synchronous, tree of 4, cutoff 0.1",
+          "speculative": "synchronous, best", "published": "pipeinfer, as published",
+          "pipeinfer": "pipeinfer"}
+_FIXED = ("policy", "ablations", "n_ctx")  #: limits that other options set
+
+
+def synchronous_grid(experiment: Experiment) -> list[Experiment]:
+    """The experiment as synchronous speculation, with every tree and cutoff that it leaves open."""
+    chosen = dict(experiment.limits)
+    trees = [chosen["tree_max"]] if "tree_max" in chosen else TREES
+    cutoffs = [chosen["p_min"]] if "p_min" in chosen else CUTOFFS
+    return [
+        dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value, limits=tuple(
+            {**chosen, "tree_max": tree, "p_min": cutoff}.items()))
+        for tree, cutoff in itertools.product(trees, cutoffs)
+    ]
+
+
+def as_policy(experiment: Experiment, policy: str) -> Experiment:
+    """The experiment under a policy of the table but "speculative", which needs the grid."""
+    if policy == BASELINE:
+        chosen = dict(experiment.limits) | dict(PUBLISHED)
+        return dataclasses.replace(experiment, policy=Policy.SPECULATIVE.value,
+                                   limits=tuple(chosen.items()))
+    return dataclasses.replace(experiment, policy=policy)
+
+
+def measure(profiles: Profiles, experiment: Experiment) -> dict[str, Any]:
+    """Run an experiment in virtual time; its figures as plain data, times in seconds."""
+    built = wide.build_any(profiles, experiment)
+    return figures(built, simulate(built.scenario, scenarios.controller_of(built, experiment)))
+
+
+def figures(built: Built, result: Result) -> dict[str, Any]:
+    """What a run showed. tokens_equal: whether they are those of plain decoding."""
+    itl = result.itl
+    stats = structs.asdict(result.stats)
+    scenario = built.scenario
+    plain = scenario.pair.plain(prompt_of(scenario), scenario.tokens)
+    return {
+        "tokens_per_second": result.tokens_per_second, "ttft": result.ttft,
+        "itl_mean": result.itl_mean, "itl_sd": statistics.pstdev(itl) if itl else 0.0,
+        "itl_p95": sorted(itl)[int(0.95 * len(itl))] if itl else 0.0,
+        "itl_max": max(itl, default=0.0),
+        "seconds": result.seconds, "prompt_seconds": result.prompt_seconds,
+        "tokens": len(result.tokens), "tokens_equal": result.tokens == plain,
+        "memory": list(built.memory), "layers": list(built.split.counts),
+        "stage_seconds": [stage.seconds(1) for stage in scenario.stages],
+        "row_cost": built.row_cost, "draft_seconds": scenario.draft(1),
+        "busy": result.busy, "wasted": result.wasted, "head_busy": result.head_busy,
+        "draft_busy": result.draft_busy, "sent_bytes": result.sent_bytes,
+        "bytes_per_token": result.bytes_per_token, **stats,
+    }
+
+
+def is_tuned(profiles: Profiles, experiment: Experiment) -> bool:
+    """Whether a controller has a say; without `async` or `continuous` it has none."""
+    return scenarios.controller_of(wide.build_any(profiles, experiment), experiment) is not None
+
+
+def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
+         ) -> tuple[Experiment, Mapping[str, Any]]:
+    """The entry of `found` with the most tokens per second."""
+    return max(found, key=lambda entry: entry[1]["tokens_per_second"])
+
+
+def setting_text(experiment: Experiment) -> str:
+    """The tree and cutoff of a synchronous experiment."""
+    chosen = dict(experiment.limits)
+    return f"tree of {chosen['tree_max']}, cutoff {chosen['p_min']:g}"
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--cluster", default="c", help="Cluster profile [default: c].")
+@click.option("--pair", default="dolphin-tinyllama",
+              help="Profile of a target and its draft [default: dolphin-tinyllama].")
+@click.option("--nodes", type=click.IntRange(0), default=0,
+              help="Number of nodes, as the paper counts them [default: all of the cluster].")
+@click.option("--policy", "policies", multiple=True,
+              help=f"{', '.join(LABELS)} or all; may be repeated [default: all; under mpirun "
+              "pipeinfer].")
+@click.option("--link", default="", help="Link profile [default: that of the cluster].")
+@click.option("--delay", type=click.FloatRange(0), default=0.0,
+              help="Milliseconds added to every link.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
+              help="Share of first guesses that are right [default: that of the pair].")
+@click.option("--slow", default="", metavar="NODE:FACTOR",
+              help="Make a node slower, such as 4:2.5 for node 4.")
+@click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
+@click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
+@click.option("--head", type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS]),
+              default=wide.APART,
+              help="With --grid: head and draft on a node of their own, beside a member, or on the "
+                   "first member's by turns with the only stage.")
+@click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
+              help="With --grid: type of the sums between members.")
+@click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")
+@click.option("--tokens", type=click.IntRange(2), default=512)
+@click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=128)
+@click.option("--seeds", type=click.IntRange(1), default=1, help="Number of texts to average over.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
+              help="Fix a limit, such as draft_max=2; the controller does not tune it.")
+@click.option("--no-adapt", is_flag=True, help="Do not tune pipeinfer while it runs.")
+@click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
+              help="Stretch emulated time by this factor (under mpirun) [default: 1].")
+@click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_file: str,
+                  as_json: bool, **given: Any) -> None:
+    """Emulate one configuration: speed, latency and memory under each policy.
+
+    \b
+    pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
+    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4    # the real runtime, paced
+    """
+    profiles = load_profiles(Path(profiles_file) if profiles_file else None)
+    experiment = read_experiment(given)
+    ranks = host.launched_size()
+    if isinstance(experiment, wide.WideExperiment) and host.launched_rank() == 0 and (
+            said := wide.warning(profiles, experiment)):
+        click.echo(f"note: {said}", err=True)
+    names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
+    if ranks == 1:
+        if scale != 1.0:
+            raise UsageError("--scale stretches wall-clock time, but a single process runs in "
+                             "virtual time: start it with mpirun -np N")
+        data = virtual(profiles, experiment, names, seeds)
+        click.echo(json.dumps(data) if as_json else as_text(data))
+        return
+    if len(names) > 1 or seeds > 1:
+        raise UsageError("under mpirun one policy and one seed are measured per run: leave out "
+                         "--seeds, and give a single --policy")
+    found = at_wall_clock(profiles, experiment, names[0], scale, ranks)
+    if found is not None:
+        click.echo(json.dumps(found) if as_json else wall_text(found))
+
+
+def read_policies(names: Sequence[str], *, default: str) -> list[str]:
+    """Policies in the table's order. Raises UsageError."""
+    chosen = set(names or [default])
+    for name in chosen:
+        lookup({**LABELS, "all": ""}, name, "policy")
+    return [name for name in LABELS if name in chosen or "all" in chosen]
+
+
+def read_experiment(given: Mapping[str, Any]) -> Experiment:
+    """The experiment that the options describe, as pipeinfer. Raises UsageError."""
+    for name in given["ablate"]:
+        lookup({one.value: 1 for one in Ablation}, name, "component")
+    slow = None
+    if given["slow"]:
+        node, _, factor = given["slow"].partition(":")
+        try:
+            slow = int(node), float(factor)
+        except ValueError:
+            slow = (-1, 0.0)
+        if slow[0] < 0 or not 0 < slow[1] < float("inf"):
+            raise UsageError(f"--slow {given['slow']} is not NODE:FACTOR, such as 4:2.5")
+        if given["nodes"] and slow[0] >= given["nodes"]:
+            raise UsageError(f"--slow {given['slow']}: there are nodes 0 to {given['nodes'] - 1}")
+    limits = tuple(read_limit(text) for text in given["settings"])
+    grid: dict[str, Any] = {}
+    if given["grid"]:
+        grid = {"widths": parse_widths(given["grid"]), "head": given["head"],
+                "sum_type": given["sum_type"]}
+        if slow is not None or given["split"] != "planned":
+            raise UsageError("--slow and --split are for pipelines of one rank a stage: leave out "
+                             "--grid")
+    return (wide.WideExperiment if grid else Experiment)(
+        cluster=given["cluster"], pair=given["pair"], nodes=given["nodes"], link=given["link"],
+        delay=given["delay"] * 1e-3, acceptance=given["acceptance"], slow=slow,
+        split=given["split"], ablate=tuple(given["ablate"]), limits=limits,
+        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"], **grid)
+
+
+def read_limit(text: str) -> tuple[str, float | int | bool]:
+    """NAME=VALUE of a field of `Limits`. Raises UsageError."""
+    name, _, value = text.partition("=")
+    start = Limits(n_ctx=1)
+    defaults: dict[str, int | float | bool] = {
+        f.name: getattr(start, f.name) for f in structs.fields(Limits) if f.name not in _FIXED}
+    default = lookup(defaults, name, "limit")
+    words = {"true": True, "false": False, "1": True, "0": False}
+    try:
+        return name, (words[value] if isinstance(default, bool) else type(default)(value))
+    except (KeyError, ValueError):
+        kind = "true or false" if isinstance(default, bool) else (
+            "a whole number" if isinstance(default, int) else "a number")
+        raise UsageError(f"--set {text}: {name} is {kind}") from None
+
+
+# --- virtual time -----------------------------------------------------------------------------
+
+
+def virtual(profiles: Profiles, experiment: Experiment, policies: Collection[str], seeds: int
+            ) -> dict[str, Any]:
+    """Every policy over every seed, as plain data; times in seconds."""
+    rows = []
+    for policy in policies:
+        candidates = (synchronous_grid(experiment) if policy == Policy.SPECULATIVE
+                      else [as_policy(experiment, policy)])
+        if experiment.ablate:
+            candidates = [dataclasses.replace(one, ablate=tuple(
+                name for name in one.ablate if name in COMPONENTS[Policy(one.policy)]))
+                for one in candidates]
+        chosen, runs = max(
+            ((one, [measure(profiles, dataclasses.replace(one, prompt_seed=seed))
+                    for seed in range(seeds)]) for one in candidates),
+            key=lambda entry: statistics.fmean(r["tokens_per_second"] for r in entry[1]))
+        speeds = [run["tokens_per_second"] for run in runs]
+        rows.append({
+            "policy": policy, "tokens_per_second": statistics.fmean(speeds),
+            "spread": statistics.stdev(speeds) if seeds > 1 else 0.0,
+            "ttft": statistics.fmean(run["ttft"] for run in runs),
+            "itl_mean": statistics.fmean(run["itl_mean"] for run in runs),
+            "memory_mean": statistics.fmean(runs[0]["memory"]),
+            "tokens_equal": all(run["tokens_equal"] for run in runs),
+            "setting": setting_text(chosen) if chosen.policy == Policy.SPECULATIVE else "",
+            "ablated": list(chosen.ablate), "tuned": is_tuned(profiles, chosen), "runs": runs,
+        })
+    return {"experiment": dataclasses.asdict(experiment), "seeds": seeds, "policies": rows}
+
+
+def as_text(data: Mapping[str, Any]) -> str:
+    """The result of `measure` as a table of text."""
+    experiment = data["experiment"]
+    speed = {row["policy"]: row["tokens_per_second"] for row in data["policies"]}
+    head = ["policy", "tokens/s", "x iterative", "x synchronous", "TTFT", "ITL", "memory/node",
+            "tokens"]
+    table = [head]
+    for row in data["policies"]:
+        spread = f" +-{row['spread']:.2f}" if data["seeds"] > 1 else ""
+        ratios = [f"{row['tokens_per_second'] / speed[name]:.2f}" if name in speed else "-"
+                  for name in ("iterative", "speculative")]
+        table.append([
+            LABELS[row["policy"]], f"{row['tokens_per_second']:.2f}{spread}", *ratios,
+            f"{1e3 * row['ttft']:.0f} ms", f"{1e3 * row['itl_mean']:.0f} ms",
+            size_text(row["memory_mean"]), "equal" if row["tokens_equal"] else "DIFFER"])
+    lines = [
+        f"cluster {experiment['cluster']}, {experiment['pair']}, {data['seeds']} x "
+        f"{experiment['tokens']} tokens after {experiment['prompt']}, virtual time", "",
+        *aligned(table)]
+    for row in data["policies"]:
+        first = row["runs"][0]
+        if row["policy"] == Policy.PIPEINFER:
+            lines += ["", f"{len(first['stage_seconds'])} stages, slowest "
+                      f"{1e3 * max(first['stage_seconds']):.1f} ms, a further row "
+                      f"+{first['row_cost']:.0%}; draft {1e3 * first['draft_seconds']:.1f} ms per "
+                      f"token; {first['runs']} runs, {first['cancelled_runs']} cancelled"]
+        if row["ablated"]:
+            tuned = "tuned" if row["tuned"] else "not tuned: compare with --no-adapt"
+            lines.append(f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}, {tuned}"
+                         if row["policy"] == Policy.PIPEINFER else
+                         f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}")
+        if row["setting"] and row["policy"] == Policy.SPECULATIVE:
+            lines.append(f"{LABELS[row['policy']]}: {row['setting']}")
+    return "\n".join(lines)
+
+
+# --- wall clock -------------------------------------------------------------------------------
+
+
+def at_wall_clock(profiles: Profiles, experiment: Experiment, policy: str, scale: float,
+                  ranks: int) -> dict[str, Any] | None:
+    """The same configuration in virtual time and on the ranks of this job; None on ranks but 0.
+
+    Raises UsageError when the number of ranks does not fit.
+    """
+    from pipeinfer.lab.emulation.wall import emulate
+
+    if policy == Policy.SPECULATIVE:
+        chosen, _ = best([(one, measure(profiles, one)) for one in synchronous_grid(experiment)])
+    else:
+        chosen = as_policy(experiment, policy)
+    built = wide.build_any(profiles, chosen)
+    n_stages = len(built.scenario.stages)
+    if ranks != n_stages + 1:
+        raise UsageError(
+            f"{chosen.policy} on {len(built.memory)} nodes has {n_stages} stages and needs one "
+            f"more rank for the head: start mpirun with -np {n_stages + 1}, not {ranks}")
+    wall = emulate(built.scenario, scale, scenarios.controller_of(built, chosen))
+    if wall is None:
+        return None
+    result = simulate(built.scenario, scenarios.controller_of(built, chosen))
+    paced = pacing(built, wall.reports, scale)
+    stages = wall.processor_seconds[1:]
+    return {
+        "experiment": dataclasses.asdict(chosen), "policy": policy, "scale": scale,
+        "ranks": ranks, "virtual": figures(built, result),
+        "wall": {
+            "tokens_per_second": wall.tokens_per_second, "ttft": wall.ttft,
+            "wall_seconds": wall.wall_seconds, "head_busy": wall.head_busy,
+            "processor_seconds": wall.processor_seconds,
+            "processor_seconds_per_hop": sum(stages) / max(paced["hops"], 1),
+            "tokens_equal": wall.tokens == result.tokens, **paced,
+        },
+        "ratio": wall.tokens_per_second / result.tokens_per_second,
+    }
+
+
+def pacing(built: Built, reports: Mapping[int, Mapping[str, Any]], scale: float
+           ) -> dict[str, Any]:
+    """How the stages' and links' times at the wall clock compare with the profile's.
+
+    stage_ratio: median over computed runs of measured over wanted. link_ratio: the same of the way
+    between two stages, of which the second was waiting; link_extra: their median difference in
+    real seconds. link_seconds: wanted, of the emulated cluster, for one row.
+    """
+    scenario = built.scenario
+    ends: dict[tuple[int, int], tuple[float, int]] = {}
+    stage_ratios: list[float] = []
+    links: list[tuple[float, float]] = []
+    hops = 0
+    for node, report in sorted(reports.items()):
+        free = float("inf")
+        per_rows: dict[int, float] = defaultdict(float)
+        wire = scenario.links[node - 1]
+        for run, start, end, fate, rows, *_ in report["events"]:
+            hops += 1
+            if fate == "computed":
+                if rows not in per_rows:
+                    per_rows[rows] = scale * scenario.stages[node - 1].seconds(rows)
+                stage_ratios.append((end - start) / per_rows[rows])
+                sent = ends.get((node - 1, run))
+                size = HEADER_BYTES + rows * (ROW_BYTES + scenario.row_bytes)
+                wanted = scale * (wire.latency + size / wire.bandwidth)
+                if sent is not None and sent[0] > free:
+                    links.append((start - sent[0], wanted))
+                ends[node, run] = end, rows
+            free = end
+    return {
+        "hops": hops,
+        "stage_ratio": statistics.median(stage_ratios) if stage_ratios else None,
+        "link_ratio": statistics.median(a / b for a, b in links) if links else None,
+        "link_extra": statistics.median(a - b for a, b in links) if links else None,
+        "link_seconds": wire.latency + (HEADER_BYTES + ROW_BYTES + scenario.row_bytes)
+        / wire.bandwidth if reports else None,
+    }
+
+
+def wall_text(data: Mapping[str, Any]) -> str:
+    """The comparison for people."""
+    wall, experiment = data["wall"], data["experiment"]
+    processor = wall["processor_seconds"]
+    extra = wall["link_extra"]
+    ways = "no link was measured" if extra is None else (
+        f"links {1e6 * wall['link_seconds']:.0f} us wanted, {1e6 * extra:+.0f} us of real time")
+    return "\n".join([
+        f"cluster {experiment['cluster']}, {experiment['pair']}, {LABELS[data['policy']]}, "
+        f"{data['ranks']} ranks, scale {data['scale']:g}",
+        f"virtual     {data['virtual']['tokens_per_second']:8.3f} tokens/s, TTFT "
+        f"{1e3 * data['virtual']['ttft']:.0f} ms",
+        f"wall clock  {wall['tokens_per_second']:8.3f} tokens/s, TTFT {1e3 * wall['ttft']:.0f} ms; "
+        f"ratio {data['ratio']:.3f}",
+        f"tokens {'equal' if wall['tokens_equal'] else 'DIFFER'}; stages take "
+        f"{wall['stage_ratio']:.3f} of the profile's time; {ways}",
+        f"processor: head {processor[0]:.2f} s, stages {statistics.fmean(processor[1:]):.2f} s "
+        f"each of {wall['wall_seconds']:.1f} s, {1e6 * wall['processor_seconds_per_hop']:.0f} us "
+        "per run and stage",
+    ])

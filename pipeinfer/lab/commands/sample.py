@@ -1,0 +1,262 @@
+"""`pipeinfer sample`: several answers to each prompt, as PASTA's second stage learns from them.
+
+Answers are decoded by the runtime, over as many ranks as it has, and written with their threads
+laid out for training. What is learnt from them is `training.adapt.prefer`'s affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from pipeinfer import host
+from pipeinfer.cli.options import ENV_PREFIX, JOB, config_options
+from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
+from pipeinfer.cluster.generate import (
+    Generated,
+    draw_seed,
+    open_response,
+    run_request,
+    sampling_params,
+)
+from pipeinfer.cluster.launch import join
+from pipeinfer.cluster.session import Session
+from pipeinfer.config import RequestConfig, Resolved, SamplingConfig, SpeculationConfig
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.files import check_writable
+from pipeinfer.lab.commands.samples_file import begun, line_of
+from pipeinfer.lab.training.adapt.chats import read_chats
+from pipeinfer.lab.training.adapt.wording import Wording
+from pipeinfer.lab.training.pasta import bonbon, pasta
+from pipeinfer.lab.training.pasta.endpoint import Endpoint
+from pipeinfer.lab.training.pasta.pasta import Block, Flat
+from pipeinfer.lab.training.pasta.verdicts import compare
+from pipeinfer.lab.training.tasks import tasks
+from pipeinfer.models.locate import model_paths, open_model
+from pipeinfer.models.text import chat_template
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, Vocabulary
+from pipeinfer.strategies.decomposers.factory import vocabulary_of
+from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta, Positions, spacing_of
+from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt. reference: an answer to compare with, whose length is that of a sequential one.
+    quality: of an answer's text."""
+
+    messages: Sequence[dict[str, str]]
+    reference: str
+    quality: Callable[[str], float]
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """For JSON."""
+        return {"messages": list(self.messages), "reference": self.reference}
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Answers that nothing can be learnt from. unclosed: those that are empty, too."""
+
+    cut_off: int = 0
+    unclosed: int = 0
+
+    def report(self, of: int, n_predict: int) -> None:
+        """Say how many of those drawn."""
+        if self.cut_off:
+            click.echo(f"pipeinfer: note: {self.cut_off} of {of} answers are left out because they "
+                       f"were cut off: raise -n ({n_predict}), and -c with it", err=True)
+        if self.unclosed:
+            click.echo(f"pipeinfer: note: {self.unclosed} of {of} answers are left out because "
+                       "they are empty or have a block without an end", err=True)
+
+
+@config_options(*JOB, "sampling")
+@click.option("--prompts", type=click.Path(path_type=Path, dir_okay=False),
+              help="JSONL of conversations with an answer each, which the model's are judged "
+                   "against (needs --judge).")
+@click.option("--tasks", "count", type=click.IntRange(1),
+              help="So many generated tasks instead; their answers are right or wrong.")
+@click.option("--samples", type=click.IntRange(2), default=8, show_default=True,
+              help="Answers to each prompt.")
+@click.option("-n", "--n-predict", "--predict", "n_predict", type=click.IntRange(1, 2**24),
+              default=RequestConfig().n_predict, show_default=True,
+              envvar=f"{ENV_PREFIX}N_PREDICT", help="Maximum number of tokens of an answer.")
+@click.option("--judge", metavar="URL", help="Address of a model that judges the answers, such as "
+              "http://127.0.0.1:8080/v1 (key: OPENAI_API_KEY).")
+@click.option("--judge-model", default="default", show_default=True, metavar="NAME",
+              help="Model to ask there.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              help="JSONL to write: a prompt a line, for pipeinfer train pasta-bonbon.")
+def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, samples: int,
+                   n_predict: int, judge: str | None, judge_model: str, out: Path) -> None:
+    """Answer prompts several times by PASTA, for its second stage of training.
+
+    \b
+    pipeinfer sample -m MODEL-pasta --prompts chats.jsonl --judge URL --out s.jsonl
+    pipeinfer train pasta-bonbon --model MODEL-pasta --data s.jsonl --out adapter
+
+    Answers are drawn from the model's own probabilities unless --temp, --top-k, --top-p or --min-p
+    say otherwise. A file that is there is gone on with, if prompts, model and draws are the same.
+    """
+    config = resolved.config
+    if (prompts is None) == (count is None):
+        raise UsageError("give either --prompts or --tasks")
+    if prompts is not None and judge is None:
+        raise UsageError("--prompts needs a judge: give --judge")
+    job = config.job.replace(decomposer="pasta")
+    params = config.sampling
+    unbent = {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    params = dataclasses.replace(params, **{  # type: ignore[arg-type]
+        name: value for name, value in unbent.items() if resolved.origin[name] == "default"})
+    asked: list[Asked] = []
+    made: dict[str, Any] = {}
+    if host.launched_rank() == 0:  # the files are on its host
+        check_decomposer(job.speculation, params)
+        check_positions(job.speculation)
+        check_writable(out)
+        there = begun(out)
+        seed = params.seed
+        if seed < 0:
+            seed = draw_seed(params) if there.seed is None else there.seed
+            click.echo(f"pipeinfer: seed {seed}", err=True)
+        asked += generated(count, seed) if prompts is None else judged(
+            prompts, Endpoint(str(judge), judge_model))
+        chat_template.prepare()
+    fetch_models(job)
+    if host.launched_rank() == 0:
+        made = how(params, seed, open_model(model_paths(job)[0]).fingerprint, samples,
+                   None if prompts is None else judge_model)
+        there.check(made, [one.fields for one in asked])
+    joined = join(job)
+    if joined.place.rank:
+        joined.serve()
+        return
+    with joined.lead(progress_hook(config.request)) as session, \
+            out.open("a", encoding="utf-8") as file:
+        file.truncate(there.kept)
+        done, left = len(there.records), LeftOut()
+        for number, one in enumerate(asked[done:], done):
+            found = []
+            opening = open_response(session, one.messages)
+            for turn in range(samples):
+                show_over(f"prompt {number + 1} of {len(asked)}, answer {turn + 1}")
+                drawn = int(np.random.default_rng([seed, number, turn]).integers(2**31))
+                try:
+                    answer = run_request(session, opening, sampling_params(params, drawn),
+                                         n_predict)
+                except RequestError as error:
+                    raise UsageError(f"prompt {number + 1}: {error}") from error
+                if answer.reason != "stop":
+                    left.cut_off += 1
+                elif (record := scored(session, one, opening.prompt, answer)) is not None:
+                    found.append(record)
+                else:
+                    left.unclosed += 1
+            file.write(line_of(made, one.fields, found))
+            file.flush()
+        show_over("")
+    left.report(len(asked[done:]) * samples, n_predict)
+
+
+def check_positions(config: SpeculationConfig) -> None:
+    """Raise UsageError for positions that training does not lay answers out by."""
+    own = registry.values_of(registry.decomposer("pasta"), config)["pasta_positions"]
+    if spacing_of(own).kind is not Positions.PRED_10X:
+        raise UsageError(f"--pasta-positions {own}: training lays answers out by pred-10x alone: "
+                         "leave it out, or the model learns from positions that it never had")
+
+
+def how(params: SamplingConfig, seed: int, model: str, samples: int, judge: str | None
+        ) -> dict[str, Any]:
+    """What has to be the same for answers to go into one file. model: its fingerprint."""
+    return {"model": model, "seed": seed, "samples": samples, "judge": judge, "temp": params.temp,
+            "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
+            "logit_bias": list(params.logit_bias)}
+
+
+def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Generated
+           ) -> dict[str, object] | None:
+    """An answer with its layout and scores; None for one that has no layout. speedup: tokens of the
+    reference for each step that an ideal interpreter takes (paper section 5)."""
+    tokenizer = session.tokenizer
+    try:
+        flat = layout(vocabulary_of(tokenizer), prompt, answer, session.limits.n_ctx,
+                      Wording(tokenizer).end)
+    except ValueError:
+        return None
+    length = len(tokenizer.split(asked.reference, special=False))
+    return {**pasta.record_of(flat), "text": answer.text,
+            "speedup": length / max(pasta.chain(flat), 1), "quality": asked.quality(answer.text)}
+
+
+def layout(vocabulary: Vocabulary, prompt: Sequence[int], answer: Generated, room: int,
+           end: int) -> Flat:
+    """An answer as training lays it out, by what the interpreter does with its tokens.
+
+    end: what follows an answer that the model has ended. Raises ValueError for an answer that was
+    cut off, is empty, or has a block that its thread did not close.
+    """
+    if answer.reason != "stop" or not answer.tokens:
+        raise ValueError("was cut off, or is empty")
+    own: dict[int, list[int]] = {}
+    for token, thread in zip(answer.tokens, answer.threads, strict=True):
+        own.setdefault(thread, []).append(token)
+    reader = Pasta(vocabulary, start=len(prompt), room=room)
+    ids, syncs, opening = list(prompt), [], 1
+    blocks: list[Block] = []
+    for token in own.get(MAIN, []):
+        ids.append(token)
+        promise = len(ids) - 1
+        for action in reader.accepted(MAIN, token):
+            match action:
+                case Fork(thread, tokens=begin):
+                    inner = own.get(thread, [])
+                    closing = [a for one in inner for a in reader.accepted(thread, one)]
+                    if not closing:
+                        raise ValueError("a block is not closed")
+                    reader.settled(thread)
+                    opening = len(begin)
+                    blocks.append(Block(promise, len(ids), len(ids) + opening + len(inner) - 1, 0))
+                    ids += [*begin, *inner]
+                case Skip(_, count):
+                    last = blocks.pop()
+                    blocks.append(Block(last.promise, last.start, last.end, count // UNIT))
+                case Hold():
+                    syncs.append(promise)
+                case _:
+                    pass
+    return Flat((*ids, end), len(prompt), tuple(blocks), tuple(syncs), opening)
+
+
+def generated(count: int | None, seed: int) -> Iterator[Asked]:
+    """Tasks that training has not held back; quality is the share of right sentences."""
+    for task in islice(tasks.stream([seed, 5]), count):
+        yield Asked([{"role": "user", "content": task.question}], "\n".join(task.lines),
+                    lambda text, task=task: tasks.score(task, text))  # type: ignore[misc]
+
+
+def judged(path: Path, endpoint: Endpoint) -> Iterator[Asked]:
+    """Conversations; quality is a judge's verdict against their own answers, in both orders. Raises
+    UsageError for one without an answer, or a file that is not there."""
+    if not path.is_file():
+        raise UsageError(f"--prompts {path}: there is no such file")
+    for number, chat in enumerate(read_chats(path), 1):
+        if chat.answer is None:
+            raise UsageError(f"{path}, record {number}: has no answer to compare with: add one as "
+                             '"response"')
+
+        def quality(text: str, question: str = chat.messages[-1]["content"],
+                    reference: str = chat.answer) -> float:
+            return bonbon.win_ratio(compare(endpoint, question, text, reference))
+
+        yield Asked(chat.messages, chat.answer, quality)

@@ -1,0 +1,248 @@
+"""From profiles to a scenario: which nodes hold which layers, how long everything takes.
+
+Nodes are counted as the paper counts them (section V): iterative and synchronous speculative
+inference spread the layers over all N nodes, and node 0 drafts besides; with PipeInfer node 0
+only drafts and the layers lie on the other N - 1. This module starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import structs
+
+from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for
+from pipeinfer.core.policy import Ablation, Policy
+from pipeinfer.core.types import CURVE_ROWS
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.emulation.profiles import (
+    LinkProfile,
+    ModelProfile,
+    NodeProfile,
+    Profiles,
+)
+from pipeinfer.lab.emulation.synthetic import SyntheticPair
+from pipeinfer.lab.emulation.virtual import (
+    Overheads,
+    Result,
+    Scenario,
+    VirtualStage,
+    Wire,
+    simulate,
+)
+from pipeinfer.planning.partition import Load, Member, Split, measure, partition
+from pipeinfer.scheduler.controller import Controller, Curve, alternatives_for, cutoff
+from pipeinfer.scheduler.settings import PUBLISHED, Limits
+
+CHUNK = 64
+EXACT = 16  #: rows of a run that emulated backends compute exactly
+_SCRATCH = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """One run to emulate; names refer to profiles.
+
+    cluster: profile of the machines
+    pair: profile of target and draft
+    policy: name of the policy
+    nodes: how many of the cluster's nodes; 0 for all
+    acceptance: share of first guesses that are right; None: the pair's
+    claimed: mean confidence that the draft claims; None: its true one
+    link: link profile; "" for the cluster's
+    delay: seconds added to every link
+    slow: (node, factor) that makes a node slower
+    split: planned or equal
+    ablate: components that are switched off
+    limits: fields of `Limits` that are set, and pinned for the controller
+    adapt: whether the controller tunes the rest
+    prompt_seed: another seed, another text
+    prompt: tokens of the prompt
+    tokens: tokens to generate
+    direct_cancel: whether cancellations go to every stage at once (never with `published`)
+    """
+
+    cluster: str
+    pair: str
+    policy: str = "pipeinfer"
+    nodes: int = 0
+    acceptance: float | None = None
+    claimed: float | None = None
+    link: str = ""
+    delay: float = 0.0
+    slow: tuple[int, float] | None = None
+    split: str = "planned"
+    ablate: tuple[str, ...] = ()
+    limits: tuple[tuple[str, float | int | bool], ...] = ()
+    adapt: bool = True
+    prompt_seed: int = 0
+    prompt: int = 128
+    tokens: int = 512
+    direct_cancel: bool = True
+
+    def name(self) -> str:
+        """A key that tells experiments apart."""
+        return repr(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A scenario with what it was made from. memory: bytes per node, in the order of the nodes."""
+
+    scenario: Scenario
+    split: Split
+    memory: tuple[float, ...]
+    stages: tuple[NodeProfile, ...]
+    head: NodeProfile
+    pinned: frozenset[str]
+    row_cost: float = 0.5
+    curve: Curve = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def build(profiles: Profiles, experiment: Experiment) -> Built:
+    """The scenario of an experiment. Raises UsageError for unknown names, PlanError for memory."""
+    cluster = profiles.cluster(experiment.cluster)
+    nodes = [profiles.node(name) for name in cluster.nodes]
+    count = experiment.nodes or len(nodes)
+    if count > len(nodes):
+        nodes += [nodes[-1]] * (count - len(nodes))  # a bigger cluster of the same machines
+    nodes = nodes[:count]
+    pair = profiles.pair(experiment.pair)
+    link = profiles.link(experiment.link or cluster.link)
+    return assemble(nodes, profiles.model(pair.target), profiles.model(pair.draft), link,
+                    pair.acceptance if experiment.acceptance is None else experiment.acceptance,
+                    experiment)
+
+
+def assemble(
+    nodes: Sequence[NodeProfile], target: ModelProfile, draft: ModelProfile | None,
+    link: LinkProfile, acceptance: float, experiment: Experiment,
+) -> Built:
+    """A scenario on given machines; see `build`."""
+    policy = Policy(experiment.policy)
+    alone = policy in (Policy.PIPEINFER, Policy.PUBLISHED) and len(nodes) > 1
+    if policy is not Policy.ITERATIVE and draft is None:
+        raise UsageError(f"--policy {policy} needs a draft model")
+    head, stages = nodes[0], list(nodes[1:] if alone else nodes)
+    slow = experiment.slow
+    factors = [slow[1] if slow is not None and slow[0] == index + alone else 1.0
+               for index in range(len(stages))]
+    split = _split(stages, factors, target, experiment)
+    used = [(node, factor, rows) for node, factor, rows
+            in zip(stages, factors, split.counts, strict=True) if rows]
+    virtual = tuple(
+        VirtualStage(_stage_time(target, node, n_layers, factor, last=index == len(used) - 1),
+                     n_layers)
+        for index, (node, factor, n_layers) in enumerate(used)
+    )
+    wire = Wire(link.latency + experiment.delay, link.bandwidth)
+    row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
+    limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
+    scenario = Scenario(
+        virtual, (wire,) * (len(virtual) + 1), draft_time(draft, head), limits,
+        SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
+        row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
+        overheads=Overheads(), draft_paths=8,
+        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
+    )
+    memory = [0.0] * len(nodes)
+    for index, size in enumerate(split.sizes):
+        memory[index + alone] += size
+    if draft is not None and policy is not Policy.ITERATIVE:
+        memory[0] += draft.total_bytes + cache_bytes(draft, experiment) * draft.n_layers
+    return Built(scenario, split, tuple(memory), tuple(node for node, _, _ in used), head, pinned,
+                 row_cost, tuple(
+                     (rows, max(stage.seconds(rows) for stage in virtual)
+                      / max(stage.seconds(1) for stage in virtual)) for rows in CURVE_ROWS))
+
+
+def run(profiles: Profiles, experiment: Experiment) -> tuple[Built, Result]:
+    """Emulate an experiment in virtual time."""
+    built = build(profiles, experiment)
+    return built, simulate(built.scenario, controller_of(built, experiment))
+
+
+def controller_of(built: Built, experiment: Experiment) -> Controller | None:
+    """What tunes this run, None when nothing does."""
+    if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
+        return None
+    controller = Controller(built.scenario.limits, built.pinned, built.curve)
+    return controller if controller.active else None
+
+
+def stage_members(
+    stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile
+) -> list[Member]:
+    """The nodes as the planner sees them: seconds per byte of weights for a run of one row."""
+    size = 1e9
+    return [
+        Member(node.title,
+               factor * (node.seconds(size, target.quantisation, 1) - node.overhead) / size,
+               factor * node.overhead, float(node.memory), optional=True)
+        for node, factor in zip(stages, factors, strict=True)
+    ]
+
+
+def load_of(target: ModelProfile, cache_per_layer: float) -> Load:
+    """The layers as the planner sees them; costs in bytes that one row uses."""
+    n = target.n_layers
+    return Load(
+        costs=(float(target.active_layer_bytes),) * n,
+        sizes=(target.layer_bytes + cache_per_layer,) * n,
+        first_bytes=float(target.embedding_bytes), last_cost=float(target.output_bytes),
+        last_bytes=float(target.output_bytes), scratch=float(_SCRATCH),
+    )
+
+
+def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile,
+           experiment: Experiment) -> Split:
+    load = load_of(target, cache_bytes(target, experiment))
+    members = stage_members(stages, factors, target)
+    if experiment.split == "planned":
+        return partition(load, members)
+    each, more = divmod(target.n_layers, len(stages))
+    return measure(load, members, [each + (k < more) for k in range(len(stages))])
+
+
+def cache_bytes(model: ModelProfile, experiment: Experiment) -> float:
+    """Bytes of a layer's cache for the experiment's context."""
+    return model.kv_bytes_per_token / model.n_layers * (experiment.prompt + experiment.tokens + 64)
+
+
+def _stage_time(target: ModelProfile, node: NodeProfile, n_layers: int, factor: float, *,
+                last: bool) -> Any:
+    return lambda rows: factor * target.stage_seconds(node, n_layers, rows, last=last)
+
+
+def draft_time(draft: ModelProfile | None, head: NodeProfile) -> Any:
+    if draft is None:
+        return lambda rows: 0.0 * rows
+    return lambda rows: draft.stage_seconds(head, draft.n_layers, rows, last=True)
+
+
+def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experiment
+            ) -> tuple[Limits, frozenset[str]]:
+    """Starting limits: what the runtime would start with, and what the experiment sets."""
+    credit, sizes = n_stages + 1, sizes_for(row_cost)
+    chosen: dict[str, Any] = dict(experiment.limits)
+    base = Limits(
+        n_ctx=experiment.prompt + experiment.tokens + 8, policy=policy,
+        ablations=frozenset(Ablation(name) for name in experiment.ablate), chunk=CHUNK,
+        exact_width=EXACT, credit=credit, partitions=max(16, 2 * credit),
+        draft_max=sizes.draft_max, tree_max=sizes.tree_max,
+        join_tip=sizes.join and n_stages <= JOIN_UP_TO,
+        alternatives=alternatives_for(credit), path_min=cutoff(credit),
+        p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
+    )
+    if policy is Policy.PUBLISHED:
+        base = structs.replace(base, **PUBLISHED)
+    unknown = [name for name in chosen if not hasattr(base, name)]
+    if unknown:
+        raise UsageError(f"there is no limit named {', '.join(unknown)}")
+    if not all(math.isfinite(value) for value in chosen.values()):
+        raise UsageError("limits must be finite numbers")
+    return structs.replace(base, **chosen), frozenset(chosen)

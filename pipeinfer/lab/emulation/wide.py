@@ -1,0 +1,259 @@
+"""Grids of nodes in virtual time: stages of several members, which sum twice a layer.
+
+The scheduler sees stages, as always. A stage's time is that of its slowest member in the attention,
+plus that of its slowest member in the feed-forward part, plus the sums, for any number of rows.
+Head and draft have a node of their own, or a part of the first member's cores and bandwidth, which
+then holds a smaller share, or all of that machine by turns with the only stage. Profiles give
+machines and links; what a sum costs besides is `SumCost`.
+This module starts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec import structs
+
+from pipeinfer.cluster.sizing import by_turns
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import CURVE_ROWS
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.emulation import scenarios
+from pipeinfer.lab.emulation.profiles import ModelProfile, NodeProfile, Profiles
+from pipeinfer.lab.emulation.scenarios import (
+    Built,
+    Experiment,
+    cache_bytes,
+    controller_of,
+    draft_time,
+    limits_of,
+    load_of,
+)
+from pipeinfer.lab.emulation.sizes import pieces
+from pipeinfer.lab.emulation.synthetic import SyntheticPair
+from pipeinfer.lab.emulation.virtual import (
+    Overheads,
+    Result,
+    Scenario,
+    VirtualStage,
+    Wire,
+    simulate,
+)
+from pipeinfer.models.slice_parts import why_not_sliced
+from pipeinfer.planning import teams
+from pipeinfer.planning.grid_cluster import Cluster
+from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
+from pipeinfer.planning.judge import LoadMix
+from pipeinfer.planning.partition import Split
+from pipeinfer.planning.teams import EXCHANGE, PEER, SUMS, Cut, Host, Network, SumCost, Team
+
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+APART, BESIDE, TURNS = "apart", "beside", "by turns"
+PART = 0.25  #: of the first member's cores and bandwidth that head and draft take beside it
+
+
+@dataclass(frozen=True, slots=True)
+class WideExperiment(Experiment):
+    """As `Experiment`, on a grid. `nodes` counts all nodes, head and draft included.
+
+    widths: members of each stage; () for the best grid. head: where head and draft are, apart,
+    beside, or on the first member's machine by turns with the target, which takes grids of one
+    stage; with the iterative policy there is no draft, and the head is taken to cost nothing.
+    part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`. groups: of the
+    cluster's nodes, see `Cluster`.
+    """
+
+    widths: tuple[int, ...] = ()
+    head: str = APART
+    part: float = PART
+    sum_type: str = "f32"
+    exchange: float = EXCHANGE
+    peer: float = PEER
+    groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Machines and models of an experiment. nodes: of the grid, groups: theirs; drafter: has head
+    and draft."""
+
+    nodes: tuple[NodeProfile, ...]
+    drafter: NodeProfile
+    target: ModelProfile
+    draft: ModelProfile
+    wire: Wire
+    acceptance: float
+    groups: tuple[str, ...] = ()
+
+
+def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
+    """Who computes what. Raises UsageError."""
+    cluster = profiles.cluster(experiment.cluster)
+    nodes = [profiles.node(name) for name in cluster.nodes]
+    count = experiment.nodes or len(nodes)
+    nodes = (nodes + [nodes[-1]] * (count - len(nodes)))[:count]
+    pair = profiles.pair(experiment.pair)
+    link = profiles.link(experiment.link or cluster.link)
+    groups = experiment.groups[:count]
+    if groups and count > len(groups):
+        raise UsageError(f"--hosts {count}: the hostfile has {len(groups)} ranks")
+    drafter = nodes[0]
+    if experiment.policy != Policy.ITERATIVE and experiment.head != TURNS:
+        if experiment.head == BESIDE:
+            drafter = part_of(nodes[0], experiment.part)
+            nodes[0] = part_of(nodes[0], 1 - experiment.part)
+        elif count < 2:
+            raise UsageError("head and draft on a node of their own need a second node: use "
+                             "--nodes 2 or more")
+        else:
+            nodes, groups = nodes[1:], groups[1:]
+    target = profiles.model(pair.target)
+    if target.experts > 1:
+        raise UsageError(f"{target.title} is a mixture of experts: grids are not emulated for it")
+    return Ground(
+        tuple(nodes), drafter, target, profiles.model(pair.draft),
+        Wire(link.latency + experiment.delay, link.bandwidth),
+        pair.acceptance if experiment.acceptance is None else experiment.acceptance, groups)
+
+
+def warning(profiles: Profiles, experiment: WideExperiment) -> str:
+    """What the runtime would say of a grid for the experiment's target; empty where it has one."""
+    target = profiles.model(profiles.pair(experiment.pair).target)
+    why = why_not_sliced(target.shape.architecture) if target.shape is not None else ""
+    return why and (f"{target.title} is emulated only: pipeinfer refuses grids for its file "
+                    f"({why})")
+
+
+def part_of(node: NodeProfile, part: float) -> NodeProfile:
+    """A machine of which others have the rest."""
+    return dataclasses.replace(
+        node, bandwidth=node.bandwidth * part, rates={k: v * part for k, v in node.rates.items()},
+        first={k: v * part for k, v in node.first.items()})
+
+
+def cluster_of(ground: Ground, experiment: WideExperiment) -> Cluster:
+    """The experiment as the planner of grids sees it."""
+    target, mix = ground.target, ground.target.quantisation
+    assert target.shape is not None
+    groups, heads, blocks = pieces(target.shape, mix)
+    cut = Cut(target.n_embd, groups, blocks, target.attention_bytes / target.layer_bytes,
+              target.keys_bytes / target.layer_bytes, heads)
+    draft = draft_time(ground.draft, ground.drafter)(1)
+    policy = Policy(experiment.policy)
+    return Cluster(
+        tuple(_host(node, index, mix) for index, node in enumerate(ground.nodes)),
+        Network(teams.Wire(ground.wire.latency, ground.wire.bandwidth)),
+        load_of(target, cache_bytes(target, experiment)), cut, sums_of(experiment),
+        (LoadMix(policy, acceptance=ground.acceptance),), Overheads().hop,
+        0.0 if policy is Policy.ITERATIVE else draft, groups=ground.groups)
+
+
+def sums_of(experiment: WideExperiment) -> SumCost:
+    """What a sum costs besides the wire. Raises UsageError for an unknown type."""
+    if experiment.sum_type not in ITEM_BYTES:
+        raise UsageError(f"sums have no type {experiment.sum_type!r}: use "
+                         f"{', '.join(ITEM_BYTES)}")
+    return SumCost(ITEM_BYTES[experiment.sum_type], experiment.exchange, experiment.peer)
+
+
+def _host(node: NodeProfile, index: int, mix: str) -> Host:
+    size = 1e9
+    one = node.seconds(size, mix, 1) - node.overhead
+    curve = tuple((rows, (node.seconds(size, mix, rows) - node.overhead) / one)
+                  for rows in CURVE_ROWS)
+    return Host(f"{node.name}-{index}", one / size, float(node.memory), node.overhead, curve)
+
+
+def plan(profiles: Profiles, experiment: WideExperiment) -> GridPlan:
+    """The experiment's grid, or the best one. Raises UsageError and PlanError."""
+    cluster = cluster_of(ground_of(profiles, experiment), experiment)
+    if experiment.widths:
+        return even_grid(cluster, experiment.widths)
+    return best_grid(cluster)
+
+
+def build(profiles: Profiles, experiment: WideExperiment) -> Built:
+    """The scenario. memory: bytes of each node of the grid, in order, then head and draft's, where
+    they are apart. Raises UsageError and PlanError."""
+    ground = ground_of(profiles, experiment)
+    grid = plan(profiles, experiment)
+    target, policy = ground.target, Policy(experiment.policy)
+    turns = experiment.head == TURNS and policy is Policy.PIPEINFER
+    if turns and len(grid.stages) > 1:
+        raise UsageError(f"grid {grid.name}: draft and target compute by turns where there is one "
+                         f"stage: use --head {APART} or {BESIDE}")
+    end = len(grid.stages) - 1
+    virtual = tuple(
+        VirtualStage(partial(stage_seconds, one, count, k == end, ground.nodes, target,
+                             grid.cluster), count)
+        for k, (one, count) in enumerate(zip(grid.stages, grid.layers, strict=True)))
+    row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
+    slowest = max(stage.seconds(1) for stage in virtual)
+    curve = tuple((rows, max(stage.seconds(rows) for stage in virtual) / slowest)
+                  for rows in CURVE_ROWS)
+    limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
+    drafting = draft_time(ground.draft, ground.drafter)
+    if turns and not pinned:
+        limits = structs.replace(limits, take_turns=True, **by_turns(
+            curve, drafting(1) / slowest, limits.exact_width, weighed=True))
+    scenario = Scenario(
+        virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,
+        SyntheticPair(ground.acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
+        row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
+        overheads=Overheads(), draft_paths=8,
+        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED)
+    memory = [size for sizes in grid.memory for size in sizes]
+    if policy is not Policy.ITERATIVE:
+        draft = ground.draft
+        own = draft.total_bytes + cache_bytes(draft, experiment) * draft.n_layers
+        if experiment.head == APART:
+            memory.append(own)
+        else:
+            memory[0] += own
+    split = Split(grid.layers, tuple(stage.seconds(1) for stage in virtual),
+                  tuple(map(max, grid.memory)))
+    return Built(scenario, split, tuple(memory),
+                 tuple(ground.nodes[one.hosts[0]] for one in grid.stages), ground.drafter, pinned,
+                 row_cost, curve)
+
+
+def stage_seconds(one: Team, count: int, last: bool, nodes: Sequence[NodeProfile],
+                  target: ModelProfile, cluster: Cluster, rows: int) -> float:
+    """Time of `rows` rows through a wide stage of `count` layers, with the output if it is last."""
+    members = [nodes[index] for index in one.hosts]
+
+    def slowest(shares: Sequence[float], size: float) -> float:
+        return max(_computing(node, share * size, target.quantisation, rows)
+                   for node, share in zip(members, shares, strict=True))
+
+    layer = slowest(one.attention, target.layer_bytes) + slowest(one.feed, target.layer_bytes)
+    speeds = [1 / cluster.hosts[index].per_cost for index in one.hosts]
+    head = slowest([speed / sum(speeds) for speed in speeds], target.output_bytes) if last else 0.0
+    sums = one.in_sums(count, rows, cluster.cut, cluster.sums, last=last)
+    return max(node.overhead for node in members) + count * layer + head + sums
+
+
+def _computing(node: NodeProfile, size: float, mix: str, rows: int) -> float:
+    return node.seconds(size, mix, rows) - node.overhead
+
+
+def build_any(profiles: Profiles, experiment: Experiment) -> Built:
+    """An experiment's scenario, on a grid or not. Raises UsageError and PlanError."""
+    if isinstance(experiment, WideExperiment):
+        return build(profiles, experiment)
+    return scenarios.build(profiles, experiment)
+
+
+def run(profiles: Profiles, experiment: WideExperiment) -> tuple[Built, Result]:
+    """Emulate an experiment in virtual time. Raises UsageError and PlanError."""
+    built = build(profiles, experiment)
+    return built, simulate(built.scenario, controller_of(built, experiment))
+
+
+def sums_a_token(grid: GridPlan) -> int:
+    """How many sums a token takes on its way."""
+    return sum(SUMS * count for one, count in zip(grid.stages, grid.layers, strict=True)
+               if one.width > 1)

@@ -1,0 +1,1 @@
+"""Faults on purpose, and the pace of another machine: what `cluster.hooks` finds here."""

@@ -1,0 +1,1 @@
+"""Training: the embedded pair, the task model, PASTA's stages, BiTA's masks."""

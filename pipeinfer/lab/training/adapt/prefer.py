@@ -1,0 +1,132 @@
+"""PASTA stage 2 for models that people have: learn which of their own sampled answers are better.
+
+The answers come from `pipeinfer sample`, as the runtime decoded them. Does not know: how they were
+sampled or judged, the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
+from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer.lab.training.adapt.tune import chosen
+from pipeinfer.lab.training.pasta import bonbon, pasta
+from pipeinfer.lab.training.pasta.annotate import read_jsonl
+from pipeinfer.lab.training.pasta.bonbon import Round, Scored
+from pipeinfer.lab.training.tasks import formats
+from pipeinfer.lab.training.tasks.batches import collate
+from pipeinfer.lab.training.tasks.formats import Example
+
+#: the better and the worse answer to one prompt, as training rows
+Pair = tuple[Example, Example]
+
+
+def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], None]
+             ) -> tuple[list[Pair], int]:
+    """Best and worst answers to every prompt of a file of `pipeinfer sample`, and how many answers
+    most prompts have. Prompts whose answers all score the same, and answers of more than `context`
+    tokens or positions, are left out. Raises UsageError where nothing is left."""
+    pairs: list[Pair] = []
+    counts: list[int] = []
+    record: Any
+    for number, record in enumerate(read_jsonl(path), 1):
+        try:
+            flats = {}
+            scored = []
+            for one in record["samples"]:
+                flat = pasta.flat_of(one)
+                flats[flat.tokens] = formats.pasta_example(flat)
+                scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"])))
+                if not math.isfinite(scored[-1].speedup + scored[-1].quality):
+                    raise ValueError("a score is no finite number")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
+                             ) from error
+        fit = [one for one in scored if max(
+            len(one.tokens), int(flats[one.tokens].positions.max()) + 1) <= context]
+        ends = bonbon.pair(fit, weight) if len(fit) > 1 else None
+        if ends is not None:
+            pairs.append((flats[ends[0].tokens], flats[ends[1].tokens]))
+            counts.append(len(fit))
+    report(f"{len(pairs)} pairs")
+    if not pairs:
+        raise UsageError(f"{path}: no two answers to a prompt differ in score, so there is nothing "
+                         "to learn: sample more, or at a higher --temp")
+    return pairs, max(set(counts), key=counts.count)
+
+
+def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Round,
+           report: Callable[[str], None] = print) -> list[float]:
+    """Loss of every step (paper section 4, BoNBoN), against the model as it is now; an interrupt
+    (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
+    with torch.no_grad():
+        before = [_apart(_likelihoods(trainee, pair)) for pair in pairs]
+    parameters = list(trainee.learnt.values())
+    optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
+    losses: list[float] = []
+    numbers = range(len(pairs))
+    for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate * (1 - step / settings.steps)
+        total, mine = 0.0, chosen(numbers, settings.batch, settings.seed, step)
+        try:
+            for number in mine:
+                now = _likelihoods(trainee, pairs[number])
+                loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha)
+                loss = loss / len(mine)
+                loss.backward()
+                total += float(loss.detach())
+        except KeyboardInterrupt:
+            report(f"interrupted after step {step} of {settings.steps}")
+            break
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        if step % 10 == 9 or step + 1 == settings.steps:
+            report(f"step {step + 1} of {settings.steps}  loss {np.mean(losses[-10:]):.2f}")
+    return losses
+
+
+def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
+        arithmetic: Arithmetic, *, threads: int = 1, context: int = 2048,
+        report: Callable[[str], None] = print) -> list[float]:
+    """Leaves a LoRA adapter in peft's format in `out`; losses of every step. Raises UsageError and
+    ModelError."""
+    if not math.isfinite(settings.weight):
+        raise UsageError(f"--weight {settings.weight:g} is no finite number, which the adapter's "
+                         "config could not hold: 1e6 is quality alone, and speed among equals")
+    torch.set_num_threads(threads)
+    trainee = Trainee(model, arithmetic, lora, seed=settings.seed)
+    pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report)
+    known = trainee.model.shard.n_vocab
+    most = max(int(one.tokens.max()) for pair in pairs for one in pair)
+    if most >= known:
+        raise UsageError(f"{data}: has token {most}, but {model} knows {known}: sample from the "
+                         "model that is to learn")
+    losses = prefer(trainee, pairs, samples, settings, report)
+    save_adapter(out, LoraAdapter(
+        lora, {name: p.detach() for name, p in trainee.learnt.items()}, str(model),
+        about={"pairs": len(pairs), "steps": len(losses), "weight": settings.weight}))
+    (out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+    report(f"wrote {out}")
+    return losses
+
+
+def _likelihoods(trainee: Trainee, pair: Pair) -> Tensor:
+    """Summed log-probabilities of the better and the worse answer, [2]."""
+    return trainee.log_probabilities(collate(pair))
+
+
+def _apart(both: Tensor) -> Tensor:
+    return both[:1] - both[1:]

@@ -1,0 +1,53 @@
+"""From conversations to training rows.
+
+Does not know: models, how rows are learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.chats import Chat
+from pipeinfer.lab.training.adapt.wording import Wording
+from pipeinfer.lab.training.pasta import annotate
+from pipeinfer.lab.training.pasta.annotate import Piece
+from pipeinfer.lab.training.tasks import formats
+from pipeinfer.lab.training.tasks.formats import Example
+
+
+def row_of(wording: Wording, chat: Chat, *, annotated: bool) -> Example:
+    """The training row of an answer; without its marks for the sequential baseline.
+
+    Raises ValueError (`Malformed`) where the chat has no answer, or one whose marks are wrong.
+    """
+    if chat.answer is None or (annotated and chat.annotated is None):
+        raise ValueError("has no answer, or none with marks")
+    pieces = [Piece("text", chat.answer)]
+    if annotated:
+        pieces = annotate.parse(str(chat.annotated), chat.answer)
+    return formats.pasta_example(wording.flat(chat.messages, pieces))
+
+
+def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated: bool,
+            report: Callable[[str], None]) -> list[Example]:
+    """All rows of up to `context` tokens and positions. Raises UsageError where there is none."""
+    rows: list[Example] = []
+    why = {"without a usable answer": 0, f"longer than {context} tokens": 0}
+    unusable, long = why
+    for chat in chats:
+        try:
+            row = row_of(wording, chat, annotated=annotated)
+        except ValueError:
+            why[unusable] += 1
+            continue
+        if max(len(row.tokens), int(row.positions.max()) + 1) > context:
+            why[long] += 1
+        else:
+            rows.append(row)
+    left = ", ".join(f"{count} {name}" for name, count in why.items() if count)
+    report(f"{len(rows)} answers to learn from" + (f"; left out: {left}" if left else ""))
+    if not rows:
+        raise UsageError("the data has no usable answer" + (
+            ": mark what is independent first (pipeinfer train annotate)" if annotated else ""))
+    return rows

@@ -1,0 +1,54 @@
+"""`pipeinfer train draft`.
+
+Does not know: how anything is trained; torch is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.commands import need_torch, one_budget, say
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              help="The draft, a GGUF file.")
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False),
+              default=Path(".work/draft"), show_default=True,
+              help="Answers, checkpoint and report; a later run resumes from here.")
+@click.option("--layers", type=click.IntRange(1), default=3, show_default=True,
+              help="Layers of the target that the draft keeps.")
+@click.option("--answer-minutes", type=float, default=30.0, show_default=True,
+              help="How long the target talks.")
+@click.option("--texts", type=click.IntRange(1),
+              help="So many texts instead (exactly repeatable).")
+@click.option("--length", type=click.IntRange(64), default=384, show_default=True,
+              help="Tokens of a text, at most.")
+@click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
+              help="Texts that grow at once; each takes memory for its keys and values.")
+@click.option("--minutes", type=float, help="Budget for training.")
+@click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable).")
+@click.option("--quantisation", type=click.Choice(("q4_0", "q4_1", "q8_0")), default="q4_0",
+              show_default=True, help="Of the draft's matrices.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+def draft(**given: Any) -> None:
+    """Make a draft for TARGET, a GGUF file of the llama architecture with tied embeddings.
+
+    The draft begins as a copy of a few of the target's layers and is taught by answers that the
+    target gives here, so it needs no data. Use it with -md.
+    """
+    one_budget(given["minutes"], given["steps"])
+    need_torch()
+    if given["out"].suffix != ".gguf":
+        raise UsageError("--out must end in .gguf")
+    from pipeinfer.lab.training.draft.own_draft import Settings, run
+
+    if given["texts"]:
+        given["answer_minutes"] = None
+    run(Settings(**given), report=say)

@@ -1,0 +1,214 @@
+"""PASTA's training layout: blocks, positions, visibility, targets, steps (paper sections 3, 4).
+
+A flat response is ids in reading order: each block follows its promise. All functions work on ids
+alone; which ids are tags comes from :class:`Tags`.
+
+Does not know: tokenizers, tasks, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeinfer.lab.training.tasks import markup
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One asynchronous block: flat indices of its promise's last token, of ``<async>``, of
+    ``</async>``; ``units``: the promised length in tens."""
+
+    promise: int
+    start: int
+    end: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat example: ids, the length of the prompt, blocks and syncs (their last tokens) in order.
+
+    ``opening``: tokens of ``<async>``, which the interpreter inserts.
+    """
+
+    tokens: tuple[int, ...]
+    prompt: int
+    blocks: tuple[Block, ...]
+    syncs: tuple[int, ...]
+    opening: int = 1
+
+    @property
+    def owner(self) -> NDArray[np.int64]:
+        """Block number of every token, from 1; 0 is the main thread."""
+        owner = np.zeros(len(self.tokens), dtype=np.int64)
+        for number, block in enumerate(self.blocks, 1):
+            owner[block.start : block.end + 1] = number
+        return owner
+
+
+def record_of(flat: Flat) -> dict[str, Any]:
+    """A layout for JSON."""
+    blocks = [[one.promise, one.start, one.end, one.units] for one in flat.blocks]
+    return {"tokens": flat.tokens, "prompt": flat.prompt, "blocks": blocks, "syncs": flat.syncs,
+            "opening": flat.opening}
+
+
+def flat_of(record: dict[str, Any]) -> Flat:
+    """What `record_of` has written. Raises KeyError, TypeError or ValueError for anything else."""
+    flat = Flat(tuple(map(int, record["tokens"])), int(record["prompt"]),
+                tuple(Block(*map(int, block)) for block in record["blocks"]),
+                tuple(map(int, record["syncs"])), int(record["opening"]))
+    ends = [at for block in flat.blocks for at in (block.promise, block.start, block.end)]
+    if not 0 < flat.prompt < len(flat.tokens) or any(
+            not flat.prompt <= at < len(flat.tokens) for at in (*ends, *flat.syncs)):
+        raise ValueError("places outside the answer")
+    if min(flat.tokens) < 0:
+        raise ValueError("a token below 0")
+    if any(not block.promise < block.start < block.end for block in flat.blocks) or any(
+            one.end >= other.start for one, other in pairwise(flat.blocks)):
+        raise ValueError("blocks that are not one behind the other")
+    return flat
+
+
+def parse(
+    tokens: Sequence[int], prompt: int, tags: Mapping[str, int], digits: Mapping[int, int]
+) -> Flat:
+    """Find the blocks and syncs of a flat response that begins at ``prompt``.
+
+    ValueError where a block has no complete promise right before it, is not closed, or holds
+    another tag.
+    """
+    blocks: list[Block] = []
+    syncs: list[int] = []
+    inner = {tags[t] for t in (markup.PROMISE, markup.TOKENS, markup.SYNC, markup.ASYNC)}
+    at = prompt
+    while at < len(tokens):
+        if tokens[at] == tags[markup.SYNC]:
+            syncs.append(at)
+        elif tokens[at] == tags[markup.ASYNC]:
+            units = promised_units(tokens[prompt:at], tags, digits)
+            if units is None:
+                raise ValueError(f"no promise before the block at token {at}")
+            start = at
+            while at < len(tokens) and tokens[at] != tags[markup.ASYNC_END]:
+                at += 1
+                if at < len(tokens) and tokens[at] in inner:
+                    raise ValueError(f"a tag inside the block at token {start}")
+            if at == len(tokens):
+                raise ValueError(f"the block at token {start} is not closed")
+            blocks.append(Block(start - 1, start, at, units))
+        elif tokens[at] == tags[markup.ASYNC_END]:
+            raise ValueError(f"token {at} closes no block")
+        at += 1
+    return Flat(tuple(tokens), prompt, tuple(blocks), tuple(syncs))
+
+
+def promised_units(
+    tokens: Sequence[int], tags: Mapping[str, int], digits: Mapping[int, int]
+) -> int | None:
+    """The number in the promise tag that ends with the last token, None where there is none."""
+    if not tokens or tokens[-1] != tags[markup.CLOSE]:
+        return None
+    at, value, scale = len(tokens) - 2, 0, 1
+    while at >= 0 and tokens[at] in digits:
+        value += scale * digits[tokens[at]]
+        scale *= 10
+        at -= 1
+    complete = scale > 1 and at >= 0 and tokens[at] == tags[markup.TOKENS]
+    while complete and at >= 0 and tokens[at] != tags[markup.PROMISE]:
+        at -= 1
+    return value if complete and at >= 0 else None
+
+
+def units_of(length: int) -> int:
+    """What a promise says about a block of this many tokens, both tags included: tens, at least
+    one, halves rounded up."""
+    return max(1, (length + 5) // 10)
+
+
+def positions(flat: Flat) -> NDArray[np.int64]:
+    """Position ids: a block counts on from its promise, the main thread leaves room for it."""
+    starts = {block.start: block for block in flat.blocks}
+    out = np.zeros(len(flat.tokens), dtype=np.int64)
+    at = main = 0
+    while at < len(flat.tokens):
+        block = starts.get(at)
+        if block is None:
+            out[at] = main
+            main += 1
+            at += 1
+        else:
+            out[at : block.end + 1] = main + np.arange(block.end + 1 - at)
+            main += 10 * block.units
+            at = block.end + 1
+    return out
+
+
+def visible(flat: Flat) -> NDArray[np.bool_]:
+    """[n, n]: row i may attend column j (both main, same block, a block and the main text before
+    it, or anything before the last sync)."""
+    length, owner = len(flat.tokens), flat.owner
+    synced = np.zeros(length, dtype=np.int64)
+    for sync in flat.syncs:
+        synced[sync:] += 1
+    mine, other = owner[:, None], owner[None, :]
+    allowed = (mine == other) | (other == 0) | (synced[:, None] > synced[None, :])
+    return np.asarray(allowed & np.tri(length, dtype=bool))
+
+
+def targets(flat: Flat) -> NDArray[np.int64]:
+    """Next token of the same thread; ``IGNORE`` inside the prompt and after a block.
+
+    The prompt's last token has a target: without it no model would learn how to begin.
+    """
+    out = np.full(len(flat.tokens), IGNORE, dtype=np.int64)
+    out[flat.prompt - 1 : -1] = flat.tokens[flat.prompt :]
+    for block in flat.blocks:
+        after = block.end + 1
+        out[block.promise] = flat.tokens[after] if after < len(flat.tokens) else IGNORE
+        out[block.start : block.start + flat.opening - 1] = IGNORE
+        out[block.end] = IGNORE
+    # A promise right after a block begins with a token; no target may be an inserted tag.
+    return out
+
+
+def steps(flat: Flat) -> NDArray[np.int64]:
+    """Step in which an ideal interpreter decodes each token, from 1; prompt and inserted tags 0."""
+    out = np.zeros(len(flat.tokens), dtype=np.int64)
+    starts = {block.start: block for block in flat.blocks}
+    syncs = set(flat.syncs)
+    last = open_until = 0
+    at = flat.prompt
+    while at < len(flat.tokens):
+        block = starts.get(at)
+        if block is not None:
+            count = block.end + 1 - block.start - flat.opening
+            out[at + flat.opening : block.end + 1] = last + 1 + np.arange(count)
+            open_until = max(open_until, last + count)
+            at = block.end + 1
+            continue
+        last += 1
+        out[at] = last
+        if at in syncs:
+            last = max(last, open_until)
+        at += 1
+    return out
+
+
+def chain(flat: Flat) -> int:
+    """Steps of the whole response (paper section 5, critical path)."""
+    return int(steps(flat).max(initial=0))
+
+
+def parallelism(flat: Flat, control: frozenset[int] | set[int]) -> float:
+    """Tokens that are text over steps; below 1 where tags outweigh what they save."""
+    text = sum(token not in control for token in flat.tokens[flat.prompt :])
+    return text / chain(flat)

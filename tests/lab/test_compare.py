@@ -1,0 +1,192 @@
+"""The comparison's arithmetic, and what it asks for."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.config import JobConfig
+from pipeinfer.errors import PipeinferError, UsageError
+from pipeinfer.lab.commands import comparison
+from pipeinfer.lab.commands.compare import compare_command, judge_all, parse_method, superset
+from pipeinfer.lab.commands.comparison import Answer, by_kind, geometric, rows_of
+from pipeinfer.lab.quality.judge import controlled
+from pipeinfer.lab.quality.prompt_sets import Prompt
+
+
+def answer(method, seconds, steps, tokens, visible, *, exact=True, text="t"):
+    return Answer(method, seconds, tokens, visible, steps, runs=tokens, cells=9, busy=0.5,
+                  wasted=0.0, acceptance=None, quality=float(exact), exact=exact, text=text)
+
+
+def test_means_are_geometric_and_against_the_plain_answer_to_the_same_prompt():
+    table = {row["method"]: row for row in rows_of({
+        "plain": [answer("plain", 4.0, 40, 40, 40), answer("plain", 1.0, 10, 10, 10)],
+        "pasta": [answer("pasta", 1.0, 10, 44, 40), answer("pasta", 1.0, 10, 12, 10, exact=False,
+                                                           text="u")]})}
+    pasta = table["pasta"]
+    assert pasta["speedup"] == pytest.approx(2.0)  # of 4 and 1
+    assert pasta["steps_speedup"] == pytest.approx(2.0)
+    assert pasta["parallelism"] == pytest.approx(2.0)  # of 4 and 1
+    assert pasta["compression"] == pytest.approx((4.4 * 1.2) ** 0.5)
+    assert pasta["exact"] == 0.5
+    assert pasta["same_text"] == 1
+    assert table["plain"]["speedup"] == pytest.approx(1.0)
+    text = comparison.table_text(list(table.values()))
+    assert len({len(line) for line in text.splitlines()}) == 1
+    assert "| pasta " in text
+
+
+def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):
+    monkeypatch.setattr("pipeinfer.lab.training.pasta.endpoint.time.sleep", lambda seconds: None)
+    plain = [answer("plain", 1.0, 9, 9, 9, text="ab"), answer("plain", 1.0, 9, 9, 9, text="a")]
+    cod = [answer("cod", 1.0, 3, 3, 3, text="abcd"), answer("cod", 1.0, 3, 3, 3, text="abc")]
+    asked = [Prompt("Which?", reference="a", kind="x"), Prompt("Why?", kind="y")]
+    for one, prompt in zip([*plain, *cod], asked * 2, strict=True):
+        one.kind = prompt.kind
+    judge = Judge()
+    assert "Connection refused" in judge_all("http://127.0.0.1:1/v1", "m", "both", asked,
+                                             {"plain": plain, "cod": cod})
+    with judge:
+        assert "1 judgements" in judge_all(judge.url, "m", "both", asked,
+                                           {"plain": plain, "cod": cod})
+    assert [a.rating for a in (*plain, *cod)] == [2, 1, 4, 3]
+    assert [a.won for a in cod] == [1.0, None]  # longer is better, and once it cannot be read
+    rows = {row["method"]: row for row in rows_of({"plain": plain, "cod": cod}, controlled)}
+    assert (rows["cod"]["rating"], rows["cod"]["won"], rows["plain"]["won"]) == (3.5, 1.0, None)
+    kinds = by_kind({"plain": plain, "cod": cod})
+    assert [(r["kind"], r["method"], r["rating"]) for r in kinds] == [
+        ("x", "plain", 2), ("x", "cod", 4), ("y", "plain", 1), ("y", "cod", 3)]
+    assert "| mark |" in comparison.table_text(kinds)
+    assert "| won |" not in comparison.table_text([rows["plain"]])  # nothing is known of it
+    assert "Reference answer: a\n" in judge.asked[1]  # the first only asks whether it is there
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible judge: marks by length, the longer text wins, "Why?" has no winner."""
+
+    def __init__(self, *request):
+        if request:
+            super().__init__(*request)
+            return
+        self.asked = Judge.seen = []
+
+    def __enter__(self):
+        self.served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+        threading.Thread(target=self.served.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.served.server_port}/v1"
+        return self
+
+    def __exit__(self, *_):
+        self.served.shutdown()
+        self.served.server_close()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        Judge.seen.append(text)
+        if "Answer A:" in text:
+            first, second = text.split("Answer A:\n")[1].split("\n\nAnswer B:\n")
+            said = "neither" if "Why?" in text else "A" if len(first) > len(second) else "B 0.9"
+        else:
+            said = f"Reason: 5 of them. Score: {len(text.rpartition('answer: ')[2])}"
+        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_methods_are_parts_in_any_order():
+    config = parse_method("lookahead+pasta@speculative", JobConfig()).speculation
+    assert (config.decomposer, config.proposer, config.policy) == ("pasta", ("lookahead",),
+                                                                  "speculative")
+    plain = parse_method("plain", JobConfig()).speculation
+    assert (plain.decomposer, plain.proposer, plain.policy) == ("", (), "iterative")
+    for wrong in ("pasta+pdos", "magic", "plain@fast", "plain+pasta"):
+        with pytest.raises(UsageError, match="--method"):
+            parse_method(wrong, JobConfig())
+
+
+def test_what_is_loaded_suffices_for_every_method():
+    base = JobConfig()
+    configs = [parse_method(m, base) for m in ("plain", "pdos", "pasta+lookahead", "draft")]
+    whole = superset(configs, base).speculation
+    assert whole.decomposer == "pasta"  # it needs the most of the stages
+    assert set(whole.proposer) == {"lookahead", "draft"}
+    assert whole.partitions > 8 * 5  # windows in every thread
+
+
+def test_what_is_loaded_is_the_same_on_every_rank():
+    program = ("from pipeinfer.lab.commands.compare import parse_method, superset\n"
+               "from pipeinfer.config import JobConfig\n"
+               "configs = [parse_method(m, JobConfig()) for m in ('pdos', 'skeleton', 'apar')]\n"
+               "print(superset(configs, JobConfig()).speculation.decomposer)")
+    found = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                            check=True, timeout=60,
+                            env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+             for seed in ("1", "2", "3", "4")}
+    assert found == {"apar\n"}
+
+
+def test_another_models_plain_answers_are_the_baseline(tmp_path):
+    pytest.importorskip("matplotlib")
+    others = {"plain": [answer("plain", 4.0, 40, 40, 40)]}
+    comparison.write(tmp_path, "title", "text", rows_of(others), others, ["Why?"])
+    answers = {"baseline": comparison.read_baseline(tmp_path, ["Why?"]),
+               "plain": [answer("plain", 2.0, 20, 20, 20)],
+               "pasta": [answer("pasta", 1.0, 10, 20, 20, text="u")]}
+    rows = {row["method"]: row for row in rows_of(answers)}
+    assert [rows[name]["speedup"] for name in rows] == pytest.approx([1.0, 2.0, 4.0])
+    assert [rows[name]["same_text"] for name in rows] == [1, 1, 0]
+    with pytest.raises(UsageError, match="other questions"):
+        comparison.read_baseline(tmp_path, ["Where?"])
+    with pytest.raises(UsageError, match="is not what compare -o writes"):
+        comparison.read_baseline(tmp_path / "none", [])
+
+
+def test_stage_time_is_counted_by_fate():
+    runs = [{"id": 1, "rows": 1},
+            {"id": 1, "spans": [[0.0, 0.5, "computed", 0.0], [1.0, 0.25, "x", 0.1]]},
+            {"id": 2, "spans": [[0.0, 1.0, "computed", 0.0]]}, {"id": 2, "fate": "rejected"},
+            {"id": 1, "fate": "non-speculative"}]
+    assert comparison.use_of_stages(runs) == (1.75, 1.0)
+
+
+def test_the_mean_of_nothing_is_no_number():
+    assert geometric([]) != geometric([])
+
+
+def test_results_are_written_with_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    answers = {"plain": [answer("plain", 1.0, 4, 4, 4)], "pdos": [answer("pdos", 0.5, 2, 5, 4)]}
+    comparison.prepare(tmp_path / "out", plots=True)
+    comparison.write(tmp_path / "out", "title", "text", rows_of(answers), answers)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "table.md", "results.json", "speedup.png", "quality.png"}
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["answers"]["pdos"][0]["steps"] == 2
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    command = ["--tasks", "1", "--method", "plain", "-n", "4", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(compare_command, command)
+    assert "pip install 'pipeinfer[plot]', or give --no-plots" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(PipeinferError, match="cannot write to"):
+        comparison.prepare(tmp_path / "file" / "out", plots=False)
+    comparison.prepare(tmp_path / "out", plots=False)
+    comparison.write(tmp_path / "out", "title", "text", [], {}, plots=False)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"table.md", "results.json"}

@@ -1,0 +1,120 @@
+"""`pipeinfer sample` without ranks: what is drawn and written, and going on behind a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.cluster.generate import Generated
+from pipeinfer.core.noise import noise_key
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.commands import sample
+from pipeinfer.strategies.decomposers.prompts import Opening
+
+
+@pytest.fixture
+def draw(monkeypatch, tmp_path):
+    """Runs the command with three answers to each prompt: one is cut off, one has no layout.
+    Returns what it has said, and the seeds that noise was made of."""
+    keys: list[int] = []
+
+    def answered(session, opening, params, n_predict):
+        del session, opening
+        keys.append(params.key)
+        return Generated(reason=("stop", "length", "stop")[len(keys) % 3], seed=n_predict)
+
+    def scored(session, asked, prompt, answer):
+        del session, prompt, answer
+        return {"text": asked.reference} if len(keys) % 3 == 0 else None
+
+    session = contextlib.nullcontext(SimpleNamespace())
+    joined = SimpleNamespace(place=SimpleNamespace(rank=0), lead=lambda hook: session)
+    monkeypatch.setattr(sample, "join", lambda job: joined)
+    monkeypatch.setattr(sample, "open_response", lambda session, messages: Opening((1,)))
+    monkeypatch.setattr(sample, "run_request", answered)
+    monkeypatch.setattr(sample, "scored", scored)
+
+    def run(*words):
+        keys.clear()
+        done = CliRunner().invoke(sample.sample_command, [
+            "--samples", "3", "--out", str(tmp_path / "s.jsonl"), *words])
+        if done.exception is not None:
+            raise done.exception
+        return done.stderr, list(keys)
+
+    return run
+
+
+def test_a_seed_is_chosen_reported_and_kept(draw, tmp_path):
+    said, keys = draw("--tasks", "2", "-n", "40")
+    records = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    (seed,) = {record["made"]["seed"] for record in records}
+    assert f"pipeinfer: seed {seed}\n" in said
+    assert "2 of 6 answers are left out because they were cut off: raise -n (40)" in said
+    assert "2 of 6 answers are left out because they are empty" in said
+    assert len(set(keys)) == 6
+    said, more = draw("--tasks", "3")
+    assert f"pipeinfer: seed {seed}\n" in said
+    assert len(more) == 3
+    (tmp_path / "s.jsonl").unlink()
+    assert draw("--tasks", "3", "--seed", str(seed))[1] == [*keys, *more]
+
+
+def test_noise_is_made_once_of_seed_prompt_and_answer(draw):
+    drawn = [int(np.random.default_rng([7, 0, turn]).integers(2**31)) for turn in range(3)]
+    assert draw("--tasks", "1", "--seed", "7")[1] == [noise_key(one) for one in drawn]
+
+
+def test_a_line_that_was_cut_off_is_drawn_again(draw, tmp_path):
+    path = tmp_path / "s.jsonl"
+    draw("--tasks", "2", "--seed", "3")
+    whole = path.read_bytes()
+    for kept in (len(whole) - 1, whole.index(b"\n") + 4):
+        path.write_bytes(whole[:kept])
+        assert len(draw("--tasks", "2", "--seed", "3")[1]) == 3
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"model": "0" * 64}, "the model was 000"), ({"seed": 4}, "seed was 4, and is 3 now"),
+    ({"temp": 0.5}, "temp was 0.5")])
+def test_a_file_of_other_draws_is_not_gone_on_with(draw, tmp_path, changed, says):
+    path = tmp_path / "s.jsonl"
+    draw("--tasks", "1", "--seed", "3")
+    record = json.loads(path.read_text())
+    record["made"] |= changed
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UsageError, match=says):
+        draw("--tasks", "2", "--seed", "3")
+
+
+def test_a_file_of_other_prompts_is_not_gone_on_with(draw, tmp_path):
+    path = tmp_path / "s.jsonl"
+    draw("--tasks", "1", "--seed", "3")
+    path.write_text(path.read_text().replace('"content": "', '"content": "Well, '))
+    with pytest.raises(UsageError, match="prompt 1 is another one now"):
+        draw("--tasks", "2", "--seed", "3")
+
+
+@pytest.mark.parametrize("text", ["my notes", "my notes\n", '{"messages": [], "samples": []}\n'])
+def test_other_peoples_files_stay_as_they_are(draw, tmp_path, text):
+    path = tmp_path / "s.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="line 1: does not say how its answers were drawn"):
+        draw("--tasks", "1")
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("words", [
+    ("-p", "x"), ("-f", "x"), ("--stop", "x"), ("--json",), ("--ignore-eos",), ("--chat",),
+    ("--special",), ("--no-display-prompt",)])
+def test_options_of_one_request_are_not_offered(tmp_path, words):
+    done = CliRunner().invoke(sample.sample_command, [
+        "--tasks", "1", "--out", str(tmp_path / "s.jsonl"), *words])
+    assert done.exit_code == 2
+    assert "No such option" in done.stderr

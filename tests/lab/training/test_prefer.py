@@ -1,0 +1,119 @@
+"""PASTA's second stage for models that people have: answers of the runtime, and what is learnt."""
+
+# ruff: noqa: E402  (skipped where a package is missing)
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+for _package in ("torch", "transformers", "safetensors", "tokenizers"):
+    pytest.importorskip(_package, reason=f"training needs {_package}")
+
+import torch
+
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.lora import LoraSettings, load_adapter
+from pipeinfer.lab.training.adapt.prefer import pairs_of, run
+from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.pasta import pasta
+from pipeinfer.lab.training.pasta.bonbon import Round
+from pipeinfer.lab.training.tasks.batches import collate
+from pipeinfer.models.bundled import EMBEDDED
+from tests.rig import launch
+
+TASK = EMBEDDED / "task.gguf"
+PLAIN = Arithmetic("cpu", torch.float32, False)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """Three prompts, four answers each, of the task model: its answers have threads."""
+    path = tmp_path_factory.mktemp("s") / "samples.jsonl"
+    ask = [sys.executable, "-m", "pipeinfer", "sample", "-m", str(TASK), "--samples", "4", "-t",
+           "1", "-n", "400", "--seed", "3", "--out", str(path), "--tasks"]
+    for count in ("2", "3"):  # the second goes on behind the first
+        done = launch.run(1, [*ask, count], timeout=100)
+        assert done.returncode == 0, done.stderr
+    return path
+
+
+def silent(line):
+    del line
+
+
+def test_answers_are_laid_out_as_training_reads_them(sampled):
+    """What the interpreter did with an answer's tokens is what their tags say."""
+    _, codec = restore(TASK)
+    records = [json.loads(line) for line in sampled.read_text().splitlines()]
+    assert len(records) == 3
+    flats = [pasta.flat_of(one) for record in records for one in record["samples"]]
+    assert len(flats) >= 9
+    assert sum(len(flat.blocks) for flat in flats) > 15
+    for flat in flats:
+        assert flat == pasta.parse(flat.tokens, flat.prompt, codec.tags, codec.digits)
+    assert all(one["speedup"] > 0.3 and 0 <= one["quality"] <= 1
+               for record in records for one in record["samples"])
+
+
+def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
+    settings = Round(weight=2.0, steps=4, batch=2, rate=2e-3)
+    losses = run(TASK, sampled, tmp_path, settings, LoraSettings(4, 8.0), PLAIN, report=silent)
+    assert losses[-1] < losses[0]
+    adapter = load_adapter(tmp_path)
+    pairs, samples = pairs_of(sampled, 2.0, 2048, silent)
+    assert samples == 4
+    trainee = Trainee(TASK, PLAIN, LoraSettings(4, 8.0))
+
+    def margin():
+        with torch.no_grad():
+            both = [trainee.log_probabilities(collate(pair)) for pair in pairs]
+        return sum(float(one[0] - one[1]) for one in both)
+
+    before = margin()
+    for name, weight in adapter.weights.items():
+        trainee.learnt[name].data.copy_(weight)
+    assert margin() > before + 1.0
+
+
+@pytest.mark.parametrize("changed", [
+    {"speedup": float("nan")}, {"quality": float("inf")}, {"prompt": float("inf")}])
+def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
+    one = pasta.record_of(pasta.Flat((1, 2, 3), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [one, one | changed]}))
+    with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
+        pairs_of(path, 2.0, 2048, silent)
+
+
+def test_samples_of_another_model_are_refused(tmp_path):
+    one = pasta.record_of(pasta.Flat((1, 2, 10**6), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [one, one | {"quality": 0.0, "tokens": [1, 3, 2]}]}))
+    with pytest.raises(UsageError, match="has token 1000000"):
+        run(TASK, path, tmp_path / "a", Round(), LoraSettings(4, 8.0), PLAIN, report=silent)
+    path.write_text(json.dumps({"samples": [one | {"tokens": [1, -1, 2]}]}))
+    with pytest.raises(UsageError, match="a token below 0"):
+        pairs_of(path, 2.0, 2048, silent)
+
+
+def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
+    record = json.loads(sampled.read_text().splitlines()[0])
+    record["samples"] = [record["samples"][0]] * 2
+    path = tmp_path / "same.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(UsageError, match="no two answers"):
+        pairs_of(path, 2.0, 2048, silent)
+    path.write_text(json.dumps({"samples": [{"tokens": [1]}]}))
+    with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
+        pairs_of(path, 2.0, 2048, silent)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan")])
+def test_weights_that_an_adapters_config_cannot_hold(tmp_path, weight):
+    with pytest.raises(UsageError, match="no finite number"):
+        run(TASK, tmp_path / "none.jsonl", tmp_path / "a", Round(weight=weight),
+            LoraSettings(4, 8.0), PLAIN, report=silent)
