@@ -64,7 +64,7 @@ class Check:
             Step("curve", "device", 60, self.curve, ("library", "models"), ("torch",)),
             Step("speed", "device", 150, self.speed, ("library", "models"), ("torch",)),
             Step("jobs", "device", 320, self.jobs, ("library",)),
-            Step("tests", "device", 150, self.tests, ("library",)),
+            Step("tests", "device", 230, self.tests, ("library",)),
             Step("torch jobs", "torch", 150, self.torch_jobs, ("library",), ("speed",)),
             Step("strategies", "torch", 100, self.strategies, ("library",), ("speed",)),
             Step("torch tests", "torch", 100, self.torch_tests, ("library",), ("speed",)),
