@@ -98,7 +98,7 @@ check_platform() {
         say "a C++ compiler is needed to compile llama.cpp (Debian and Ubuntu: apt install g++)"
         exit 2
     fi
-    reason=$("$1" -I "$ROOT/pipeinfer/models/llama_platform.py") || { say "$reason"; exit 2; }
+    reason=$("$1" -I "$ROOT/pipeinfer/llama/platform_check.py") || { say "$reason"; exit 2; }
 }
 
 install_quietly() {

@@ -50,7 +50,7 @@ def looks(each_ns: float | None) -> int:
 
 def look_ns() -> float | None:
     """Nanoseconds of one look of libgomp's loop on this processor, None without the C part."""
-    path = c_part("_layer_filter", Path(__file__).parent / "backends" / "llamacpp")
+    path = c_part("_layer_filter", Path(__file__).parent / "llama" / "kernels")
     if path is None:
         return None
     try:

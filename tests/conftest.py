@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pipeinfer.models.llama import llama_kernels, llama_version
+from pipeinfer.llama.library import llama_kernels, llama_version
 
 settings.register_profile("full", deadline=None, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow])

@@ -29,7 +29,7 @@ def test_there_is_no_pickle():
                                     "planning.partition", "planning.replan",
                                     "strategies.decomposers.pasta", "strategies.proposers.bita"])
 def test_importing_what_decides_loads_no_heavy_module(module):
-    heavy = ("mpi4py", "torch", "pipeinfer.models.llama_c", "gguf")
+    heavy = ("mpi4py", "torch", "pipeinfer.llama.binding", "gguf")
     code = (f"import sys, pipeinfer.{module}; "
             f"print([m for m in {heavy} if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from pipeinfer.errors import ModelError
 
 def examine(data: bytes, directory: Path) -> str:
     """Load, tokenise, decode three tokens."""
-    from pipeinfer.models import llama_c as c
+    from pipeinfer.llama import binding as c
 
     path = directory / "model.gguf"
     path.write_bytes(data)

@@ -33,7 +33,11 @@ _OPTIONS = ("LLAMA_SANITIZE_ADDRESS", "LLAMA_SANITIZE_UNDEFINED", "GGML_SANITIZE
 _WITHOUT = ("GGML_OPENMP", "LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS",
             "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER", "LLAMA_BUILD_APP", "LLAMA_OPENSSL")
 _CORPUS = Path("benchmarks/fuzz/corpus")
-_OWN_C = Path("pipeinfer/backends/llamacpp")
+_OWN_C = Path("pipeinfer/llama/kernels")
+#: library -> its sources
+_PARTS = {"_layer_filter": ("layer_filter.c", "sums.c", "spin.c"),
+          "_short_runs": ("short_runs.c", "repacked_runs.c", "wide_floats.c", "short_attention.c",
+                          "huge_pages.c")}
 _OWN_TESTS = ("tests/backends/test_team.py", "tests/backends/test_layer_probe.py")
 _SECONDS = "60"  #: that one case may take; a build like this is many times slower
 
@@ -120,10 +124,10 @@ def _copy(folder: Path) -> Path:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     own = tree / _OWN_C
-    kernels = tree / "pipeinfer" / "models"
-    for folder, name in ((own, "_layer_filter"), (kernels, "_short_runs")):
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *FLAGS, *sorted(folder.glob("*.c")), "-o",
-                        folder / f"{name}.abi3.so"], check=True)
+    for name, sources in _PARTS.items():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *FLAGS,
+                        *(own / source for source in sources), "-o", own / f"{name}.abi3.so"],
+                       check=True)
     return tree
 
 

@@ -66,8 +66,8 @@ sys.exit(PathFinder.find_spec('$name', ['$folder']) is None)"; then
         (cd "$folder" && cc -shared -fPIC -O3 "$@" -o "$name.so" -lm) && echo "compiled $name"
     fi
 }
-part backends/llamacpp _layer_filter layer_filter.c sums.c spin.c
-part models _short_runs -ffp-contract=off short_runs.c repacked_runs.c wide_floats.c \
+part llama/kernels _layer_filter layer_filter.c sums.c spin.c
+part llama/kernels _short_runs -ffp-contract=off short_runs.c repacked_runs.c wide_floats.c \
     short_attention.c huge_pages.c
 
 "$python" -m benchmarks.gpu check --out "$out" --work "$work" "${given[@]}"

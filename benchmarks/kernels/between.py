@@ -20,7 +20,7 @@ from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models.llama import llama_identity
+from pipeinfer.llama.library import llama_identity
 
 _PROMPT = "def fibonacci(n):\n"
 _N_CTX = 1024
@@ -32,7 +32,7 @@ class Clock:
     def __init__(self) -> None:
         self.decodes: list[float] = []
         self.gaps: list[float] = []
-        self._decode = backend.llama_c.llama_decode
+        self._decode = backend.binding.llama_decode
         self._ended = 0.0
 
     def __call__(self, context: Any, batch: Any) -> int:
@@ -60,7 +60,7 @@ def main(model: Path, tokens: int, rounds: int, threads: int) -> None:
     with join(config).lead() as session:
         prompt = session.tokenizer.encode(_PROMPT)
         run_request(session, prompt, SamplingParams(), 16, ignore_eos=True)  # everything is loaded
-        clock = backend.llama_c.llama_decode = Clock()
+        clock = backend.binding.llama_decode = Clock()
         for _ in range(rounds):
             run_request(session, prompt, SamplingParams(), tokens, ignore_eos=True)
     for name, seconds in (("a decode", clock.decodes), ("between two", clock.gaps)):

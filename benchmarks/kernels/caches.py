@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.wide.divergence import against, log_probabilities
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.core.types import FloatArray, make_rows
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.locate import open_tokenizer
 
 _BLOCK = 8  #: tokens of one turn; the first, for which other weights were read last, is not counted

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeinfer.core.sampling import best_shares, candidates, choose
 from pipeinfer.core.types import FloatArray, SamplingParams
-from pipeinfer.models.llama import llama_identity
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig.launch import ROOT
 from tests.rig.plain_loop import PlainLoop

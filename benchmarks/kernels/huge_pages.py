@@ -16,8 +16,8 @@ import click
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.core.types import END, make_rows
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.llama import llama_identity
 
 _ROWS = 4  #: rows of a turn; the first finds the other's weights in the caches and is left out
 

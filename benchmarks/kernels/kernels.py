@@ -23,9 +23,9 @@ import click
 import numpy as np
 
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
+from pipeinfer.llama.library import ensure_llama
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.llama import ensure_llama
 
 ROWS = (1, 2, 3, 4, 5, 6, 8)
 FTYPES = {"Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q4_K_M": 15,
@@ -35,9 +35,9 @@ SPEC = RandomSpec(n_layer=4, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14336, qt
 
 def quantise(source: Path, target: Path, mix: str) -> None:
     """Write `source` (F16) in `mix`."""
-    params = llama_c.llama_model_quantize_default_params()
+    params = binding.llama_model_quantize_default_params()
     params.ftype, params.nthread = FTYPES[mix], 2
-    status = llama_c.llama_model_quantize(str(source).encode(), str(target).encode(),
+    status = binding.llama_model_quantize(str(source).encode(), str(target).encode(),
                                             ctypes.byref(params))
     if status:
         raise SystemExit(f"llama.cpp could not quantise to {mix}")
@@ -46,18 +46,18 @@ def quantise(source: Path, target: Path, mix: str) -> None:
 def decode_seconds(path: Path, threads: int, rounds: int, *, repacked: bool) -> dict[int, float]:
     """Least time of a decode by its number of rows. Weights stay as in the file, or are repacked
     for the processor, as jobs have them."""
-    model_params = llama_c.llama_model_default_params()
+    model_params = binding.llama_model_default_params()
     model_params.use_extra_bufts = repacked
     model_params.n_gpu_layers = 0
     model_params.use_mmap = False  # large pages: a mapped file's small ones cost page walks
-    model = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
-    params = llama_c.llama_context_default_params()
+    model = binding.llama_model_load_from_file(str(path).encode(), model_params)
+    params = binding.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 256, 64, 64
     params.n_threads = params.n_threads_batch = threads
-    params.flash_attn_type = llama_c.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    context = llama_c.llama_init_from_model(model, params)
-    memory = llama_c.llama_get_memory(context)
-    batch = llama_c.llama_batch_init(max(ROWS), 0, 1)
+    params.flash_attn_type = binding.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = binding.llama_init_from_model(model, params)
+    memory = binding.llama_get_memory(context)
+    batch = binding.llama_batch_init(max(ROWS), 0, 1)
     best = dict.fromkeys(ROWS, float("inf"))
     for turn in range(rounds):
         for rows in ROWS:  # in turn, so that a busy moment does not meet one width alone
@@ -66,15 +66,15 @@ def decode_seconds(path: Path, threads: int, rounds: int, *, repacked: bool) -> 
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = 5 + i, i, 1
                 batch.seq_id[i][0], batch.logits[i] = 0, True
             start = time.perf_counter()
-            if llama_c.llama_decode(context, batch):
+            if binding.llama_decode(context, batch):
                 raise SystemExit("llama_decode failed")
-            llama_c.llama_synchronize(context)
+            binding.llama_synchronize(context)
             if turn:
                 best[rows] = min(best[rows], time.perf_counter() - start)
-            llama_c.llama_memory_clear(memory, True)
-    llama_c.llama_batch_free(batch)
-    llama_c.llama_free(context)
-    llama_c.llama_model_free(model)
+            binding.llama_memory_clear(memory, True)
+    binding.llama_batch_free(batch)
+    binding.llama_free(context)
+    binding.llama_model_free(model)
     return best
 
 
@@ -140,7 +140,7 @@ def main(threads: str, mixes: str, rounds: int, work: Path | None, repacked: boo
     """Print rates by mix and threads."""
     ensure_llama()
     clock = clock_hz()
-    print(llama_c.llama_print_system_info().decode())
+    print(binding.llama_print_system_info().decode())
     print(f"clock {clock / 1e9:.2f} GHz")
     counts = [int(part) for part in threads.split(",")]
     bandwidth = {count: read_bandwidth(count) for count in counts}
@@ -175,7 +175,7 @@ def main(threads: str, mixes: str, rounds: int, work: Path | None, repacked: boo
                       f" | row cost {more / one:.2f}", flush=True)
     if output is not None:
         output.write_text(json.dumps({"clock": clock, "bandwidth": bandwidth,
-                                      "system": llama_c.llama_print_system_info().decode(),
+                                      "system": binding.llama_print_system_info().decode(),
                                       "results": results}, indent=1))
 
 

@@ -20,7 +20,7 @@ import click
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.llama import llama_kernels, llama_version
+from pipeinfer.llama.library import llama_kernels, llama_version
 
 ROWS = (1, 4, 16, 64)
 TYPES = ("Q8_0", "Q4_K_M", "Q4_0", "F16")

@@ -18,9 +18,10 @@ import numpy as np
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.core.types import END, make_rows
-from pipeinfer.models import short_runs
+from pipeinfer.llama import short_runs
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.llama import llama_identity, may_repack
+from pipeinfer.models.repacking import may_repack
 
 _PIECE = 64  #: tokens of the prompt that are decoded at a time
 

@@ -55,7 +55,7 @@ from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire
 from pipeinfer.lab.quality import task_sets
 from pipeinfer.lab.quality.judge import controlled
 from pipeinfer.lab.quality.prompt_sets import Prompt
-from pipeinfer.models.llama import llama_identity
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.scheduler.controller import linear

@@ -38,7 +38,7 @@ from benchmarks.peers.contest import (
 from benchmarks.peers.runs import Measured, Task
 from pipeinfer import __version__
 from pipeinfer.files import check_writable, write_atomically
-from pipeinfer.models.llama import llama_identity
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.locate import open_tokenizer
 
 WORK = Path.home() / ".cache" / "pipeinfer-peers"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.models.llama_loader import NATIVE
-from pipeinfer.models.llama_platform import cpu_flags
+from pipeinfer.llama.loader import NATIVE
+from pipeinfer.llama.platform_check import cpu_flags
 
 NAMES = ("llama-bench", "llama-speculative-simple", "ggml-rpc-server")
 SERVER = "llama-server"

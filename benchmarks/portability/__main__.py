@@ -25,7 +25,7 @@ import click
 
 from benchmarks.portability import builds, measure
 from benchmarks.records.write import table
-from pipeinfer.models.llama_loader import LIBRARY_VARIABLE
+from pipeinfer.llama.loader import LIBRARY_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def main(kind: str, folder: Path) -> None:
     """Print everything about this process's environment as one JSON object."""
     found: dict[str, Any] = {"sampled": sampled()}
     if kind == "llamacpp":
-        from pipeinfer.models.llama import llama_identity, llama_kernels
+        from pipeinfer.llama.library import llama_identity, llama_kernels
         found |= {"identity": llama_identity(), "kernels": llama_kernels()}
         files = PAIR | {qtype: folder / f"{qtype}.gguf" for qtype in TYPES}
         found["models"] = {name: model(kind, path) for name, path in files.items()}

@@ -37,7 +37,8 @@ from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
-from pipeinfer.models import locate, short_runs
+from pipeinfer.llama import short_runs
+from pipeinfer.models import locate
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.shard import check_splittable, shard_bytes
 from pipeinfer.models.slices import Slice
@@ -158,10 +159,10 @@ def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 def _unused() -> list[str]:
     """Features of this processor that llama.cpp was not compiled for."""
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
 
     try:
-        return list(llama_c.unused_features())
+        return list(binding.unused_features())
     except BackendError:
         return []
 
@@ -373,7 +374,7 @@ def _probe() -> None:
 
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.core.types import ALL_SEQS, END, make_rows
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
 
     path = locate.EMBEDDED / "draft.gguf"
     n = locate.open_model(path).n_layers
@@ -388,8 +389,8 @@ def _probe() -> None:
                 for s, b in zip(single, both, strict=True))
     backend.close()
     print(json.dumps({"ok": True, "equal": equal,
-                      "gpu": bool(llama_c.llama_supports_gpu_offload()),
-                      "system": llama_c.llama_print_system_info().decode()}))
+                      "gpu": bool(binding.llama_supports_gpu_offload()),
+                      "system": binding.llama_print_system_info().decode()}))
 
 
 if __name__ == "__main__":

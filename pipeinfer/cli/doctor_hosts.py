@@ -25,7 +25,7 @@ import psutil
 from pipeinfer import host
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
-from pipeinfer.models.llama import NO_LIBRARY, llama_version
+from pipeinfer.llama.library import NO_LIBRARY, llama_version
 from pipeinfer.nodes import HostEntry, Nodes, nodes_file_beside, ranks_of, read_hostfile, read_nodes
 
 _CONNECT_SECONDS = 8
@@ -36,7 +36,7 @@ _QUESTION = (
     "import json,os,socket,sys\n"
     "from importlib.metadata import version as v\n"
     "from pipeinfer import host\n"
-    "from pipeinfer.models.llama import llama_version\n"
+    "from pipeinfer.llama.library import llama_version\n"
     f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
     "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version(),"
     "free=getattr(host,'free_memory',int)())))"

@@ -19,7 +19,7 @@ from pipeinfer.core.codec import VERSION
 from pipeinfer.core.control import Bell, Facts, Hello, Refused, pack, unpack
 from pipeinfer.errors import MismatchError, PipeinferError, RankLost
 from pipeinfer.host import Place
-from pipeinfer.models.llama import NO_LIBRARY, llama_kernels, llama_version
+from pipeinfer.llama.library import NO_LIBRARY, llama_kernels, llama_version
 from pipeinfer.nodes import Nodes, RankInfo, check_head
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.transport.base import Dismissed

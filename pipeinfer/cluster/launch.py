@@ -280,7 +280,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             meeting: Meeting | None = None) -> Job:
     """Read the models' headers and let the ranks agree who holds which layers. The job's config is
     the one given, as far as the model allows it."""
-    from pipeinfer.models.llama import ensure_llama
+    from pipeinfer.llama.library import ensure_llama
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     config = for_state(config, model)

@@ -210,7 +210,7 @@ def _answer(
     hollow: Mapping[str, Any] | None = None,
 ) -> Measured:
     from pipeinfer.host import threads_of
-    from pipeinfer.models.llama import ensure_llama
+    from pipeinfer.llama.library import ensure_llama
     from pipeinfer.nodes import settle
 
     config = settle(config, place, settings)

@@ -50,8 +50,8 @@ from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, UsageError, WorkerFailed
 from pipeinfer.host import Place
+from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.llama import llama_identity
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import Vocabulary

@@ -63,10 +63,10 @@ from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
 from pipeinfer.host import Place, threads_of
+from pipeinfer.llama.library import gpus, llama_identity
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
-from pipeinfer.models.llama import gpus, llama_identity
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory

@@ -259,15 +259,15 @@ def _add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 def _quantise(data: FloatArray, kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
     """Rows in a type that gguf-py cannot write: by ggml, which every llama.cpp library has (the
     function for whole files is missing in prebuilt ones)."""
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
 
     plain = np.ascontiguousarray(data, np.float32)
     columns = plain.shape[-1]
     rows = plain.size // columns
-    row_bytes = llama_c.ggml_row_size(kind, columns)
+    row_bytes = binding.ggml_row_size(kind, columns)
     out = np.empty((*plain.shape[:-1], row_bytes), np.uint8)
     source = plain.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    written = llama_c.ggml_quantize_chunk(kind, source, out.ctypes.data, 0, rows, columns, None)
+    written = binding.ggml_quantize_chunk(kind, source, out.ctypes.data, 0, rows, columns, None)
     if written != out.nbytes:
         raise ModelError(f"ggml could not quantise {rows} rows of {columns} to {kind.name}")
     return out

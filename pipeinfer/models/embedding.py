@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
 from pipeinfer.models.architectures import embedding_factor
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
@@ -121,7 +121,7 @@ def _converter(tensor: TensorInfo) -> Any:
     if tensor.type == _F32:
         return None
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
-    traits = llama_c.ggml_get_type_traits(tensor.type).contents
+    traits = binding.ggml_get_type_traits(tensor.type).contents
     # the struct is laid out by hand: what it says must be what is known
     if (traits.blck_size, traits.type_size) != (block, size) or not traits.to_float:
         raise BackendError(f"the llama.cpp library cannot turn {tensor.type_name} into floats as "

@@ -147,7 +147,7 @@ def _name(config: ModelConfig, model: Any, threads: int) -> str:
     """The file of everything that the figures depend on."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.pytorch.options import torch_version
-    from pipeinfer.models.llama import llama_identity
+    from pipeinfer.llama.library import llama_identity
 
     own = (config.device, config.dtype, torch_version()) if _on_torch(config, model) else ()
     identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_identity(), threads,

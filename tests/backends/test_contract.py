@@ -16,7 +16,7 @@ from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from tests.rig.toy import ToyBackend, ToySpec, draft_of
@@ -417,7 +417,7 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 
 def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
     """-ngl on a build without GPU support must not lift the processor's bounds."""
-    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: False)
+    monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: False)
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_k == "q8_0"
     plain = LlamaOptions(n_gpu_layers=9, type_k="f16", type_v="f16").resolved(64)
@@ -425,7 +425,7 @@ def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
 
 
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
-    monkeypatch.setattr(llama_c, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: True)
     options = LlamaOptions()
     assert (options.resolved(64).type_k, options.resolved(64).type_v) == ("q8_0", "q8_0")
     assert options.resolved(64).exact_limit(4096, 2) > 16

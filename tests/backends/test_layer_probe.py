@@ -33,7 +33,7 @@ def load(path, monkeypatch, *, compiled, layers=N_LAYERS, total=N_LAYERS + 1):
     original = layer_probe.LayerProbe._call
 
     def call(self, tensor, ask, data):
-        calls.append((layer_probe.llama_c.ggml_get_name(tensor), ask))
+        calls.append((layer_probe.binding.ggml_get_name(tensor), ask))
         return original(self, tensor, ask, data)
 
     monkeypatch.setattr(layer_probe.LayerProbe, "_call", call)
@@ -84,7 +84,7 @@ def test_both_give_the_same_hidden_rows(shard, monkeypatch):
 
 def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "_layer_filter.abi3.so").write_bytes(b"not a library")
-    monkeypatch.setattr(layer_probe, "__file__", str(tmp_path / "layer_probe.py"))
+    monkeypatch.setattr(layer_probe, "KERNELS", tmp_path)
     layer_probe.compiled.cache_clear()
     try:
         assert layer_probe.compiled_filter() is None

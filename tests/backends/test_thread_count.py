@@ -11,7 +11,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
 
 
 class Timed:
@@ -97,7 +97,7 @@ def test_the_number_of_threads_does_not_change_a_bit(tmp_path, monkeypatch):
     found = []
     for count in (2, 1):
         backend.use_threads(count)
-        assert llama_c.llama_n_threads(backend._ctx) == count
+        assert binding.llama_n_threads(backend._ctx) == count
         for start in range(0, 640, 64):
             backend.decode(make_rows([(i % 50, i, (0,), False)
                                       for i in range(start, start + 64)]))
@@ -105,7 +105,7 @@ def test_the_number_of_threads_does_not_change_a_bit(tmp_path, monkeypatch):
         for position, threads in ((640, count), (641, 2), (600, count)):
             backend.seq_rm(0, position, 1 << 30)
             backend.decode(make_rows([(7, position, (0,), True)]))
-            assert llama_c.llama_n_threads(backend._ctx) == threads
+            assert binding.llama_n_threads(backend._ctx) == threads
         backend.seq_rm(0, 0, 1 << 30)
     assert np.array_equal(*found)
     backend.close()

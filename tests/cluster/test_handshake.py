@@ -10,7 +10,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import pack, unpack
 from pipeinfer.errors import MismatchError, ProtocolError
 from pipeinfer.host import Place
-from pipeinfer.models.llama import NO_LIBRARY, llama_kernels, llama_version
+from pipeinfer.llama.library import NO_LIBRARY, llama_kernels, llama_version
 from pipeinfer.nodes import RankInfo
 
 MINE = hello(JobConfig(), Place(0, 2, None, 1, 0, 1))

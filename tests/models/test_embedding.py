@@ -26,11 +26,11 @@ class Listener(layer_probe.LayerProbe):
         self.seen = None
 
     def _call(self, tensor, ask, data):
-        if layer_probe.llama_c.ggml_get_name(tensor) != b"embd":
+        if layer_probe.binding.ggml_get_name(tensor) != b"embd":
             return False
         if not ask:
-            out = np.empty(layer_probe.llama_c.ggml_nbytes(tensor) // 4, np.float32)
-            layer_probe.llama_c.ggml_backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
+            out = np.empty(layer_probe.binding.ggml_nbytes(tensor) // 4, np.float32)
+            layer_probe.binding.ggml_backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
             self.seen = out
         return True
 
@@ -109,7 +109,7 @@ def test_a_file_without_its_embedding(tmp_path, monkeypatch):
 
 def test_a_library_that_lays_out_types_otherwise(tmp_path, monkeypatch):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=1, qtype="Q8_0")))
-    traits = embedding.llama_c.ggml_get_type_traits
-    monkeypatch.setattr(embedding.llama_c, "ggml_get_type_traits", lambda _: traits(2))
+    traits = embedding.binding.ggml_get_type_traits
+    monkeypatch.setattr(embedding.binding, "ggml_get_type_traits", lambda _: traits(2))
     with pytest.raises(BackendError, match="cannot turn Q8_0 into floats as expected"):
         EmbeddingTable.open(model)

@@ -1,4 +1,4 @@
-"""Plain decoding by llama.cpp of the whole file, sharing no code with the backend but `llama_c`.
+"""Plain decoding by llama.cpp of the whole file, sharing no code with the backend but `binding`.
 
 Prompt in chunks of `chunk`, then one token at a time: the text every policy has to reproduce. Of a
 mixture of experts a chunk of few rows is decoded row by row, as rows draw their experts alone
@@ -24,9 +24,10 @@ from pipeinfer.backends.llamacpp.context import (
 )
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
+from pipeinfer.llama.library import ensure_llama
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.llama import ensure_llama, may_repack
+from pipeinfer.models.repacking import may_repack
 
 _FEW = 16  #: rows
 
@@ -43,11 +44,11 @@ class PlainLoop:
                  n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
                  flash: int | None = None, n_gpu_layers: int = 0) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
-        model_params = llama_c.llama_model_default_params()
+        model_params = binding.llama_model_default_params()
         model_params.n_gpu_layers = n_gpu_layers
         model_params.use_extra_bufts = may_repack(ModelFile(path))
-        self.model: Any = llama_c.llama_model_load_from_file(str(path).encode(), model_params)
-        params = llama_c.llama_context_default_params()
+        self.model: Any = binding.llama_model_load_from_file(str(path).encode(), model_params)
+        params = binding.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         kinds = LlamaOptions(n_gpu_layers).resolved(
             head_size(self.model), head_size(self.model, "key"), one_type=latent(self.model))
@@ -60,24 +61,24 @@ class PlainLoop:
         params.type_k, params.type_v, params.flash_attn_type = type_k, type_v, flash
         params.n_threads = params.n_threads_batch = n_threads
         params.offload_kqv = params.op_offload = n_gpu_layers != 0
-        self.context: Any = llama_c.llama_init_from_model(self.model, params)
-        self._vocab: Any = llama_c.llama_model_get_vocab(self.model)
-        self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)
+        self.context: Any = binding.llama_init_from_model(self.model, params)
+        self._vocab: Any = binding.llama_model_get_vocab(self.model)
+        self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         architecture = metadata(self.model, "general.architecture")
         self._alone = _FEW if int(metadata(self.model, f"{architecture}.expert_count") or 0) else 1
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""
-        return bool(llama_c.llama_vocab_is_eog(self._vocab, token))
+        return bool(binding.llama_vocab_is_eog(self._vocab, token))
 
     def close(self) -> None:
         """Release context and model."""
-        llama_c.llama_free(self.context)
-        llama_c.llama_model_free(self.model)
+        binding.llama_free(self.context)
+        binding.llama_model_free(self.model)
 
     def reset(self) -> None:
         """Empty the cache, so that the next text begins at position 0."""
-        llama_c.llama_memory_clear(llama_c.llama_get_memory(self.context), True)
+        binding.llama_memory_clear(binding.llama_get_memory(self.context), True)
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
         """Logits after the last of `tokens`, which start at `position`."""
@@ -85,16 +86,16 @@ class PlainLoop:
             for i, token in enumerate(tokens[:-1]):
                 self.decode([token], position + i)
             return self.decode(tokens[-1:], position + len(tokens) - 1)
-        batch = llama_c.llama_batch_init(len(tokens), 0, 1)
+        batch = binding.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             batch.token[i], batch.pos[i] = token, position + i
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
             batch.logits[i] = i == len(tokens) - 1
-        status = llama_c.llama_decode(self.context, batch)
-        llama_c.llama_batch_free(batch)
+        status = binding.llama_decode(self.context, batch)
+        binding.llama_batch_free(batch)
         assert status == 0, status
-        pointer = llama_c.llama_get_logits_ith(self.context, len(tokens) - 1)
+        pointer = binding.llama_get_logits_ith(self.context, len(tokens) - 1)
         address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(address, (self.n_vocab,)).copy()
 

@@ -37,8 +37,8 @@ from pipeinfer.backends.llamacpp.huge_pages import into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, ensure_llama, last_log
+from pipeinfer.llama import binding
+from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
@@ -65,11 +65,11 @@ class LlamaCppBackend:
         n_logits: int = 0,
     ) -> None:
         self._model, self._ctx, self._probe = model, context, probe
-        self._memory = llama_c.llama_get_memory(context)
+        self._memory = binding.llama_get_memory(context)
         self.info, self.options = info, options
         self._n_logits = n_logits or info.n_vocab  # a slice of the output head has fewer
         self._place, self._seen = (0, 0), np.empty((0, 0), np.float32)  # logits where they lie
-        self._most_threads = self._few_threads = llama_c.llama_n_threads(context)
+        self._most_threads = self._few_threads = binding.llama_n_threads(context)
         self._all_at_work = True
         #: rows that attention surely treats as it treats one; see `exact.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
@@ -77,7 +77,7 @@ class LlamaCppBackend:
         #: ids that hold dead cells: one for what `cell_order` says. Layers with a sliding window
         #: have a cache of their own, in which llama.cpp takes cells for free that only one id holds
         #: and does not see any more; those of two ids stay
-        windows = llama_c.llama_model_n_swa(model) > 0
+        windows = binding.llama_model_n_swa(model) > 0
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
         self._keeps_state = keeps_state(model)
         self._guard = info.n_seq_max + 2 if windows else None
@@ -107,7 +107,7 @@ class LlamaCppBackend:
         self._token_memory, self._position_memory = self._tokens.data, self._positions.data
         self._id_memory, self._n_id_memory = self._ids.data, self._n_ids.data
         self._flag_memory = self._flags.data
-        batch = llama_c.llama_batch()
+        batch = binding.llama_batch()
         ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
         for field, array in (
             ("pos", self._positions),
@@ -149,7 +149,7 @@ class LlamaCppBackend:
         beside = mappings(path)
         model = load_model(path, options)
         try:
-            n_layers = llama_c.llama_model_n_layer(model)
+            n_layers = binding.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(
                     f"{os.fspath(path)}: has {n_layers} layers, "
@@ -169,7 +169,7 @@ class LlamaCppBackend:
                 or options.layer_callbacks or experts_alone else None
             if probe is not None and experts_alone:
                 probe.choose_experts_row_by_row()
-            windows = llama_c.llama_model_n_swa(model) > 0
+            windows = binding.llama_model_n_swa(model) > 0
             more = _WITH_WINDOWS if windows else 0
             if n_seq_max + more > MAX_SEQS:
                 raise BackendError(f"{os.fspath(path)}: a model with sliding windows takes at most "
@@ -177,28 +177,28 @@ class LlamaCppBackend:
             sizes = (n_ctx, n_seq_max + 1 + more, n_batch, n_threads)
             context = make_context(os.fspath(path), model, probe, sizes, options)
         except BaseException:
-            llama_c.llama_model_free(model)
+            binding.llama_model_free(model)
             raise
-        vocab = llama_c.llama_model_get_vocab(model)
+        vocab = binding.llama_model_get_vocab(model)
         # A shard from the middle has a vocabulary of one, and a note of the model's.
         noted = metadata(model, "pipeinfer.vocab_size")
-        n_vocab = int(noted or llama_c.llama_vocab_n_tokens(vocab))
+        n_vocab = int(noted or binding.llama_vocab_n_tokens(vocab))
         info = ShardInfo(
             architecture=architecture,
             layers=layers,
             n_layers_total=n_layers_total,
             first=first,
             last=last,
-            n_embd=llama_c.llama_model_n_embd(model),
+            n_embd=binding.llama_model_n_embd(model),
             n_vocab=n_vocab,
-            n_ctx=llama_c.llama_n_ctx(context),
+            n_ctx=binding.llama_n_ctx(context),
             n_seq_max=n_seq_max,
             n_batch=n_batch,
-            weight_bytes=llama_c.llama_model_size(model),
-            cache_bytes=cache_bytes(model, llama_c.llama_n_ctx(context), options),
+            weight_bytes=binding.llama_model_size(model),
+            cache_bytes=cache_bytes(model, binding.llama_n_ctx(context), options),
         )
         backend = cls(model, context, probe, info, options,
-                      llama_c.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
+                      binding.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
         if keeps_state(model):
             backend.exact_limit = 1  # rows of a trial could not be taken back
         elif mixture:
@@ -286,15 +286,15 @@ class LlamaCppBackend:
         if order is None:
             every = range(self.info.n_seq_max) if self._keeps_state and seq_id == ALL_SEQS \
                 else (seq_id,)  # llama.cpp takes no "all" there
-            if not all([llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+            if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
                         for one in every]):
                 raise BackendError(_STATE)
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
                 for grave in self._graves:
-                    llama_c.llama_memory_seq_cp(self._memory, one, grave, low, high)
-            llama_c.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                    binding.llama_memory_seq_cp(self._memory, one, grave, low, high)
+            binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
         if order.is_empty():
             self._empty_grave()
 
@@ -305,13 +305,13 @@ class LlamaCppBackend:
         if self._keeps_state:
             raise BackendError(_STATE)
         if self.options.validate:
-            low = llama_c.llama_memory_seq_pos_min(self._memory, dst)
-            high = llama_c.llama_memory_seq_pos_max(self._memory, dst)
+            low = binding.llama_memory_seq_pos_min(self._memory, dst)
+            high = binding.llama_memory_seq_pos_max(self._memory, dst)
             if low >= 0 and low < p1 and high >= p0:
                 raise BackendError(
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
                 )
-        llama_c.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
+        binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
         if self._order is not None:
             self._order.copy(src, dst, p0, p1)
 
@@ -323,14 +323,14 @@ class LlamaCppBackend:
         if not self.options.gaps:
             raise BackendError("this shard was not loaded for joins; use the torch backend")
         if not self._closed():
-            llama_c.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+            binding.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
 
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
         if self._closed():
             return
         if self._order is None:
-            llama_c.llama_memory_seq_keep(self._memory, seq_id)
+            binding.llama_memory_seq_keep(self._memory, seq_id)
             return
         for other in self._order.used_ids():
             if other != seq_id:
@@ -348,8 +348,8 @@ class LlamaCppBackend:
         """Lowest and highest position of the id's cells, None without cells."""
         if self._closed():
             return None
-        low = llama_c.llama_memory_seq_pos_min(self._memory, seq_id)
-        high = llama_c.llama_memory_seq_pos_max(self._memory, seq_id)
+        low = binding.llama_memory_seq_pos_min(self._memory, seq_id)
+        high = binding.llama_memory_seq_pos_max(self._memory, seq_id)
         return None if low < 0 else (low, high)
 
     def use_threads(self, count: int) -> None:
@@ -361,7 +361,7 @@ class LlamaCppBackend:
 
     def _set_threads(self, *, all_of_them: bool) -> None:
         count = self._most_threads if all_of_them else self._few_threads
-        llama_c.llama_set_n_threads(self._ctx, count, self._most_threads)
+        binding.llama_set_n_threads(self._ctx, count, self._most_threads)
         self._all_at_work = all_of_them
 
     def close(self) -> None:
@@ -369,9 +369,9 @@ class LlamaCppBackend:
         context, self._ctx = self._ctx, None
         model, self._model = self._model, None
         if context is not None:
-            llama_c.llama_free(context)
+            binding.llama_free(context)
         if model is not None:
-            llama_c.llama_model_free(model)
+            binding.llama_model_free(model)
 
     def _closed(self) -> bool:
         return self._ctx is None
@@ -414,19 +414,19 @@ class LlamaCppBackend:
         restored state from the first one on: with sliding windows living cells must have two ids
         then, see `_graves`."""
         if not self._rewound or self._order is None or self._guard is None:
-            return int(llama_c.llama_decode(self._ctx, self._batch))
+            return int(binding.llama_decode(self._ctx, self._batch))
         for one in self._order.used_ids():
-            llama_c.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
-        status = int(llama_c.llama_decode(self._ctx, self._batch))
-        llama_c.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
+            binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
+        status = int(binding.llama_decode(self._ctx, self._batch))
+        binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
         self._rewound = status != 0
         return status
 
     def _logits(self, count: int) -> FloatArray:
         if not count:
-            llama_c.llama_synchronize(self._ctx)
+            binding.llama_synchronize(self._ctx)
             return np.empty((0, self._n_logits), np.float32)
-        source = llama_c.llama_get_logits(self._ctx)
+        source = binding.llama_get_logits(self._ctx)
         if not source:
             raise BackendError("llama.cpp gave no logits")
         place = ctypes.addressof(source.contents), count
@@ -450,11 +450,11 @@ class LlamaCppBackend:
         """
         assert self._order is not None
         self._free_graves()
-        size = llama_c.llama_state_get_size(self._ctx)
+        size = binding.llama_state_get_size(self._ctx)
         state = np.empty(size, np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = llama_c.llama_state_get_data(self._ctx, data, size)
-        if not written or llama_c.llama_state_set_data(self._ctx, data, written) != written:
+        written = binding.llama_state_get_data(self._ctx, data, size)
+        if not written or binding.llama_state_set_data(self._ctx, data, written) != written:
             raise BackendError(f"llama.cpp could not compact its cache: {last_log()}")
         self._order.compact()
         self._rewound = True
@@ -466,7 +466,7 @@ class LlamaCppBackend:
 
     def _free_graves(self) -> None:
         for grave in self._graves:
-            llama_c.llama_memory_seq_rm(self._memory, grave, 0, -1)
+            binding.llama_memory_seq_rm(self._memory, grave, 0, -1)
 
     def _failure(self, status: int, rows: Rows) -> BackendError:
         # 1 and -1 leave the cache as it was; removing then could hit older cells. The others
@@ -483,7 +483,7 @@ class LlamaCppBackend:
 
 def keeps_state(model: Any) -> bool:
     """Whether its layers keep a state of the text so far."""
-    return bool(llama_c.llama_model_is_recurrent(model) or llama_c.llama_model_is_hybrid(model))
+    return bool(binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
 
 
 def _upper(p1: int) -> int:

@@ -15,9 +15,10 @@ from msgspec import Struct, structs
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import physical_memory
-from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, last_log, may_repack
+from pipeinfer.llama import binding
+from pipeinfer.llama.library import clear_log, last_log
 from pipeinfer.models.llama_rules import check_file
+from pipeinfer.models.repacking import may_repack
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
 CACHE_TYPES = {
@@ -70,7 +71,7 @@ class LlamaOptions(Struct, frozen=True):
     @property
     def on_cpu(self) -> bool:
         """Whether the processor computes: no layers are offloaded, or this build cannot."""
-        return self.n_gpu_layers == 0 or not llama_c.llama_supports_gpu_offload()
+        return self.n_gpu_layers == 0 or not binding.llama_supports_gpu_offload()
 
     def resolved(self, head_size: int, key_size: int = 0, *, one_type: bool = False
                  ) -> LlamaOptions:
@@ -138,7 +139,7 @@ def check_sizes(
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     """The model at `path`; ModelError with llama.cpp's reason when it cannot be loaded."""
     clear_log()
-    params = llama_c.llama_model_default_params()
+    params = binding.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     if not os.path.exists(path):
@@ -146,7 +147,7 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     file = check_file(path)
     params.use_extra_bufts = options.repack == "on" or (
         options.repack == "auto" and may_repack(file))
-    model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
+    model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
     return model
@@ -163,7 +164,7 @@ def make_context(
     clear_log()
     n_ctx, n_seq_max, n_batch, n_threads = sizes
     n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
-    params = llama_c.llama_context_default_params()
+    params = binding.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_seq_max = n_ctx, n_batch, n_seq_max
     params.n_ubatch = options.n_ubatch or n_batch
     params.n_threads = params.n_threads_batch = n_threads
@@ -181,7 +182,7 @@ def make_context(
             f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but this machine has "
             f"{memory / 1e9:.0f} GB; lower -c"
         )
-    context = llama_c.llama_init_from_model(model, params)
+    context = binding.llama_init_from_model(model, params)
     if not context:
         raise BackendError(
             f"{name}: cannot make a cache of {n_ctx} cells of {options.type_k} and "
@@ -193,7 +194,7 @@ def make_context(
 def head_size(model: Any, part: Literal["key", "value"] = "value") -> int:
     """Elements of one attention head's key or value."""
     architecture = metadata(model, "general.architecture")
-    default = llama_c.llama_model_n_embd(model) // max(1, llama_c.llama_model_n_head(model))
+    default = binding.llama_model_n_embd(model) // max(1, binding.llama_model_n_head(model))
     return int(metadata(model, f"{architecture}.attention.{part}_length") or default)
 
 
@@ -206,17 +207,17 @@ def latent(model: Any) -> bool:
 def metadata(model: Any, key: str) -> str:
     """A metadata value as text, empty without one."""
     buffer = ctypes.create_string_buffer(256)
-    length = llama_c.llama_model_meta_val_str(model, key.encode(), buffer, 256)
+    length = binding.llama_model_meta_val_str(model, key.encode(), buffer, 256)
     return buffer.value.decode() if length >= 0 else ""
 
 
 def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
     """Bytes of a cache of `n_ctx` cells with these (resolved) options."""
-    heads = llama_c.llama_model_n_head_kv(model)
+    heads = binding.llama_model_n_head_kv(model)
     total = 0
     parts: tuple[tuple[Literal["key", "value"], str], ...] = (
         ("key", options.type_k), ("value", options.type_v))
     for part, kind in parts:
         _, size, block = CACHE_TYPES[kind]
         total += heads * head_size(model, part) * size // block
-    return total * n_ctx * int(llama_c.llama_model_n_layer(model))
+    return total * n_ctx * int(binding.llama_model_n_layer(model))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +21,9 @@ from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.tensors import source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
+from pipeinfer.llama import binding
+from pipeinfer.llama.short_runs import KERNELS
 from pipeinfer.loading import c_part
-from pipeinfer.models import llama_c
 
 _NOTHING, _LAST, _SOME, _ENDED = range(4)
 #: how often a decode is cut to ask whether to stop: threads start anew after each cut, which takes
@@ -75,9 +75,9 @@ class LayerProbe:
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = self.entered = False
         self.error: BaseException | None = None
-        kind = llama_c.ggml_backend_sched_eval_callback
+        kind = binding.ggml_backend_sched_eval_callback
         self._own = kind(self._call)
-        self._filter = Filter(_address(llama_c.ggml_get_name), _address(self._own),
+        self._filter = Filter(_address(binding.ggml_get_name), _address(self._own),
                               self.last_name, _NOTHING, max(1, (last_layer + 1) // _CUTS))
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
@@ -103,15 +103,15 @@ class LayerProbe:
         `routers`. Raises BackendError where tensors' sources cannot be found."""
         self._look_inside()
         own = self._filter
-        own.elements_of = _address(llama_c.ggml_nelements)
-        own.rows_of = _address(llama_c.ggml_nrows)
+        own.elements_of = _address(binding.ggml_nelements)
+        own.rows_of = _address(binding.ggml_nrows)
         own.dot = _address(routers.single_row_dot())
         self._routers = True
 
     def _look_inside(self) -> None:
         own = self._filter
         own.source = source_offset()
-        own.data_of, own.bytes_of = _address(llama_c.ggml_get_data), _address(llama_c.ggml_nbytes)
+        own.data_of, own.bytes_of = _address(binding.ggml_get_data), _address(binding.ggml_nbytes)
 
     @property
     def ended(self) -> bool:
@@ -143,11 +143,11 @@ class LayerProbe:
                 if not ask:
                     routers.by_rows(tensor, self._filter.source)
                 return True
-            if self._given is not None and llama_c.ggml_get_name(tensor) == self._filter.entry:
+            if self._given is not None and binding.ggml_get_name(tensor) == self._filter.entry:
                 return ask or self._put_in(tensor, self._given)
             if self._filter.wants == _NOTHING:
                 return False
-            name = llama_c.ggml_get_name(tensor)
+            name = binding.ggml_get_name(tensor)
             if ask:
                 if not name.startswith(b"l_out-"):
                     return False
@@ -155,12 +155,12 @@ class LayerProbe:
                     self.should_stop is not None
                     and (int(name[6:]) + 1) % self._filter.stride == 0)
             if name == self.last_name and self.hidden is not None:
-                n_bytes = llama_c.ggml_nbytes(tensor)
+                n_bytes = binding.ggml_nbytes(tensor)
                 if n_bytes != self.hidden.nbytes:
                     raise BackendError(
                         f"{name.decode()} has {n_bytes} bytes, {self.hidden.nbytes} expected"
                     )
-                llama_c.ggml_backend_tensor_get(tensor, self.hidden.ctypes.data, 0, n_bytes)
+                binding.ggml_backend_tensor_get(tensor, self.hidden.ctypes.data, 0, n_bytes)
                 self.hidden_done = True
                 return self._end()  # norm and head of a shard that is not the last never run
             if self.should_stop is not None and self.should_stop():
@@ -173,10 +173,10 @@ class LayerProbe:
 
     def _put_in(self, tensor: int, given: FloatArray) -> bool:
         """Overwrite what the graph made of the tokens that stand in for these rows."""
-        if llama_c.ggml_nbytes(tensor) != given.nbytes:
-            raise BackendError(f"the graph's input has {llama_c.ggml_nbytes(tensor)} bytes, "
+        if binding.ggml_nbytes(tensor) != given.nbytes:
+            raise BackendError(f"the graph's input has {binding.ggml_nbytes(tensor)} bytes, "
                                f"{given.nbytes} expected")
-        llama_c.ggml_backend_tensor_set(tensor, given.ctypes.data, 0, given.nbytes)
+        binding.ggml_backend_tensor_set(tensor, given.ctypes.data, 0, given.nbytes)
         self.entered = True
         return True
 
@@ -189,8 +189,8 @@ class LayerProbe:
         return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
 
     def _sum(self, sums: PartSum, tensor: int, place: int) -> bool:
-        count = llama_c.ggml_nbytes(tensor) // 4
-        data = (ctypes.c_float * count).from_address(llama_c.ggml_get_data(tensor))
+        count = binding.ggml_nbytes(tensor) // 4
+        data = (ctypes.c_float * count).from_address(binding.ggml_get_data(tensor))
         if sums.add(np.frombuffer(data, np.float32), place):
             return True
         self.stopped = True
@@ -215,7 +215,7 @@ def compiled_filter() -> Any | None:
 @cache
 def compiled() -> Any | None:
     """The library of the C part, None where it was not compiled or cannot be loaded."""
-    path = c_part("_layer_filter", Path(__file__).parent)
+    path = c_part("_layer_filter", KERNELS)
     if path is None:
         return None
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeinfer.backends.llamacpp.tensors import source_of, weight_of
 from pipeinfer.errors import BackendError
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
 from pipeinfer.models.gguf import ModelFile
 
 #: decodes of so many rows and fewer have their routers' products row by row; longer ones are parts
@@ -31,8 +31,8 @@ def single_row_dot() -> Any | None:
 
     None where the library's kernels are plug-ins, which do not tell.
     """
-    llama_c.loaded()
-    traits = getattr(llama_c, "ggml_get_type_traits_cpu", None)
+    binding.loaded()
+    traits = getattr(binding, "ggml_get_type_traits_cpu", None)
     return None if traits is None else traits(_FLOAT32).contents.vec_dot
 
 
@@ -45,15 +45,15 @@ def by_rows(tensor: int, source: int) -> None:
     """Overwrite a router's product with those of single rows. Raises BackendError for rows that do
     not lie one behind the other."""
     weights, inputs = (source_of(tensor, source, which) for which in (0, 1))
-    if llama_c.ggml_nbytes(inputs) != 4 * llama_c.ggml_nelements(inputs):
+    if binding.ggml_nbytes(inputs) != 4 * binding.ggml_nelements(inputs):
         raise BackendError("this llama.cpp hands rows to routers in an unknown way: install the "
                            "version that constraints.txt names")
     dot = single_row_dot()
     assert dot is not None
-    count = llama_c.ggml_nrows(weights)
-    length = llama_c.ggml_nelements(weights) // count
-    to, weight, row = map(llama_c.ggml_get_data, (tensor, weights, inputs))
-    for k in range(llama_c.ggml_nrows(inputs)):
+    count = binding.ggml_nrows(weights)
+    length = binding.ggml_nelements(weights) // count
+    to, weight, row = map(binding.ggml_get_data, (tensor, weights, inputs))
+    for k in range(binding.ggml_nrows(inputs)):
         for i in range(count):
             dot(length, to + 4 * (k * count + i), 0, weight + 4 * i * length, 0,
                 row + 4 * k * length, 0, 1)

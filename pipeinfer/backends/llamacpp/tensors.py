@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models import llama_c
+from pipeinfer.llama import binding
 
 
 @cache
@@ -15,15 +15,15 @@ def source_offset() -> int:
 
     Found by looking at a product of two tensors, as no function tells it. Raises BackendError.
     """
-    room = 4 * llama_c.ggml_tensor_overhead() + 4096
-    context = llama_c.ggml_init(llama_c.ggml_init_params(room, None, True))
+    room = 4 * binding.ggml_tensor_overhead() + 4096
+    context = binding.ggml_init(binding.ggml_init_params(room, None, True))
     try:
-        first, second = (llama_c.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
-        product = llama_c.ggml_mul_mat(context, first, second)
-        words = llama_c.ggml_tensor_overhead() // 8
+        first, second = (binding.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
+        product = binding.ggml_mul_mat(context, first, second)
+        words = binding.ggml_tensor_overhead() // 8
         values = list((ctypes.c_uint64 * words).from_address(product))
     finally:
-        llama_c.ggml_free(context)
+        binding.ggml_free(context)
     found = [8 * i for i, value in enumerate(values) if value == first]
     if len(found) != 1 or values.count(second) != 1 or values.index(second) != found[0] // 8 + 1:
         raise BackendError("tensors of this llama.cpp are laid out in an unknown way, so it cannot "
@@ -40,5 +40,5 @@ def weight_of(tensor: int, source: int) -> bytes:
     """The name of the layer's tensor that a tensor is made of first; empty where it is made of
     another."""
     first = source_of(tensor, source, 0)
-    name: bytes = llama_c.ggml_get_name(first) if first else b""
+    name: bytes = binding.ggml_get_name(first) if first else b""
     return name if name.startswith(b"blk.") else b""

@@ -427,58 +427,59 @@ def verify(
 @contextmanager
 def _loaded(path: Path) -> Iterator[Any]:
     """The model that llama.cpp makes of ``path``."""
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
+    from pipeinfer.llama.library import ensure_llama
     from pipeinfer.models.gguf import ModelFile
-    from pipeinfer.models.llama import ensure_llama, may_repack
+    from pipeinfer.models.repacking import may_repack
 
     ensure_llama()
-    params = llama_c.llama_model_default_params()
+    params = binding.llama_model_default_params()
     params.use_extra_bufts = may_repack(ModelFile(path))
     params.n_gpu_layers = 0
-    model = llama_c.llama_model_load_from_file(os.fsencode(path), params)
+    model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ValueError(f"llama.cpp cannot load {path}")
     try:
         yield model
     finally:
-        llama_c.llama_model_free(model)
+        binding.llama_model_free(model)
 
 
 def _tokens(path: Path, text: str) -> list[int]:
     """The ids of ``text`` in the model at ``path``, with its leading token."""
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
 
     with _loaded(path) as model:
-        vocab, raw = llama_c.llama_model_get_vocab(model), text.encode()
-        ids = (llama_c.llama_token * (len(raw) + 8))()
-        count = llama_c.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
+        vocab, raw = binding.llama_model_get_vocab(model), text.encode()
+        ids = (binding.llama_token * (len(raw) + 8))()
+        count = binding.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
         return list(ids[:count])
 
 
 def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.float32]:
     """Logits [position, vocabulary] of ``tokens``, decoded in one batch."""
-    from pipeinfer.models import llama_c
+    from pipeinfer.llama import binding
 
     count = len(tokens)
-    params = llama_c.llama_context_default_params()
+    params = binding.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = count
     params.n_threads = params.n_threads_batch = threads
     with _loaded(path) as model:
-        context = llama_c.llama_init_from_model(model, params)
-        batch = llama_c.llama_batch_init(count, 0, 1)
+        context = binding.llama_init_from_model(model, params)
+        batch = binding.llama_batch_init(count, 0, 1)
         try:
             batch.n_tokens = count
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            if llama_c.llama_decode(context, batch):
+            if binding.llama_decode(context, batch):
                 raise ValueError(f"llama.cpp cannot decode with {path}")
-            n_vocab = llama_c.llama_vocab_n_tokens(llama_c.llama_model_get_vocab(model))
-            pointer = llama_c.llama_get_logits(context)
+            n_vocab = binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(model))
+            pointer = binding.llama_get_logits(context)
             return np.ctypeslib.as_array(pointer, (count, n_vocab)).copy()
         finally:
-            llama_c.llama_batch_free(batch)
-            llama_c.llama_free(context)
+            binding.llama_batch_free(batch)
+            binding.llama_free(context)
 
 
 @click.command("inflate")

@@ -14,14 +14,14 @@ from functools import cached_property
 from typing import Any
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
-from pipeinfer.models import llama_c
-from pipeinfer.models.llama import clear_log, ensure_llama, last_log
+from pipeinfer.llama import binding
+from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.text.marks import Guard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
 _SPACES = " \t\n\v\f\r"  #: what llama.cpp takes away beside marks that ask for it
-_PARSED = llama_c.LLAMA_TOKEN_ATTR_CONTROL | llama_c.LLAMA_TOKEN_ATTR_UNKNOWN
+_PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
 
@@ -39,17 +39,17 @@ class Tokenizer:
         if not os.path.exists(path):
             raise ModelError(f"{os.fspath(path)}: no such file")
         check_file(path)
-        params = llama_c.llama_model_default_params()
+        params = binding.llama_model_default_params()
         params.vocab_only = True
-        self._model: Any = llama_c.llama_model_load_from_file(os.fsencode(path), params)
+        self._model: Any = binding.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load its vocabulary: "
                              f"{last_log()}")
-        self._vocab: Any = llama_c.llama_model_get_vocab(self._model)
+        self._vocab: Any = binding.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
         self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were asked for
-        self.n_vocab: int = llama_c.llama_vocab_n_tokens(self._vocab)
-        if llama_c.llama_vocab_type(self._vocab) == 0:
+        self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
+        if binding.llama_vocab_type(self._vocab) == 0:
             self.close()
             raise ModelError(f"{self.path}: has no tokenizer; give the model that it was cut from")
 
@@ -57,39 +57,39 @@ class Tokenizer:
         """Release the vocabulary. May be called twice."""
         model, self._model = self._model, None
         if model:
-            llama_c.llama_model_free(model)
+            binding.llama_model_free(model)
 
     @property
     def bos_id(self) -> int | None:
         """The token that begins a text, if the vocabulary has one."""
-        return _or_none(llama_c.llama_vocab_bos(self._vocab))
+        return _or_none(binding.llama_vocab_bos(self._vocab))
 
     @property
     def eos_id(self) -> int | None:
         """The token that ends a text, if the vocabulary has one."""
-        return _or_none(llama_c.llama_vocab_eos(self._vocab))
+        return _or_none(binding.llama_vocab_eos(self._vocab))
 
     @property
     def adds_bos(self) -> bool:
         """Whether the model wants its prompt to begin with `bos_id`."""
-        return bool(llama_c.llama_vocab_get_add_bos(self._vocab))
+        return bool(binding.llama_vocab_get_add_bos(self._vocab))
 
     @cached_property
     def eog_ids(self) -> frozenset[int]:
         """Every token that ends a generation: end of text, of turn, and the like."""
-        is_eog = llama_c.llama_vocab_is_eog
+        is_eog = binding.llama_vocab_is_eog
         return frozenset(i for i in range(self.n_vocab) if is_eog(self._vocab, i))
 
     def is_control(self, token: int) -> bool:
         """Whether the token is a control token, which is no text."""
-        return bool(llama_c.llama_vocab_is_control(self._vocab, token))
+        return bool(binding.llama_vocab_is_control(self._vocab, token))
 
     def is_markup(self, token: int) -> bool:
         """Whether the token is a control token, or one that was added like `<tool>`."""
         if self.is_control(token):
             return True
-        attributes = llama_c.llama_vocab_get_attr(self._vocab, token)
-        if not attributes & llama_c.LLAMA_TOKEN_ATTR_USER_DEFINED:
+        attributes = binding.llama_vocab_get_attr(self._vocab, token)
+        if not attributes & binding.LLAMA_TOKEN_ATTR_USER_DEFINED:
             return False
         text = self.piece(token, special=True)
         return text.startswith(b"<") and text.endswith(b">")
@@ -115,13 +115,13 @@ class Tokenizer:
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
-        count = llama_c.llama_tokenize(
+        count = binding.llama_tokenize(
             self._vocab, raw, len(raw), buffer, size, False, special
         )
         if count < 0:
             size = -count
             buffer = (ctypes.c_int32 * size)()
-            count = llama_c.llama_tokenize(
+            count = binding.llama_tokenize(
                 self._vocab, raw, len(raw), buffer, size, False, special
             )
         if count < 0:
@@ -140,7 +140,7 @@ class Tokenizer:
             raise UsageError(f"token {token} is outside the vocabulary of {self.n_vocab}")
         for size in (64, 4096, 1 << 20):
             buffer = ctypes.create_string_buffer(size)
-            length = llama_c.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            length = binding.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
             if length >= 0:
                 return buffer.raw[:length]
         raise ModelError(f"{self.path}: token {token} is longer than a megabyte")
@@ -156,7 +156,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template (Jinja), if its file has one."""
-        text = llama_c.llama_model_chat_template(self._model, None)
+        text = binding.llama_model_chat_template(self._model, None)
         return text.decode("utf-8", "replace") if text else None
 
     def apply_chat(
@@ -224,7 +224,7 @@ class Tokenizer:
     @cached_property
     def marks(self) -> Marks:
         """The control tokens as they are written."""
-        kinds = llama_c.llama_vocab_get_attr
+        kinds = binding.llama_vocab_get_attr
         return Marks({self._text(i): i for i in range(self.n_vocab)
                       if kinds(self._vocab, i) & _PARSED})
 
@@ -236,20 +236,20 @@ class Tokenizer:
                 tokens.append(part)
                 continue
             plain = part.replace(seam, "")
-            if at and self._kind(int(parts[at - 1])) & llama_c.LLAMA_TOKEN_ATTR_RSTRIP:
+            if at and self._kind(int(parts[at - 1])) & binding.LLAMA_TOKEN_ATTR_RSTRIP:
                 plain = plain.lstrip(_SPACES)
-            if parts[at + 1 :] and self._kind(int(parts[at + 1])) & llama_c.LLAMA_TOKEN_ATTR_LSTRIP:
+            if parts[at + 1 :] and self._kind(int(parts[at + 1])) & binding.LLAMA_TOKEN_ATTR_LSTRIP:
                 plain = plain.rstrip(_SPACES)
             tokens += self.split(plain, special=False) if plain else []
         return tokens
 
     def token_text(self, token: int) -> bytes:
         """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
-        text: bytes = llama_c.llama_vocab_get_text(self._vocab, token)
+        text: bytes = binding.llama_vocab_get_text(self._vocab, token)
         return text
 
     def _kind(self, token: int) -> int:
-        return int(llama_c.llama_vocab_get_attr(self._vocab, token))
+        return int(binding.llama_vocab_get_attr(self._vocab, token))
 
     def _text(self, token: int | None) -> str:
         return "" if token is None else self.token_text(token).decode("utf-8", "replace")

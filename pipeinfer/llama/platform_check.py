@@ -1,6 +1,6 @@
 """Whether the prebuilt llama.cpp library can run here: platform, processor, system libraries.
 
-    python -I pipeinfer/models/llama_platform.py     prints why it cannot, and exits with 1
+    python -I pipeinfer/llama/platform_check.py     prints why it cannot, and exits with 1
 
 The launch scripts ask this before anything is installed, so it takes the standard library alone.
 The prebuilt library is that of the wheels of xllamacpp for Linux: x86-64 with AVX2, and aarch64.

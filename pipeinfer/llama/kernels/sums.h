@@ -1,4 +1,4 @@
-/* What sums.c, layer_filter.c and sums.py share. */
+/* What sums.c, layer_filter.c and shared_team.py share. */
 
 #ifndef PIPEINFER_SUMS_H
 #define PIPEINFER_SUMS_H
@@ -10,7 +10,7 @@
 enum { GO, SKIP, STOP, FAILED, GIVEN_UP, UNLIKE };
 enum { SUM_F32, SUM_F16, SUM_BF16 };
 
-/* One slice's side of the sums: struct Sums in sums.py. */
+/* One slice's side of the sums: struct Sums in shared_team.py. */
 struct sums {
     char *region;
     size_t bytes;       /* of each slice's place in the region */

@@ -1,4 +1,4 @@
-/* Sums of a wide stage in memory that all of its slices share. See sums.py for what and why.
+/* Sums of a wide stage in memory that all of its slices share. See backends/shared_team.py.
 
    Each slice has a place in the region: a count of its turns, the headers of its last turns, and
    two buffers of numbers that it uses in turn. Sums are added up in the order of the slices, so

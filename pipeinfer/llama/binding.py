@@ -1,9 +1,9 @@
 """llama.cpp's C functions, structs and callbacks, as far as pipeinfer uses them.
 
-    from pipeinfer.models import llama_c
-    llama_c.llama_decode(context, batch)
+    from pipeinfer.llama import binding
+    binding.llama_decode(context, batch)
 
-The first use of any of them loads the library that `llama_loader` finds. All functions come from
+The first use of any of them loads the library that `loader` finds. All functions come from
 that one handle, so that no process holds two copies of ggml. Structs are laid out by hand, so
 their defaults are read back before anything else is called: a library whose structs are others is
 refused. Raises BackendError, in one line, whenever there is no library that can be used.
@@ -35,9 +35,9 @@ from ctypes import (
 from typing import Any
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models import short_runs
-from pipeinfer.models.llama_loader import Library, find_library
-from pipeinfer.models.llama_platform import COMPILE, cpu_flags
+from pipeinfer.llama import short_runs
+from pipeinfer.llama.loader import Library, find_library
+from pipeinfer.llama.platform_check import COMPILE, cpu_flags
 
 llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ggml_backend_sched_eval_callback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)

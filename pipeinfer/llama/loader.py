@@ -1,6 +1,6 @@
 """Finds the llama.cpp library to run: a compiled llama-cpp-python, else the prebuilt xllamacpp.
 
-Of either package only the shared library is taken, never its Python code; `llama_c` binds the
+Of either package only the shared library is taken, never its Python code; `binding` binds the
 functions. Each version that is known here has been tried, and its structs are known: another one
 is refused rather than guessed at. PIPEINFER_LLAMA=prebuilt passes over a compiled library, and
 PIPEINFER_LLAMA_LIBRARY=/path/libllama.so over both: that file is taken for a build of the compiled
@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models.llama_platform import COMPILE, why_no_wheel, why_not_here
+from pipeinfer.llama.platform_check import COMPILE, why_no_wheel, why_not_here
 
 #: what PIPEINFER_LLAMA may say
 CHOICES = ("", "native", "prebuilt")
@@ -29,7 +29,7 @@ LIBRARY_VARIABLE = "PIPEINFER_LLAMA_LIBRARY"
 
 class Package(Struct, frozen=True):
     """A package that brings the library. module: its name for Python; file: the library in it;
-    layouts: version -> how its structs are laid out (see `llama_c`)."""
+    layouts: version -> how its structs are laid out (see `binding`)."""
 
     name: str
     module: str
@@ -87,7 +87,7 @@ def find_library() -> Library:
 
 
 def _named(path: Path) -> Library:
-    """The library at this path; nothing tells its version but its answers (see `llama_c`)."""
+    """The library at this path; nothing tells its version but its answers (see `binding`)."""
     if not path.is_absolute() or not path.is_file():
         raise BackendError(f"{LIBRARY_VARIABLE}={path}: not the absolute path of a file")
     like = NATIVE.newest

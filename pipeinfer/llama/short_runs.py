@@ -23,6 +23,7 @@ from typing import Any
 
 from pipeinfer.loading import c_part
 
+KERNELS = Path(__file__).with_name("kernels")  #: the folder of the C parts
 SWITCH = "PIPEINFER_SHORT_RUNS"
 MOST_ROWS = 16  #: as many as are tried for exactness; more are parts of prompts
 #: llama.cpp's functions, all but the last needed: without it threads get fixed parts of a product
@@ -117,7 +118,7 @@ def used() -> tuple[str, ...]:
 @cache
 def _compiled() -> Any | None:
     """The C part, None where it was not compiled or cannot be loaded."""
-    path = c_part("_short_runs", Path(__file__).parent)
+    path = c_part("_short_runs", KERNELS)
     if path is None:
         return None
     try:

@@ -12,8 +12,8 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.errors import BackendError
-from pipeinfer.models import llama, llama_c, llama_loader, llama_platform, short_runs
-from pipeinfer.models.llama_loader import NATIVE, PREBUILT, find_library
+from pipeinfer.llama import binding, library, loader, platform_check, short_runs
+from pipeinfer.llama.loader import NATIVE, PREBUILT, find_library
 
 LIBRARY = find_library()
 
@@ -26,10 +26,10 @@ def pretend(monkeypatch, tmp_path, **installed):
             path.parent.mkdir(parents=True)
             path.touch()
     versions = {p.name: installed.get(p.module) for p in (NATIVE, PREBUILT)}
-    monkeypatch.setattr(llama_loader, "find_spec", lambda name: types.SimpleNamespace(
+    monkeypatch.setattr(loader, "find_spec", lambda name: types.SimpleNamespace(
         submodule_search_locations=[str(tmp_path / name)]) if name in installed else None)
-    monkeypatch.setattr(llama_loader, "version", versions.__getitem__)
-    monkeypatch.setattr(llama_loader, "why_not_here", lambda: "")
+    monkeypatch.setattr(loader, "version", versions.__getitem__)
+    monkeypatch.setattr(loader, "why_not_here", lambda: "")
     monkeypatch.delenv("PIPEINFER_LLAMA", raising=False)
     monkeypatch.delenv("PIPEINFER_LLAMA_LIBRARY", raising=False)
 
@@ -62,7 +62,7 @@ def test_without_a_library_that_is_known_one_line_says_what_to_do(
     with pytest.raises(BackendError, match=says) as caught:
         find_library()
     assert "\n" not in str(caught.value)
-    assert llama.llama_version() == f"{llama.NO_LIBRARY}{caught.value}"
+    assert library.llama_version() == f"{library.NO_LIBRARY}{caught.value}"
 
 
 def test_a_choice_that_there_is_not(monkeypatch):
@@ -93,7 +93,7 @@ def test_a_library_named_by_its_path(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_named_library_is_checked_and_part_of_the_identity():
     """Whichever this is: each known layout of structs is tried."""
-    program = "from pipeinfer.models.llama import llama_identity; print(llama_identity())"
+    program = "from pipeinfer.llama.library import llama_identity; print(llama_identity())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True,
         env=os.environ | {"PIPEINFER_LLAMA_LIBRARY": str(LIBRARY.path)})
@@ -117,16 +117,16 @@ def test_the_pins_are_those_of_the_package_and_of_constraints():
 
 @pytest.fixture
 def on_x86(monkeypatch):
-    monkeypatch.setattr(llama_platform.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(llama_platform, "_LIBRARIES", {})
+    monkeypatch.setattr(platform_check.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform_check, "_LIBRARIES", {})
 
 
 @pytest.mark.parametrize(("features", "missing"), [
     ("avx avx2 fma f16c bmi2 sse4_2", ""), ("avx f16c", "avx2, fma, bmi2"), ("", "")])
 def test_the_processors_features_are_checked(monkeypatch, on_x86, features, missing):
     """Nothing is refused where Linux does not tell."""
-    monkeypatch.setenv(llama_platform.FEATURES_VARIABLE, features)
-    reason = llama_platform.why_not_here()
+    monkeypatch.setenv(platform_check.FEATURES_VARIABLE, features)
+    reason = platform_check.why_not_here()
     assert ("--native" in reason) == bool(missing)
     assert missing in reason
 
@@ -137,31 +137,31 @@ def test_the_processors_features_are_checked(monkeypatch, on_x86, features, miss
     ({"SOABI": "cpython-313-riscv64-linux-gnu"}, "riscv64", "riscv64"),
 ])
 def test_platforms_without_a_wheel(monkeypatch, variables, machine, says):
-    monkeypatch.setattr(llama_platform.sysconfig, "get_config_var", variables.get)
-    monkeypatch.setattr(llama_platform.platform, "machine", lambda: machine)
-    assert says in llama_platform.why_not_here()
-    assert "--native" in llama_platform.why_not_here()
+    monkeypatch.setattr(platform_check.sysconfig, "get_config_var", variables.get)
+    monkeypatch.setattr(platform_check.platform, "machine", lambda: machine)
+    assert says in platform_check.why_not_here()
+    assert "--native" in platform_check.why_not_here()
 
 
 def test_a_system_library_that_is_missing(monkeypatch, on_x86):
-    monkeypatch.delenv(llama_platform.FEATURES_VARIABLE, raising=False)
-    monkeypatch.setattr(llama_platform, "cpu_flags", frozenset)
-    monkeypatch.setattr(llama_platform, "_LIBRARIES", {"libnone.so.9": "libnone9"})
-    assert "apt install libnone9" in llama_platform.why_not_here()
+    monkeypatch.delenv(platform_check.FEATURES_VARIABLE, raising=False)
+    monkeypatch.setattr(platform_check, "cpu_flags", frozenset)
+    monkeypatch.setattr(platform_check, "_LIBRARIES", {"libnone.so.9": "libnone9"})
+    assert "apt install libnone9" in platform_check.why_not_here()
 
 
 def test_the_features_of_an_arm_processor(tmp_path, monkeypatch):
-    monkeypatch.delenv(llama_platform.FEATURES_VARIABLE, raising=False)
+    monkeypatch.delenv(platform_check.FEATURES_VARIABLE, raising=False)
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimddp\n\n")
-    assert llama_platform.cpu_flags(tmp_path / "cpuinfo") == {"fp", "asimd", "asimddp"}
-    assert llama_platform.cpu_flags(tmp_path / "none") == frozenset()
+    assert platform_check.cpu_flags(tmp_path / "cpuinfo") == {"fp", "asimd", "asimddp"}
+    assert platform_check.cpu_flags(tmp_path / "none") == frozenset()
 
 
 @pytest.mark.slow
 def test_the_launch_scripts_ask_without_any_package():
     done = subprocess.run(
-        [sys.executable, "-I", "-S", llama_platform.__file__], capture_output=True, text=True,
-        check=False, env=os.environ | {llama_platform.FEATURES_VARIABLE: "sse2"})
+        [sys.executable, "-I", "-S", platform_check.__file__], capture_output=True, text=True,
+        check=False, env=os.environ | {platform_check.FEATURES_VARIABLE: "sse2"})
     assert done.returncode == 1
     assert "--native" in done.stdout
     assert done.stdout.count("\n") == 1
@@ -172,8 +172,8 @@ def test_the_launch_scripts_ask_without_any_package():
 
 @pytest.mark.slow
 def test_a_plug_in_that_cannot_be_loaded_is_named():
-    program = "from pipeinfer.models.llama import llama_version; from pipeinfer.models import " \
-              "llama_c; llama_c.loaded()"
+    program = "from pipeinfer.llama.library import llama_version; from pipeinfer.llama import " \
+              "binding; binding.loaded()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=False, env=os.environ | {"GGML_BACKEND_PATH": "/nowhere.so"})
     assert done.returncode
@@ -185,40 +185,40 @@ def test_a_library_with_another_layout_is_refused():
     (own,) = LIBRARY.layouts
     wrong = {"plain": "moe cache", "moe cache": "plain"}[own]
     with pytest.raises(BackendError, match="lays out llama_context_params differently") as caught:
-        llama_c.bind(structs.replace(LIBRARY, layouts=(wrong,)))
+        binding.bind(structs.replace(LIBRARY, layouts=(wrong,)))
     assert "\n" not in str(caught.value)
-    assert set(llama_c.bind(LIBRARY)) >= {"llama_decode", "llama_context_params"}
+    assert set(binding.bind(LIBRARY)) >= {"llama_decode", "llama_context_params"}
 
 
 def test_what_is_no_library_is_refused(tmp_path):
     path = tmp_path / "libllama.so"
     path.write_bytes(b"nothing")
     with pytest.raises(BackendError, match=r"cannot be loaded: .*libllama\.so"):
-        llama_c.bind(structs.replace(LIBRARY, path=path))
+        binding.bind(structs.replace(LIBRARY, path=path))
 
 
 def test_a_function_that_the_library_lacks():
     if LIBRARY.compiled:
-        assert callable(llama_c.llama_model_quantize)
+        assert callable(binding.llama_model_quantize)
     else:
         with pytest.raises(BackendError, match=r"has no llama_model_quantize: .*--native"):
-            _ = llama_c.llama_model_quantize
+            _ = binding.llama_model_quantize
     with pytest.raises(AttributeError):
-        _ = llama_c.llama_nothing
+        _ = binding.llama_nothing
 
 
 def test_everything_comes_from_one_library():
     """Two copies of ggml in one process would have two lists of buffers and types."""
-    llama.ensure_llama()
+    library.ensure_llama()
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
              if "llama" in line.rpartition("/")[2]}
     assert files == {str(LIBRARY.path.resolve())}
 
 
 def test_remembered_figures_are_named_by_library_and_kernels():
-    identity = llama.llama_identity()
+    identity = library.llama_identity()
     assert identity.startswith(f"{LIBRARY.name}; ")
     assert " = 1" in identity
-    assert not {*llama_c.kernels()} & {*llama_c.unused_features()}
+    assert not {*binding.kernels()} & {*binding.unused_features()}
     own = ("short-runs",) if short_runs.used() else ()
-    assert llama.llama_kernels() == " ".join((*llama_c.kernels(), *own))
+    assert library.llama_kernels() == " ".join((*binding.kernels(), *own))

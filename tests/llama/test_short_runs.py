@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.llama import binding, short_runs
 from pipeinfer.loading import c_part
-from pipeinfer.models import llama_c, short_runs
 from tests.support.sample import full
 
 #: ggml's number of a type -> elements and bytes of a block, where halves of its scales are
@@ -36,12 +36,12 @@ class Team(ctypes.Structure):
 
 
 def compiled():
-    return c_part("_short_runs", Path(short_runs.__file__).parent)
+    return c_part("_short_runs", short_runs.KERNELS)
 
 
 @pytest.fixture(scope="module")
 def sgemm():
-    llama_c.loaded()
+    binding.loaded()
     if not short_runs.used():
         pytest.skip("no kernels here: no C compiler, another processor, or switched off")
     found = ctypes.CDLL(compiled()).llamafile_sgemm
@@ -70,7 +70,7 @@ def weights_of(kind, rows, blocks, rng):
 
 
 def partner_rows(kind, values):
-    traits = llama_c.ggml_get_type_traits_cpu(kind).contents
+    traits = binding.ggml_get_type_traits_cpu(kind).contents
     if kind == 0:
         return np.ascontiguousarray(values).view(np.uint8)
     elements, size = PARTNERS[kind]
@@ -90,13 +90,13 @@ def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
     if short_runs._TYPES[kind] not in short_runs.used():
         pytest.skip("this build of llama.cpp adds up in another order")
-    by_sixteens = "avx512f" in llama_c.kernels()
+    by_sixteens = "avx512f" in binding.kernels()
     if kind in LLAMAFILES or by_sixteens:  # longer runs are llama.cpp's
         rows = min(rows, short_runs.MOST_ROWS)
     elements = BLOCKS[kind][0]
     count = blocks * (elements if elements > 1 else 64 if by_sixteens else 32)
     rng = np.random.default_rng(seed)
-    traits = llama_c.ggml_get_type_traits_cpu(kind).contents
+    traits = binding.ggml_get_type_traits_cpu(kind).contents
     partner = traits.vec_dot_type
     left = weights_of(kind, weights, count // elements, rng)
     values = (rng.standard_normal((rows, count)) * np.exp(rng.standard_normal((rows, 1))))
@@ -163,7 +163,7 @@ class Repacked:
         self._kept = [kind(lambda _, name=name: self.told[name]) for name, kind in TOLD.items()]
         forward = ctypes.CFUNCTYPE(ctypes.c_bool, *[ctypes.c_void_p] * 3)(
             lambda *_: self.product() is None)
-        own = [getattr(llama_c, name) for name in short_runs.REPACKED_FUNCTIONS[:3]]
+        own = [getattr(binding, name) for name in short_runs.REPACKED_FUNCTIONS[:3]]
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
         begin.restype = ctypes.c_bool
@@ -213,7 +213,7 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
     fours = side_by_side(right[:in_fours])
     wanted = np.full((rows, 8 * eights), np.nan, np.float32)
     for row in range(rows):
-        called(getattr(llama_c, GEMV), 32 * blocks, wanted[row].ctypes.data, 8 * eights,
+        called(getattr(binding, GEMV), 32 * blocks, wanted[row].ctypes.data, 8 * eights,
                weights.ctypes.data, right[row].ctypes.data, 1, 8 * eights)
     found = np.full_like(wanted, np.nan)
 
@@ -243,16 +243,16 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
 def attended(q, k, v, mask, heads, sources, threads):
     """What llama.cpp's graph of one product with flash attention gives, whoever makes it."""
     rows, width, cells = q.shape[0], q.shape[2], k.shape[0]
-    context = llama_c.ggml_init(llama_c.ggml_init_params(8 << 20, None, False))
+    context = binding.ggml_init(binding.ggml_init_params(8 << 20, None, False))
     try:
         def tensor(kind, *shape):
-            new = llama_c.ggml_new_tensor_4d
+            new = binding.ggml_new_tensor_4d
             new.restype = ctypes.c_void_p
             return new(ctypes.c_void_p(context), kind, *map(ctypes.c_int64, (*shape, 1)))
 
         def put(to, values):
             values = np.ascontiguousarray(values)
-            ctypes.memmove(llama_c.ggml_get_data(to), values.ctypes.data, values.nbytes)
+            ctypes.memmove(binding.ggml_get_data(to), values.ctypes.data, values.nbytes)
 
         of = {}
         for name, kind, shape, values in (
@@ -262,18 +262,18 @@ def attended(q, k, v, mask, heads, sources, threads):
                 ("mask", 1, (cells, rows, 1), mask)):
             of[name] = tensor(kind, *shape)
             put(of[name], values)
-        flash = llama_c.ggml_flash_attn_ext
+        flash = binding.ggml_flash_attn_ext
         flash.restype = ctypes.c_void_p
         to = flash(*(ctypes.c_void_p(p) for p in (context, *of.values())), ctypes.c_float(0.125),
                    ctypes.c_float(0), ctypes.c_float(0))
-        graph = llama_c.ggml_new_graph(ctypes.c_void_p(context))
-        llama_c.ggml_build_forward_expand(ctypes.c_void_p(graph), ctypes.c_void_p(to))
-        compute = llama_c.ggml_graph_compute_with_ctx
+        graph = binding.ggml_new_graph(ctypes.c_void_p(context))
+        binding.ggml_build_forward_expand(ctypes.c_void_p(graph), ctypes.c_void_p(to))
+        compute = binding.ggml_graph_compute_with_ctx
         compute.restype = ctypes.c_int
         assert compute(ctypes.c_void_p(context), ctypes.c_void_p(graph), threads) == 0
-        return ctypes.string_at(llama_c.ggml_get_data(to), 4 * width * heads * rows)
+        return ctypes.string_at(binding.ggml_get_data(to), 4 * width * heads * rows)
     finally:
-        llama_c.ggml_free(context)
+        binding.ggml_free(context)
 
 
 @given(width=st.sampled_from([32, 64, 96, 128, 256]), sources=st.integers(1, 3),
@@ -333,7 +333,7 @@ from pathlib import Path
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
-from pipeinfer.models import short_runs
+from pipeinfer.llama import short_runs
 from pipeinfer.models.locate import open_model
 path, hidden = Path(sys.argv[1]), []
 n = open_model(path).n_layers
@@ -369,7 +369,7 @@ def test_a_model_decodes_up_to_sixteen_rows_with_the_bits_of_one(tmp_path, kind,
 
 
 def test_without_the_c_part_llama_cpp_does_it_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(short_runs, "__file__", str(tmp_path / "short_runs.py"))
+    monkeypatch.setattr(short_runs, "KERNELS", tmp_path)
     monkeypatch.setattr(short_runs, "_used", [])
     short_runs._compiled.cache_clear()
     try:

@@ -1,0 +1,1 @@
+"""The C parts, both optional; docs/kernels.md says what each replaces."""
