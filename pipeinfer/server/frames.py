@@ -12,6 +12,7 @@ import struct
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct, field, structs
@@ -268,7 +269,6 @@ def _plain(value: Any) -> Any:
 
 
 _DEFAULTS = _fields(SamplingParams())
-_HINTS: dict[Any, dict[str, Any]] = {}
 _ROWS: dict[str, type[NewsItem]] = {_TOKEN: Token, _ENDED: Ended, _REFUSED: Refused}
 
 
@@ -277,18 +277,23 @@ def _read(kind: type[Any], data: dict[str, Any], where: str) -> Any:
     hints = _hints(kind)
     if unknown := data.keys() - hints.keys():
         raise ProtocolError(f"{where}: unknown field {min(unknown)[:40]!r}")
-    for f in structs.fields(kind):
-        if f.name not in data and f.required:
-            raise ProtocolError(f"{where}.{f.name} is missing")
+    if missing := _required(kind) - data.keys():
+        raise ProtocolError(f"{where}.{min(missing)} is missing")
     return kind(**{name: _check(hints[name], value, f"{where}.{name}")
                    for name, value in data.items()})
 
 
+@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    """The types of a struct's fields."""
-    if kind not in _HINTS:
-        _HINTS[kind] = {f.name: f.type for f in structs.fields(kind)}
-    return _HINTS[kind]
+    """The types of a struct's fields. Msgspec resolves annotations anew for each call, which takes
+    longer than all the rest of a frame."""
+    return {f.name: f.type for f in structs.fields(kind)}
+
+
+@cache
+def _required(kind: type[Any]) -> frozenset[str]:
+    """Names of the fields without a default."""
+    return frozenset(f.name for f in structs.fields(kind) if f.required)
 
 
 def _check(hint: Any, value: Any, where: str) -> Any:
