@@ -57,7 +57,7 @@ setup() {
     SYSTEM_MPIRUN=$(system_mpirun)
     [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
     wanted=$(cat "$ROOT"/{setup.cfg,setup.py,constraints.txt} \
-        "$ROOT"/pipeinfer/backends/llamacpp/*.[ch] "$ROOT"/pipeinfer/models/*.[ch]; echo "$ROOT")
+        "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
     [ -z "$NATIVE" ] || extras="native,$extras"
     stamp="$VENV/.installed-${extras//,/-}"
