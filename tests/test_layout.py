@@ -1,4 +1,4 @@
-"""What the import contracts of pyproject.toml do not say: no pickle, a light scheduler, a budget."""
+"""What pyproject.toml's import contracts do not say: no pickle, a light scheduler, a budget."""
 
 from __future__ import annotations
 
