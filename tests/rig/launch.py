@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.lab.chaos.whole import free_port as free_port
 from pipeinfer.transport.settings import mpi_settings
 
 ROOT = Path(__file__).resolve().parents[2]
