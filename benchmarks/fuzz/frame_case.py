@@ -14,6 +14,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.fuzz.mutate import INTEGERS, change_bytes, change_value
@@ -118,17 +119,20 @@ def _resized(frame: bytes) -> bytes:
 
 
 def _link_frame(draw: random.Random) -> bytes:
-    body = json.dumps(change_value(draw, draw.choice((
+    value = change_value(draw, draw.choice((
         {"op": "submit", "id": 5, "prompt": [1, 2, 3], "max_tokens": 7, "ignore_eos": False,
          "params": {"temperature": 0.5, "logit_bias": [[4, -1.0]], "key": 7}},
         {"op": "news", "items": [["t", 5, 7, True, -0.5, [[7, -0.5]], "\xe9"],
                                  ["end", 5, "stop", {"runs": 3}], ["error", 6, "request", "x"]]},
-    ))))
-    raw = body.encode("utf-8", "surrogatepass")
+    )))
+    try:
+        raw = msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError):  # what msgpack cannot say
+        raw = json.dumps(value).encode("utf-8", "surrogatepass")
     if draw.random() < 0.3:
         raw = change_bytes(draw, raw)
     if draw.random() < 0.05:
-        raw = b"[" * 100_000
+        raw = b"\x91" * 100_000  # arrays in arrays
     size = draw.choice((len(raw), len(raw), len(raw), *INTEGERS)) % 2**32
     return b"L" + struct.pack(">I", size) + raw
 

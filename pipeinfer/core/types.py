@@ -173,7 +173,7 @@ class SeqJoin(Struct, frozen=True):
 SeqOp: TypeAlias = SeqRemove | SeqCopy | SeqKeep | SeqJoin
 
 
-class SamplingParams(Struct, frozen=True):
+class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """How the target chooses a token; see `sampling.choose` for the order of the steps.
 
     temperature: 0 is greedy

@@ -10,7 +10,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.server.keys import Allowance
 
 
-class Settings(Struct, frozen=True):
+class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unknown_fields=True):
     """The first frame to the HTTP process.
 
     model: path of the model, whose vocabulary is read

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
 
@@ -569,11 +570,13 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
         if how == "failed":
             server.peer.send(Failed("rank 2 on b failed: oh"))
         elif how == "nonsense":
-            server.child.link.send_bytes(HEADER.pack(23) + b'{"op":"news","items":5}')
+            body = msgspec.msgpack.encode({"op": "news", "items": 5})
+            server.child.link.send_bytes(HEADER.pack(len(body)) + body)
         else:
             server.child.link.close()
         reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
-                  "nonsense": "a message of rank 0 is malformed: news.items is 5, not a list"}[how]
+                  "nonsense": "a message of rank 0 is malformed: Expected `array`, got "
+                              "`int` - at `news.items`"}[how]
         chunks, last = events(stream)
         assert reason in chunks[-1]["error"]["message"]
         assert last != [b"data: [DONE]"]

@@ -102,7 +102,7 @@ class Vocabulary(Struct, frozen=True):
         return tokens[0] if len(tokens) == 1 and self.piece(tokens[0]) == text.encode() else None
 
 
-class Specification(Struct, frozen=True):
+class Specification(Struct, frozen=True, forbid_unknown_fields=True):
     """Which decomposer a response gets, as plain data that goes from process to process.
 
     method: its name. What a method's `open` leaves for its `make`: plain, tokens of an ordinary
