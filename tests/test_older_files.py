@@ -52,6 +52,7 @@ def test_shards_and_grids_have_their_names():
 def test_a_journal_is_read_whole(tmp_path):
     path = tmp_path / "journal"
     shutil.copy(FILES / "journal", path)
+    path.chmod(0o600)
     journal = Journal(path)
     records = journal.read()
     journal.close()
