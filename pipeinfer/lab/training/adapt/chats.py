@@ -5,6 +5,7 @@ Does not know: tokens, models.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.draft import prompts
-from pipeinfer.lab.training.pasta.annotate import read_jsonl
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -26,6 +26,21 @@ class Chat:
     messages: tuple[dict[str, str], ...]
     answer: str | None = None
     annotated: str | None = None
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
+    """Records of a JSONL file; UsageError names the line that is not one."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{path}, line {number}: {error}") from error
+            if not isinstance(record, dict):
+                raise UsageError(f"{path}, line {number}: is not a JSON object")
+            yield record
 
 
 def chat_of(record: Mapping[str, Any], where: str) -> Chat:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.chats import read_jsonl
 from pipeinfer.lab.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
 from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
 from pipeinfer.lab.training.adapt.tune import chosen
 from pipeinfer.lab.training.pasta import bonbon, pasta
-from pipeinfer.lab.training.pasta.annotate import read_jsonl
 from pipeinfer.lab.training.pasta.bonbon import Round, Scored
 from pipeinfer.lab.training.tasks import formats
 from pipeinfer.lab.training.tasks.batches import collate

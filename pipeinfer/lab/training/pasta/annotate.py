@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.chats import chat_of, read_jsonl
 
 if TYPE_CHECKING:
     from pipeinfer.lab.training.pasta.endpoint import Endpoint
@@ -199,21 +200,6 @@ def question_of(messages: Sequence[Mapping[str, str]]) -> str:
     return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages)
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
-    """Records of a JSONL file; UsageError names the line that is not one."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{path}, line {number}: {error}") from error
-            if not isinstance(record, dict):
-                raise UsageError(f"{path}, line {number}: is not a JSON object")
-            yield record
-
-
 def annotate_file(
     source: Path, out: Path, annotator: Annotator, report: Callable[[str], None] = print
 ) -> dict[str, int]:
@@ -222,8 +208,6 @@ def annotate_file(
     A record of ``out`` has ``annotated``, or ``problem`` where the annotator gave up; both count
     as done. Returns how many were annotated, given up, and already there.
     """
-    from pipeinfer.lab.training.adapt.chats import chat_of
-
     done = {record.get("key") for record in read_jsonl(out)} if out.exists() else set()
     counts = {"annotated": 0, "given up": 0, "already there": 0}
     out.parent.mkdir(parents=True, exist_ok=True)
