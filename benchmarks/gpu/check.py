@@ -255,7 +255,8 @@ class Check:
         big, draft, layers = str(self.model("big")), str(self.model("draft")), ["-ngl", str(ALL)]
         tokens = str(self.device.sizes.speed_tokens)
         asked = ["-m", big, "-f", str(prompt), "-n", tokens, "-c", "1024", "--ignore-eos", *layers]
-        guess = ["-md", draft, "-ngld", str(ALL)]
+        # two threads of a process cannot share its one connection to an RPC device
+        guess = ["-md", draft, "-ngld", "0" if self.device.kind == "rpc" else str(ALL)]
         plain = ["-md", "none", "--speculation", "off"]
         sampled = ["--temp", "0.8", "--seed", "7"]
 

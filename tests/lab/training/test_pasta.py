@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.adapt.chats import read_chats
+from pipeinfer.lab.training.adapt.chats import read_chats, read_jsonl
 from pipeinfer.lab.training.pasta import annotate, bonbon, pasta
 from pipeinfer.lab.training.pasta.endpoint import Endpoint, EndpointError
 from pipeinfer.lab.training.tasks import tasks
@@ -447,13 +447,13 @@ def test_annotation_asks_again_after_malformed_answers(chat, tmp_path: Path) -> 
     annotator = annotate.by_endpoint(endpoint(chat))
     counts = annotate.annotate_file(source, out, annotator, report=lambda line: None)
     assert counts == {"annotated": 1, "given up": 1, "already there": 0}
-    first, second = annotate.read_jsonl(out)
+    first, second = read_jsonl(out)
     assert first["annotated"] == GOOD
     assert "not the response" in second["problem"]
     assert "not the response" in chat.asked[1]["messages"][-1]["content"]
     again = annotate.annotate_file(source, out, annotator, report=lambda line: None)
     assert again["already there"] == 2
-    assert len(list(annotate.read_jsonl(out))) == 2
+    assert len(list(read_jsonl(out))) == 2
 
 
 def test_conversations_are_annotated_as_what_they_are(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.chats import read_jsonl
 from pipeinfer.lab.training.pair.loop import Plan, Progress, optimise
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pair.tokenizer import IM_END_ID
@@ -55,7 +56,7 @@ def examples_of(
     """All usable rows of an annotated JSONL file; UsageError where there is none."""
     rows: list[Example] = []
     unusable = 0
-    for record in annotate.read_jsonl(source):
+    for record in read_jsonl(source):
         try:
             row = example_of(codec, record)
         except (KeyError, ValueError):

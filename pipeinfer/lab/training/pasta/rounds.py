@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt.chats import read_jsonl
 from pipeinfer.lab.training.pair.model import Llama
-from pipeinfer.lab.training.pasta import annotate, bonbon, preference
+from pipeinfer.lab.training.pasta import bonbon, preference
 from pipeinfer.lab.training.pasta.endpoint import Endpoint
 from pipeinfer.lab.training.pasta.preference import Pool, Preference, Quality
 from pipeinfer.lab.training.pasta.verdicts import compare
@@ -46,7 +47,7 @@ def generated(count: int, seed: int) -> Source:
 def judged(model: Llama, codec: Codec, data: Path, count: int, endpoint: Endpoint) -> Source:
     """Prompts of a JSONL file; quality is a judge's verdict against the file's response (where
     there is one) and the model's own sequential answer, each in both orders."""
-    records = [record for record in annotate.read_jsonl(data) if "prompt" in record]
+    records = [record for record in read_jsonl(data) if "prompt" in record]
     if not records:
         raise UsageError(f"{data} contains no prompt")
     originals = {record["prompt"]: record.get("response") for record in records}
