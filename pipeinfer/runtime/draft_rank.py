@@ -1,12 +1,13 @@
-"""A rank that only drafts: the other end of `remote_draft`.
+"""A draft rank: it holds the draft model, or some of its layers, and computes proposals.
 
-    rank 0 -> DraftSetup; LaneOpen, DraftJob, DraftStop     DraftReady, DraftDone -> rank 0
-    last of the draft's ranks -> Decode -> first ... last   rows, then their activations
+    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, DraftJob, DraftStop
+    last draft rank -> rank 0: DraftReady, DraftDone
+    last draft rank -> Decode -> first ... -> last   rows, then their activations
 
-A draft that several ranks hold is a pipeline of its own: its last rank has the head, so it is asked
-for guesses, and sends rows to the first (`PartedBackend`); nothing but activations of one width
-comes back. All of it is of no epoch, so stages may be rearranged meanwhile. This module loads no
-model and knows no proposer.
+`remote_draft` is the head's end. A draft that several ranks hold is a pipeline of its own. Its
+last rank has the output head: it receives the jobs and sends rows to the first rank
+(`PartedBackend`); only activations of one width return. These messages belong to no epoch, so
+stages may be rearranged meanwhile. This module loads no model and contains no proposer.
 """
 
 from __future__ import annotations
@@ -50,18 +51,27 @@ _LIVE_SECONDS = 2.0  #: after a message, in which the next one is expected soon
 
 
 class Loader(Protocol):
-    """What a rank makes of a setup."""
+    """Loads a rank's part of the draft and makes the proposer."""
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """This rank's layers of the draft, and how many threads compute them. Raises
-        PipeinferError."""
+        """Load this rank's layers of the draft.
+
+        Returns them as a backend, and the number of threads that compute them.
+        Raises PipeinferError.
+        """
 
     def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
-        """What names guesses, over all of the draft."""
+        """Return the proposer that uses all of the draft, which is `backend`."""
 
 
 class DraftRank:
-    """Serves what rank 0 and the draft's other ranks ask; `turn` does one piece of it."""
+    """The message loop of a draft rank; each `turn` handles one message.
+
+    rank: its number in the job.
+    loader: loads layers and makes the proposer, at each new DraftSetup.
+    timeout: seconds to wait for the activations of the draft's other ranks.
+    pulse: what the watchdog reads.
+    """
 
     def __init__(self, port: Port, rank: int, loader: Loader, timeout: float,
                  pulse: Pulse | None = None) -> None:
@@ -75,17 +85,20 @@ class DraftRank:
         self._params: dict[int, SamplingParams] = {}
         self._tokens: dict[int, list[int]] = {}
         self._stopped: set[int] = set()
-        self._at = 0  # the job at hand
+        self._at = 0  # id of the current job
         self._heard = -_LIVE_SECONDS
         self._threads = 0
 
     @property
     def live(self) -> bool:
-        """Whether something is likely to come soon."""
+        """Whether a message has arrived in the last 2 seconds, so that more are likely soon."""
         return time.monotonic() - self._heard < _LIVE_SECONDS
 
     def turn(self) -> bool:
-        """Do what was asked first; whether there was anything. Raises Dismissed."""
+        """Handle the oldest message; return whether there was one.
+
+        An error in a task closes the draft and is sent to rank 0. Raises Dismissed.
+        """
         self._hear()
         if not self._todo:
             return False
@@ -105,7 +118,7 @@ class DraftRank:
                     self._pass_on(task)
         except Dismissed:
             raise
-        except Exception as error:  # rank 0 goes on without guesses, and says why
+        except Exception as error:  # rank 0 goes on without proposals, and logs the reason
             self._fail(error)
         return True
 
@@ -117,7 +130,7 @@ class DraftRank:
             self._layers.close()
         self._proposer = self._layers = self._setup = None
 
-    # --- hearing ------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------
 
     def _hear(self) -> None:
         while (post := self._port.take_post()) is not None:
@@ -128,7 +141,7 @@ class DraftRank:
         match message:
             case DraftSetup() | LaneOpen() | LaneClose() | DraftJob():
                 self._todo.append(message)
-            case DraftStop(job_id):  # else it was answered, and its number may come again
+            case DraftStop(job_id):  # of a finished job: its number may be used again
                 if job_id == self._at or any(isinstance(task, DraftJob) and task.job_id == job_id
                                              for task in self._todo):
                     self._stopped.add(job_id)
@@ -160,7 +173,7 @@ class DraftRank:
 
     def _draft(self, job: DraftJob) -> None:
         if self._proposer is None:
-            return  # it failed, and rank 0 was told
+            return  # loading failed, and rank 0 has received the reason
         tokens, params = self._tokens.get(job.lane), self._params.get(job.lane)
         if tokens is None or params is None or job.start > len(tokens):
             raise ProtocolError(f"rank {self._rank} was asked for guesses in lane {job.lane}, of "
@@ -185,7 +198,7 @@ class DraftRank:
         return job_id in self._stopped
 
     def _pass_on(self, run: Decode) -> None:
-        """A rank before the draft's last one: its layers for these rows, to the next."""
+        """Compute the rows with this rank's layers and send the result to the next draft rank."""
         setup, layers = self._setup, self._layers
         if setup is None or layers is None:
             return
@@ -194,13 +207,17 @@ class DraftRank:
             apply(layers, op)
         hidden: FloatArray | None = None
         if not run.skipped:
-            with contextlib.suppress(BackendError):  # no room: the last one makes some
+            with contextlib.suppress(BackendError):  # no free cells: the last rank removes some
                 hidden = layers.decode(run.rows, run.hidden)
         after = setup.ranks[setup.ranks.index(self._rank) + 1]
         self._port.post(after, structs.replace(run, hidden=hidden, skipped=hidden is None))
 
     def _next_hidden(self, run_id: int) -> FloatArray | None:
-        """What the ranks before make of the rows of a run; None where they had no room."""
+        """Wait for the activations of a run from the ranks before; None if they had no free
+        cells.
+
+        Raises RankLost and TransportTimeout.
+        """
         assert self._setup is not None
         others, deadline = self._setup.ranks[:-1], time.monotonic() + self._timeout
         while True:
@@ -232,10 +249,14 @@ class DraftRank:
 
 
 class PartedBackend:
-    """All of a draft, seen from the rank with its last layers (`own`).
+    """A backend for the whole draft, used on the rank that has its last layers.
 
-    others: the ranks with those before, in order. next_hidden: waits for their activations of a
-    run, None where they had no room. Operations travel with the next rows.
+    own: this rank's layers.
+    others: the ranks with the layers before, in order.
+    port: by which rows are sent to the first of them.
+    next_hidden: waits for their activations of a run; None if they had no free cells.
+
+    Sequence operations are sent together with the next rows.
     """
 
     def __init__(self, own: Backend, others: tuple[int, ...], port: Port,
@@ -250,7 +271,8 @@ class PartedBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Raises RankLost and TransportTimeout where the others are gone."""
+        """See `Backend.decode`. Raises RankLost and TransportTimeout if the other ranks do not
+        answer."""
         del hidden
         self._run += 1
         self._port.post(self._others[0], Decode(

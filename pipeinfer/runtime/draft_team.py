@@ -1,9 +1,10 @@
-"""Two drafts at work at once: a quick one's guesses go out at once, a better one's correct them.
+"""Two drafts that work concurrently: a quick one on rank 0 and a better one on draft ranks.
 
-The better one always has the newest job that it can begin with: where it is slower, jobs between
-are answered by the quick one alone. Where it is quick enough to keep the stages busy by itself, the
-other one's guesses would only take up room, and wait until it has nothing to say, unless they are
-as good as certain. Knows no models.
+Proposals of the quick draft are issued at once; those of the better draft correct them. The better
+draft always takes the newest job when it becomes idle; jobs in between are answered by the quick
+draft alone. If the better draft is fast enough to keep the stages busy by itself, proposals of the
+quick draft would only displace better ones. They are then held back until the better draft returns
+nothing, unless their confidence is at least `SURE`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 
 _REMEMBERED = 64  #: jobs
-_KEEPS_UP = 2.0  #: of the slowest stage's time; so slow may a draft be and still be waited for
-_FEW_ROWS = 8  #: at most of a job from which one learns how long a guess takes
-_EVERY = 8  #: jobs between two looks at what stages take
+_KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
+_FEW_ROWS = 8  #: jobs with more rows do not count in the measured time of a proposal
+_EVERY = 8  #: jobs after which the time of the stages is read again
 
 
 class DraftTeam:
-    """See the module docstring, and `Drafts`. slot: seconds of the slowest stage for a run, 0 while
-    that is not known."""
+    """Combines two drafts behind the interface `Drafts`; see the module docstring.
+
+    slot: returns the seconds that the slowest stage takes for a run, 0 if unknown.
+    """
 
     local = True
     free = False
@@ -37,21 +40,21 @@ class DraftTeam:
         self._held: dict[int, Drafted] = {}
         self._quick, self._better = quick, better
         self._next: StartDraft | None = None
-        self._at = 0  #: the job that the better one has
+        self._at = 0  #: id of the better draft's job
         self._answered: OrderedDict[int, None] = OrderedDict()
 
     @property
     def busy_seconds(self) -> float:
-        """That rank 0 has worked; the better draft does elsewhere."""
+        """Seconds of computation on rank 0. The better draft computes on other ranks."""
         return self._quick.busy_seconds
 
     @property
     def better(self) -> RemoteDraft:
-        """The one on ranks of its own."""
+        """The draft that has ranks of its own."""
         return self._better
 
     def start(self, job: StartDraft) -> None:
-        """Ask both for guesses."""
+        """Give the job to both drafts."""
         if self._asked % _EVERY == 0:
             self._slot = self.slot()
         self._asked += 1
@@ -60,7 +63,7 @@ class DraftTeam:
         self._go_on()
 
     def stop(self, job_id: int) -> None:
-        """Nobody's answer is wanted any more."""
+        """Withdraw a job from both drafts."""
         self._quick.stop(job_id)
         self._held.pop(job_id, None)
         if self._next is not None and self._next.job_id == job_id:
@@ -68,7 +71,10 @@ class DraftTeam:
         self._better.stop(job_id)
 
     def take(self) -> Drafted | None:
-        """The next answer; where a job gets two, the first says so."""
+        """Return the next result, or None.
+
+        `more` is set in a first result that a second will follow, `further` in that second one.
+        """
         while (found := self._quick.take()) is not None:
             if found.job_id in self._answered:
                 continue
@@ -84,7 +90,7 @@ class DraftTeam:
             if found.job_id not in self._answered:
                 held = self._held.pop(found.job_id, None)
                 if held is None and not found.proposals:
-                    continue  # the quick one still looks
+                    continue  # the quick draft may still return some
                 self._note(found.job_id)
                 self._quick.stop(found.job_id)
                 return found if found.proposals or held is None else held
@@ -95,12 +101,12 @@ class DraftTeam:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would do something."""
+        """Whether `take` has something to do."""
         return self._quick.has_news or self._better.has_news or (
             self._next is not None and self._better.idle)
 
     def close(self, timeout: float) -> None:
-        """Release both."""
+        """Close both drafts, each within `timeout` seconds."""
         self._quick.close(timeout)
         self._better.close(timeout)
 
@@ -112,17 +118,18 @@ class DraftTeam:
 
     @property
     def _waits(self) -> bool:
-        """Whether the quick one's guesses would be in the way of better ones."""
+        """Whether the better draft is fast enough that quick proposals would displace better
+        ones."""
         return not self._slot or self._guess_seconds < _KEEPS_UP * self._slot
 
     def _learn(self, found: Drafted) -> None:
-        if 0 < found.rows <= _FEW_ROWS:  # a row for each guess, and for what had to be caught up on
+        if 0 < found.rows <= _FEW_ROWS:  # rows: proposals, and accepted tokens not yet evaluated
             seconds = found.seconds / found.rows
             before = self._guess_seconds or seconds
             self._guess_seconds = before + (seconds - before) / _EVERY
 
     def _awaited(self, job_id: int) -> bool:
-        """Whether the better one will answer it, too."""
+        """Whether the better draft will answer this job as well."""
         at = not self._better.idle and self._at == job_id
         return at or (self._next is not None and self._next.job_id == job_id)
 
@@ -133,5 +140,5 @@ class DraftTeam:
 
 
 def _sure(found: Drafted) -> bool:
-    """Whether a better draft would hardly say anything else."""
+    """Whether the first proposal is so confident that a better draft would hardly differ."""
     return bool(found.proposals) and found.proposals[0].confidence >= SURE

@@ -1,7 +1,7 @@
-"""A thread that runs a proposer beside the head's message loop.
+"""A thread that runs a proposer concurrently with the head's message loop.
 
-The head owns MPI and must never compute; the proposer computes and must never touch MPI. They
-meet in two queues. This module knows no scheduler rules and no models.
+The head uses MPI and never computes; the proposer computes and never uses MPI. Two queues connect
+them. This module contains no scheduler rules and loads no model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pipeinfer.strategies.proposers.base import Proposer
 
 
 class Drafts(Protocol):
-    """What names guesses for the head, which calls it in its own thread.
+    """The head's interface to a source of proposals. The head calls it in its own thread.
 
-    busy_seconds: that it has worked. free: it evaluates no model. local: it does so on rank 0.
+    busy_seconds: seconds of computation so far.
+    free: whether it evaluates no model.
+    local: whether it computes on rank 0.
     """
 
     @property
@@ -32,24 +34,29 @@ class Drafts(Protocol):
     def local(self) -> bool: ...
 
     def start(self, job: StartDraft) -> None:
-        """Ask for guesses; they come from `take`, in any order."""
+        """Queue a job. Its result is returned by `take`; results may come in any order."""
 
     def stop(self, job_id: int) -> None:
-        """The job's answer is not wanted any more."""
+        """Withdraw a job: its result is no longer needed."""
 
     def take(self) -> Drafted | None:
-        """A finished job, if any. Raises BackendError when there will be none any more."""
+        """Return the result of a finished job, or None. Raises BackendError if the draft has
+        failed for good."""
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would do something."""
+        """Whether `take` has something to do."""
 
     def close(self, timeout: float) -> None:
-        """Release it, waiting at most `timeout` seconds for the job at hand."""
+        """Release the draft, waiting at most `timeout` seconds for the current job."""
 
 
 class DraftWorker:
-    """Runs jobs one after the other; `notify` is called from the thread when one is done."""
+    """Runs draft jobs one after the other in a thread.
+
+    proposer: computes the proposals; closed by `close`.
+    notify: called in that thread after each job, and when the thread fails.
+    """
 
     local = True
 
@@ -73,12 +80,13 @@ class DraftWorker:
         self._wanted.set()
 
     def stop(self, job_id: int) -> None:
-        """The job's answer is not wanted any more."""
+        """Withdraw a job: its result is no longer needed."""
         if job_id > self._last_done:
             self._stopped.add(job_id)
 
     def take(self) -> Drafted | None:
-        """A finished job, if any. Raises BackendError when the thread has died."""
+        """Return the result of a finished job, or None. Raises BackendError if the thread has
+        failed."""
         if self._failure is not None:
             name = type(self._failure).__name__
             raise BackendError(f"the draft failed: {name}: {self._failure}") from self._failure
@@ -89,11 +97,14 @@ class DraftWorker:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would do something."""
+        """Whether `take` has something to do."""
         return bool(self._results) or self._failure is not None
 
     def close(self, timeout: float) -> None:
-        """End the thread, waiting at most `timeout` seconds for the job at hand."""
+        """End the thread, waiting at most `timeout` seconds for the current job.
+
+        The proposer is closed only if the thread has ended by then.
+        """
         self._closing = True
         self._wanted.set()
         self._thread.join(timeout)

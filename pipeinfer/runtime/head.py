@@ -2,9 +2,9 @@
 
     schedule -> send -> receive
 
-The head owns the request side of the job: it sends runs to the first stage, takes choices from
-the last, hands drafting to a worker thread and gives tokens to whoever asked. It computes
-nothing itself and knows no tokenizer and no model.
+The head owns the request side of the job. It sends runs to the first stage, receives choices from
+the last, passes draft jobs to a worker thread and returns tokens to its caller. It computes
+nothing itself and has no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _LAST_REPORTS_SECONDS = 2.0  #: for the reports of other stages once a stage has
 
 
 class HeadStats(Struct):
-    """busy: seconds handling events and instructions, the draft's own compute not included."""
+    """busy: seconds spent on events and instructions, without the draft's computation."""
 
     busy: float = 0.0
 
@@ -83,9 +83,16 @@ class HeadStats(Struct):
 class Head:
     """The message loop of node 0.
 
-    trace: notes of every run, None unless asked for. times: how long stages take. on_loss: told
-    that a stage is lost; when it returns, other stages are there and `restart` was called. Without
-    it a loss is raised to whoever waits.
+    draft: source of proposals, or None.
+    cancel_path: which stages receive a cancellation from the head: all, or only the last.
+    trace: whether to record every run in the attribute `trace`.
+    timeout: seconds without a result after which runs in flight count as lost.
+    controller: tunes the scheduler's limits; None: they stay as they are.
+
+    times: the attribute with the measured times of the stages.
+    on_loss: called when a stage is lost. When it returns, other stages must be in place and
+        `restart` must have been called. If it is None, the loss is raised to the caller of
+        `next_news`.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class Head:
 
     @property
     def tuned(self) -> bool:
-        """Whether a controller chooses sizes and credits."""
+        """Whether a controller tunes the scheduler's limits."""
         return self._tuner is not None
 
     def _set_controller(self, controller: Controller | None) -> None:
@@ -119,28 +126,31 @@ class Head:
         self._attach()
 
     def _attach(self) -> None:
-        """Who looks on; the tuner last, since it changes what comes next."""
+        """Collect the observers. The tuner is last, since it changes what is issued next."""
         everyone = (self.trace, self._live, self.times, self._tuner)
         self._observers = [observer for observer in everyone if observer is not None]
 
     def wake(self) -> None:
-        """Make a `next_news` that waits return None soon; any thread may call it."""
+        """Make a `next_news` that waits return None soon. Any thread may call this."""
         self._woken = True
         self._port.wake()
 
     def reconfigure(self, limits: Limits, controller: Controller | None = None) -> None:
-        """Use other knobs, and another controller or none, while nothing runs."""
+        """Set other limits, and another controller or none. Only while nothing runs."""
         self.scheduler.reconfigure(limits)
         self._set_controller(controller)
 
     @property
     def draft(self) -> Drafts | None:
-        """What names guesses."""
+        """The source of proposals."""
         return self._draft
 
     def replace(self, scheduler: SchedulerLike, draft: Drafts | None,
                 controller: Controller | None) -> None:
-        """Another scheduler takes over while nothing runs; the caches begin empty."""
+        """Replace scheduler, draft and controller, and clear the caches of all stages.
+
+        Raises ProtocolError unless the scheduler is idle.
+        """
         if not self.scheduler.idle:
             raise ProtocolError("the scheduler can be replaced only while it is idle")
         if self._draft is not None:
@@ -152,8 +162,13 @@ class Head:
 
     def restart(self, grid: Grid, limits: Limits, controller: Controller | None,
                 reason: str = "") -> None:
-        """The stages are others: replay every request over them, from what it has brought; or, with
-        a reason, end those that ran."""
+        """Continue over other stages: replay every request with the tokens that it has produced.
+
+        grid: the new stages.
+        limits: of the scheduler, for these stages.
+        controller: tunes them; None: no tuning.
+        reason: if given, requests that were running end with it instead of being replayed.
+        """
         self._grid = grid
         self._links = self._watch_links()
         self._set_controller(controller)
@@ -164,23 +179,25 @@ class Head:
 
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None,
                output: tuple[int, ...] = ()) -> None:
-        """Queue a request; its tokens and its one terminal event come from `next_news`.
+        """Queue a request. `next_news` returns its tokens and its terminal event.
 
-        decompose: makes the decomposer of a response in threads. output: tokens that it has brought
-        in an earlier job, which do not come again.
+        decompose: makes the decomposer of a response in threads.
+        output: tokens that an earlier job has already returned; they are not returned again.
         """
         self._feed(Submit(request, output, decompose))
 
     def abort(self, request_id: int, reason: str) -> None:
-        """End a request now; harmless when it has ended already."""
+        """End a request now. No effect if it has ended already."""
         self._feed(Abort(request_id, reason))
 
     def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
-        """The next token or terminal event, waiting up to `timeout` seconds or a `wake` for it.
+        """Return the next token or terminal event.
 
-        Raises WorkerFailed when a node reports failure, RankLost when its rank is gone and LinkCut
-        when two do not hear each other, unless `on_loss` sees to it; TransportTimeout when runs are
-        in flight and nothing has come back for the deadline.
+        timeout: seconds to wait for it; after that, or after `wake`, None is returned.
+        Raises WorkerFailed when a node reports a failure, RankLost when its rank is gone and
+        LinkCut when the link between two nodes is cut, unless `on_loss` handles these;
+        TransportTimeout when runs are in flight and no result has arrived for the head's deadline;
+        BackendError when only the draft is late.
         """
         deadline = time.monotonic() + timeout
         while not self._news:
@@ -194,17 +211,17 @@ class Head:
         return self._news.popleft()
 
     def observe(self, on: bool) -> None:
-        """Collect what runs do for `take_runs`, or stop that."""
+        """Start (`on`) or stop collecting what runs do, for `take_runs`."""
         if on != (self._live is not None):
             self._live = LiveRuns() if on else None
             self._attach()
 
     def take_runs(self) -> list[dict[str, Any]]:
-        """What runs did since the last time, see `run_log.RunWatch`; empty unless observed."""
+        """Return what runs did since the last call (`run_log.RunWatch`); empty unless observed."""
         return [] if self._live is None else self._live.watch.take()
 
     def snapshot(self) -> dict[str, Any]:
-        """What is going on, see `Scheduler.snapshot`; and seconds of work so far."""
+        """Return the state of the scheduler (`Scheduler.snapshot`), with seconds of work so far."""
         return self.scheduler.snapshot() | {
             "head_busy": self.stats.busy,
             "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
@@ -212,7 +229,10 @@ class Head:
             "stage_slowdown": self.times.pace.slowdown}
 
     def drain(self, timeout: float) -> None:
-        """Wait for the runs that are still in flight after their request has ended."""
+        """Wait for the runs that are still in flight after their request has ended.
+
+        timeout: seconds. Raises TransportTimeout after it, and what `next_news` raises for losses.
+        """
         deadline = time.monotonic() + timeout
         while self.scheduler.runs:
             if not self._receive():
@@ -222,14 +242,18 @@ class Head:
                 self._check_deadline()
 
     def shutdown(self, timeout: float) -> dict[int, dict[str, Any]]:
-        """End every stage; returns their members' reports by node (those that came in time)."""
+        """End every stage; return the reports of their members by node.
+
+        timeout: seconds to wait for the reports. Those that come later are missing from the
+            result.
+        """
         self._end()
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(reports) < self._grid.n_nodes and time.monotonic() < deadline:
             try:
                 message = self._take()
-            except LOSSES:  # it has left, or would have: nothing is lost now
+            except LOSSES:  # all ranks are about to leave, so a loss does not matter any more
                 deadline = min(deadline, time.monotonic() + _LAST_REPORTS_SECONDS)
                 continue
             if message is None:
@@ -244,7 +268,7 @@ class Head:
         return self._draft is not None and self._draft.has_news
 
     def _receive(self) -> bool:
-        """Handle everything that has arrived; whether there was anything."""
+        """Handle all messages that have arrived; return whether there were any."""
         try:
             return self._handle_mail()
         except LOSSES as loss:
@@ -272,14 +296,14 @@ class Head:
                     if self._links is not None:
                         self._links.hear(message)
                 case Progress() | Ready() | Received() | Report():
-                    pass  # of an arrangement that is over
+                    pass  # of an earlier epoch
                 case _:
                     raise ProtocolError(f"the head cannot handle {type(message).__name__}")
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
             self._last_result = time.monotonic()
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
-            timed = drafted.rows == guesses or self._draft.free  # not when it had to catch up
+            timed = drafted.rows == guesses or self._draft.free  # no accepted tokens among the rows
             passes = guesses if timed else min(drafted.rows, guesses + 1)
             if self._tuner is not None and guesses and passes and not drafted.further and (
                     timed or self._tuner.by_turns):
@@ -294,7 +318,7 @@ class Head:
     def _returned(self, message: RunFinished | RunCancelled, event: RunDone) -> None:
         self._last_result, when = time.monotonic(), time.time()
         run = self.scheduler.runs.get(message.run_id)
-        self._feed(event)  # first: a stage may be waiting for what follows
+        self._feed(event)  # before the observers: a stage may be waiting for the next run
         for observer in self._observers:
             observer.returned(message, run, when)
 
@@ -313,7 +337,7 @@ class Head:
             self._lose(LinkCut(*link, silence))
 
     def _watch_links(self) -> LinkWatch | None:
-        """What finds a link between stages that is cut; None where nothing is sent over any."""
+        """Return the detector of cut links between stages; None if stages exchange nothing."""
         return LinkWatch(self._port, self._grid, UNDER_WAY * self._timeout)
 
     def _raise_timeout(self, seconds: float) -> None:
@@ -382,7 +406,10 @@ class Head:
 
 
 def take_result(port: Port) -> Envelope | None:
-    """The next message for the head. Raises RankLost and WorkerFailed for what has gone wrong."""
+    """Return the next message for the head, or None.
+
+    Raises WorkerFailed if a node has reported a failure, RankLost if a rank is newly found dead.
+    """
     failure = port.take(Tag.ERROR)
     if failure is not None and isinstance(failure.message, WorkerFailedMessage):
         raise_worker_failed(failure.message)
@@ -392,7 +419,7 @@ def take_result(port: Port) -> Envelope | None:
 
 
 def raise_worker_failed(message: WorkerFailedMessage) -> None:
-    """Turn a node's last words into an exception with the node's exit code."""
+    """Raise a node's last message as a WorkerFailed with the node's exit code."""
     error = WorkerFailed(
         rank=message.node, host=message.host,
         run_id=None if message.run_id < 0 else message.run_id,

@@ -1,7 +1,9 @@
-"""The head asks all nodes how far they are when nothing comes back, and finds a link that is cut.
+"""Detection of a cut link between two stages.
 
-A cut link silences every stage behind it, and soon those before it, as the head sends nothing more:
-no deadline of a single rank can tell them apart. Knows no runs and no ranks.
+A cut link stops every stage behind it, and soon also those before it, because the head issues
+nothing more. So no deadline of a single rank can locate it. When no result arrives, the head
+requests from every node how many messages it has received (the roll call), and compares the
+answers. This module does not depend on runs or ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from pipeinfer.core.messages import Tag
 from pipeinfer.planning.links import cut_link
 from pipeinfer.transport.base import Port
 
-UNDER_WAY = 0.25  #: of --timeout: what comes later between stages counts as lost
-_ROUNDS = 4  #: in the time for which something must have been under way
+UNDER_WAY = 0.25  #: share of --timeout after which a message between stages counts as lost
+_ROUNDS = 4  #: roll calls within `patience`
 
 
 class LinkWatch:
-    """One look at the links of an epoch. patience: seconds for which something must have been under
-    way to count as lost."""
+    """The link detector of one epoch.
+
+    grid: the nodes of the epoch.
+    patience: seconds after which a message under way between two nodes counts as lost.
+    """
 
     def __init__(self, port: Port, grid: Grid, patience: float) -> None:
         self.patience = patience
@@ -33,37 +38,40 @@ class LinkWatch:
 
     @property
     def first_missing(self) -> int | None:
-        """The first node that no transaction has got to."""
+        """The first node that no transaction has reached, or None."""
         return next((node for node in range(1, self._grid.n_nodes + 1)
                      if node not in self._reached), None)
 
     @property
     def all_reached(self) -> bool:
-        """Whether a transaction has got to every node."""
+        """Whether a transaction has reached every node."""
         return self.first_missing is None
 
     def greet(self) -> None:
-        """Send the question through the pipeline, as a transaction."""
+        """Send a roll call through the pipeline, as a transaction."""
         self._asked = time.monotonic()
         for node in self._grid.successors(0):
             self._port.send(node, Tag.TRANSACTION, RollCall(self._number))
 
     def hear(self, standing: Standing) -> None:
-        """What a node answers."""
+        """Store a node's answer."""
         if (node := self._grid.node(standing.port)) is not None:
-            if standing.number == self._number:  # not an answer that was long on its way
+            if standing.number == self._number:  # a delayed answer to an earlier call is outdated
                 self._standings[node] = standing
             if standing.received:
                 self._reached.add(node)
 
     def rest(self) -> None:
-        """Something has come back: what was found out is void."""
+        """Discard all answers, because a result has arrived."""
         if self._asked is not None:
             self._standings, self._found, self._asked = {}, None, None
 
     def turn(self) -> tuple[int, int] | None:
-        """To be called while nothing comes: asks now and then, and gives the two nodes of a cut
-        link once two rounds of answers agree."""
+        """Send the next roll call if one is due; return the nodes of a cut link, or None.
+
+        Call it repeatedly while no result arrives. A link is returned once two successive rounds
+        of answers agree on it.
+        """
         now = time.monotonic()
         if self._asked is not None and now - self._asked < self.patience / _ROUNDS:
             return None

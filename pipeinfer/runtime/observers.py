@@ -1,13 +1,15 @@
-"""Who looks on while the head sends runs and gets them back: one fan-out, told times.
+"""Observers of the head: they are called with every run that is issued or returned.
 
-An observer never changes what happens, but for the tuner, which follows its controller's advice.
-Times are seconds since the epoch.
+An observer never changes what happens, except the tuner, which sets the scheduler's limits as its
+controller advises. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+from typing_extensions import override
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import RunCancelled, RunFinished
@@ -21,29 +23,37 @@ from pipeinfer.scheduler.protocol import SchedulerLike
 
 
 class RunObserver:
-    """What an observer may hear; by default it does not listen."""
+    """The calls that an observer may override; each does nothing by default."""
 
     def issued(self, run: Run, when: float) -> None:
-        """A run goes out."""
+        """A run has been issued."""
 
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """A run is back, and what follows it has gone out. run: None for one that the scheduler
-        did not know any more."""
+        """A run has returned, and the runs that follow from it have been issued.
+
+        run: None if the scheduler had dropped it already.
+        """
 
     def cancelled(self, run_ids: Collection[int], when: float) -> None:
-        """These runs are called off."""
+        """These runs are cancelled."""
 
     def handled(self, runs: Mapping[int, Run], when: float) -> None:
         """The scheduler has handled an event; `runs` are in flight now."""
 
     def restarted(self) -> None:
-        """Whatever was in flight is lost."""
+        """All runs in flight are lost."""
 
 
 @dataclass(slots=True)
 class RunTrace(RunObserver):
-    """For `--trace`: issues (run, time, speculative, rows), cancels, results, the runs themselves,
-    and when each invalid run became so, whether it was signalled or not."""
+    """The record for `--trace`.
+
+    issues: (run id, time, speculative, rows) of each run.
+    cancels: (time, run ids) of each cancellation.
+    results: (run id, time) of each result.
+    traced: the runs.
+    died: the time at which each invalid run became invalid, cancelled by message or not.
+    """
 
     issues: list[tuple[int, float, bool, int]] = field(default_factory=list)
     cancels: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
@@ -52,53 +62,53 @@ class RunTrace(RunObserver):
     died: dict[int, float] = field(default_factory=dict)
 
     def fates(self) -> dict[int, str]:
-        """What became of each traced run's tokens, by run id."""
+        """Return what became of the tokens of each traced run, by run id."""
         return {run.run_id: fate(run) for run in self.traced}
 
+    @override
     def issued(self, run: Run, when: float) -> None:
-        """See `RunObserver`."""
         self.issues.append((run.run_id, when, run.speculative, run.n_rows))
         self.traced.append(run)
 
+    @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """See `RunObserver`."""
         del run
         self.results.append((message.run_id, when))
 
+    @override
     def cancelled(self, run_ids: Collection[int], when: float) -> None:
-        """See `RunObserver`."""
         self.cancels.append((when, tuple(run_ids)))
 
+    @override
     def handled(self, runs: Mapping[int, Run], when: float) -> None:
-        """See `RunObserver`."""
         for run in runs.values():
             if run.cancelled:
                 self.died.setdefault(run.run_id, when)
 
 
 class LiveRuns(RunObserver):
-    """For somebody who looks on now and then, see `RunWatch`."""
+    """Feeds a `RunWatch` while a client observes the runs."""
 
     def __init__(self) -> None:
         self.watch = RunWatch()
 
+    @override
     def issued(self, run: Run, when: float) -> None:
-        """See `RunObserver`."""
         self.watch.issued(run, when)
 
+    @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """See `RunObserver`."""
         del run
         self.watch.back(message.run_id, when, message.spans,
                         skipped=isinstance(message, RunCancelled))
 
+    @override
     def restarted(self) -> None:
-        """See `RunObserver`."""
         self.watch = RunWatch()
 
 
 class StageTimes(RunObserver):
-    """What stages take for a run, see `StagePace`; and what they are used for."""
+    """Measures the times of stages (`StagePace`), of members of wide stages, and the load."""
 
     def __init__(self, grid: Grid) -> None:
         self.pace = StagePace(grid.n_stages, ())
@@ -106,53 +116,55 @@ class StageTimes(RunObserver):
         self.load = LoadWatch()
 
     def members_now(self) -> dict[str, list[float]]:
-        """For the snapshot: of each node, seconds that it computes in a run of one row and waits
-        for the other members of its stage; nothing where no stage is wide or nothing is known."""
+        """Return, for the snapshot, two lists with seconds per node: computing in a run of one
+        row, and waiting for the other members of its stage. Empty if no stage is wide or nothing
+        is measured."""
         found = self.members.figures(self.pace.seconds)
         return {} if not found else {
             "member_seconds": [computing for computing, _ in found],
             "member_waiting_seconds": [waiting for _, waiting in found]}
 
+    @override
     def issued(self, run: Run, when: float) -> None:
-        """See `RunObserver`."""
         del when
         if run.chunk:
             self.load.prompt(run.n_rows)
 
+    @override
     def handled(self, runs: Mapping[int, Run], when: float) -> None:
-        """See `RunObserver`."""
         self.load.running(len({id(lane) for run in runs.values() for lane in run.owners}), when)
 
+    @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """See `RunObserver`."""
         del when
         if run is not None and isinstance(message, RunFinished):
             self.pace.saw(run.n_rows, message.spans)
 
 
 class Tuner(RunObserver):
-    """Tells a controller what runs took, and the scheduler what the controller advises."""
+    """Passes the times of runs to a controller, and the controller's limits to the scheduler."""
 
     def __init__(self, scheduler: SchedulerLike, controller: Controller) -> None:
         self._scheduler, self._controller = scheduler, controller
-        self._issued: dict[int, tuple[float, int]] = {}  # runs all of whose rows are asked: rows
+        self._issued: dict[int, tuple[float, int]] = {}  # runs with results for all rows: rows
 
+    @override
     def issued(self, run: Run, when: float) -> None:
-        """See `RunObserver`."""
         if len(run.nodes) == run.n_rows:
             self._issued[run.run_id] = (when, run.n_rows)
 
     @property
     def by_turns(self) -> bool:
-        """Whether a draft always has to catch up, by a token or two, which counts then."""
+        """Whether draft and target are time-shared: then the one or two accepted tokens that the
+        draft has to evaluate first count as draft time."""
         return self._controller.limits.take_turns
 
     def drafted(self, guesses: int, seconds: float) -> None:
-        """A draft has named so many guesses in so many seconds, its cache being up to date."""
+        """Record that a draft returned `guesses` proposals in `seconds` of computation."""
         self._controller.drafted(guesses, seconds)
 
+    @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
-        """See `RunObserver`."""
         del run
         issued = self._issued.pop(message.run_id, None)
         if issued is None or isinstance(message, RunCancelled):
@@ -170,6 +182,6 @@ class Tuner(RunObserver):
             if limits is not None:
                 scheduler.tune(limits)
 
+    @override
     def restarted(self) -> None:
-        """See `RunObserver`."""
         self._issued.clear()

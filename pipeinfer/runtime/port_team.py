@@ -1,13 +1,14 @@
-"""A team whose members send each other their parts as messages: ranks of several hosts.
+"""All-reduce between the members of a wide stage by messages between ranks.
 
-    every member   Part(turn, run, place, GO, numbers) to each other one, at each sum
-    the leader     Part(.., SKIP or STOP) instead
-    whoever fails  Part(.., FAILED)
+    every member    Part(turn, run, place, GO, numbers) to each other member, at each sum
+    the leader      Part(.., SKIP or STOP) instead, to leave a run out or to stop it
+    a failed one    Part(.., FAILED)
 
-All members hold all parts and add them up themselves, in the order of the slices: one latency a
-sum. Where three and more have much to send, each adds up a share of the numbers and sends the sums
-around: two latencies, fewer bytes, the same bits. Several slices of one member meet in memory; the
-first one's thread, which is the stage's, talks to the others. Knows no runs but their numbers.
+Every member receives all partial results and adds them itself, in the order of the slices: one
+latency per sum. With three or more members and large partial results, each member adds a share of
+the numbers and sends the result to the others: two latencies, fewer bytes, the same bits. Several
+slices of one member exchange their partial results in memory; the thread of the first one, which
+is the stage's thread, sends and receives. Of runs, this module uses only the ids.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ _NOTHING: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 _NAP = 0.05
 _MANY = 256
 _MUCH = 16 << 10  #: bytes of a part from which on each member adds up a share of it
-_LEFT_BEHIND = 60.0  #: seconds after which a slice no longer believes in its process's first one
+_LEFT_BEHIND = 60.0  #: seconds that a slice waits for the first slice of its process
 
 
 class PortTeam:
-    """See `backends.team.Team`. nodes: of the members. watch: called now and then while waiting,
-    with the slice that is awaited; raises what ends the waiting."""
+    """A team (`backends.team.Team`) over a port.
+
+    nodes: the members, in order.
+    watch: called repeatedly while waiting, with the index of the slice that is awaited; raises
+        what ends the wait.
+    early: parts that arrived before the team was made.
+    """
 
     shares_memory = False
 
@@ -109,7 +115,7 @@ class PortTeam:
             raise error
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: no memory is shared."""
 
     # --- sums ---------------------------------------------------------------------------------
 
@@ -146,7 +152,7 @@ class PortTeam:
         mine = self._meeting.collect(shape.own[0], own, self._watch)
         if len(self._nodes) > 2 and own.nbytes >= _MUCH:
             return self._sum_by_shares(mine, place)
-        # copied: what is here becomes the sum
+        # the caller overwrites this buffer with the sum, perhaps before the message has left
         self._send(Part(shape.member, self._turn, self.run_id, place, Verdict.GO,
                         mine[0].copy() if len(mine) == 1 else np.concatenate(mine)))
         parts: dict[int, npt.NDArray[Any]] = dict(zip(shape.own, mine, strict=True))
@@ -235,7 +241,7 @@ class PortTeam:
                 self._port.send(node, Tag.SUM, part)
 
     def _collect(self) -> None:
-        """Take what has arrived; what is of turns that are over is dropped."""
+        """Receive all parts that have arrived; drop those of turns that are over."""
         while (envelope := self._port.take(Tag.SUM)) is not None:
             part = envelope.message
             if not isinstance(part, Part) or not 0 <= part.member < len(self._nodes):
@@ -243,11 +249,14 @@ class PortTeam:
                                     "of a sum")
             if part.turn >= self._turn:
                 self._arrived[part.turn, part.member] = part
-            if len(self._arrived) > _MANY:  # verdicts of turns that nobody waited for
+            if len(self._arrived) > _MANY:  # verdicts of turns that were never awaited
                 self._arrived = {k: one for k, one in self._arrived.items() if k[0] >= self._turn}
 
     def _await(self, member: int, place: int, count: int) -> Part | None:
-        """A member's part of this turn; None where the leader leaves the run."""
+        """Wait for a member's part of this turn; None if the leader skips or stops the run.
+
+        Raises PeerFailed if the member has failed, ProtocolError if it is at another sum.
+        """
         key, leader = (self._turn, member), (self._turn, 0)
         start = time.monotonic()
         while True:
@@ -275,7 +284,7 @@ class PortTeam:
 
 
 class _PortPart:
-    """See `layer_probe.PartSum`: Python adds up."""
+    """A `layer_probe.PartSum` whose sums are computed in Python."""
 
     address: int | None = None
 
@@ -288,8 +297,8 @@ class _PortPart:
 
 
 class _Meeting:
-    """Where the slices of one member, each in a thread of its own, bring their parts and get the
-    sum. The first one collects and hands out."""
+    """The exchange between the slices of one member, each of which has its own thread. The first
+    slice collects the partial results and hands out the sum."""
 
     def __init__(self, own: Sequence[int]) -> None:
         self._own = tuple(own)
@@ -300,14 +309,17 @@ class _Meeting:
         self._over = False
 
     def open(self) -> None:
-        """Before a decode."""
+        """Reset before a decode."""
         with self._changed:
             self._brought.clear()
             self._total, self._takers, self._over = None, 0, False
 
     def bring(self, index: int, part: npt.NDArray[Any]) -> npt.NDArray[np.float32] | None:
-        """A further slice's part; the sum, None where there is none to be had. After logits nobody
-        hands anything out, and nobody waits: see `collect`."""
+        """Hand in the partial result of a further slice and wait for the sum.
+
+        Returns None if the decode ended early, and at once for logits, which have no sum (see
+        `collect`). Raises ClusterError if there is no sum within a minute.
+        """
         with self._changed:
             self._brought[index] = part
             self._changed.notify_all()
@@ -327,7 +339,10 @@ class _Meeting:
 
     def collect(self, index: int, part: npt.NDArray[Any], watch: Callable[[int], None]
                 ) -> list[npt.NDArray[Any]]:
-        """The first slice: all parts of this member, in order. Raises what `watch` does."""
+        """First slice: wait for and return all partial results of this member, in order.
+
+        Raises what `watch` raises, and PeerFailed if another slice has failed.
+        """
         if len(self._own) == 1:
             return [part]
         with self._changed:
@@ -342,14 +357,14 @@ class _Meeting:
             return found
 
     def hand_out(self, total: npt.NDArray[np.float32]) -> None:
-        """The first slice: the sum, to those who wait."""
+        """First slice: give the sum to the slices that wait for it."""
         if len(self._own) > 1:
             with self._changed:
                 self._total, self._takers = total, len(self._own) - 1
                 self._changed.notify_all()
 
     def give_up(self) -> None:
-        """There will be no sum any more in this decode."""
+        """End all waits: there will be no more sums in this decode."""
         with self._changed:
             self._over = True
             self._changed.notify_all()

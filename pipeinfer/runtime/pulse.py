@@ -1,4 +1,4 @@
-"""The main thread's sign of life."""
+"""The sign of life of a rank's main thread, for its watchdog."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 
 class Pulse:
-    """What the main thread does: `beat` whenever it comes around. deadline: seconds after which a
-    main thread that has not is taken to hang; none for one that never beats. patient: libraries are
-    being loaded, which may hold up every thread of Python's for a while."""
+    """Records when the main thread was last active, and with what.
+
+    deadline: seconds without a `beat` after which it counts as hanging; before the first `beat` it
+        never does.
+    patient: whether libraries are being loaded, which may block all Python threads for a while.
+    """
 
     def __init__(self, deadline: float = float("inf")) -> None:
         self.deadline = deadline
@@ -18,17 +21,19 @@ class Pulse:
         self._last: tuple[float, str] | None = None
 
     def beat(self, doing: str) -> None:
-        """The main thread is alive; `doing` is what "rank 3" does if it should hang now."""
+        """Record that the main thread is active. `doing` completes a sentence such as "rank 3
+        ..."."""
         self._last = (time.monotonic(), doing)
 
     def settle(self) -> None:
-        """Libraries are loaded: patience ends, and who watches hears so at once."""
+        """End the patience once libraries are loaded, and call `told` at once."""
         self.patient = False
         self.told()
 
     @property
     def hangs(self) -> str:
-        """What the main thread has been at for too long; empty while all is well."""
+        """What the main thread has been doing for longer than the deadline; empty if it is not
+        hanging."""
         if self._last is None or time.monotonic() - self._last[0] <= self.deadline:
             return ""
         return self._last[1]

@@ -1,7 +1,8 @@
-"""The draft on ranks of its own, as the head sees it; `draft_rank` is the other end.
+"""The head's interface to a draft that has ranks of its own; `draft_rank` is the other end.
 
-A lane's accepted tokens are sent once: jobs bring those that are new. Where the draft's ranks are
-lost, every job is answered with nothing, so the job goes on without guesses. Knows no models.
+Accepted tokens of a lane are sent once: each job carries only the new ones. If a draft rank is
+    lost, every job is answered with no proposals, so that the target goes on alone. This module
+    loads no model.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pipeinfer.errors import ClusterError, RankLost, TransportTimeout
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.transport.base import Port
 
-_LANES = 256  #: whose tokens are remembered on the other side
+_LANES = 256  #: whose tokens the draft rank stores
 
 
 class RemoteDraft:
-    """Has the interface of `DraftWorker`, and belongs to the head's thread like the port.
+    """Implements `Drafts` over a port. Only the head's thread may use it.
 
-    setups: what each of the draft's ranks is to hold, in the order of the layers.
+    setups: for each draft rank the layers that it loads, in the order of the layers. They are sent
+        when the object is made.
     """
 
     free = False
@@ -32,8 +34,8 @@ class RemoteDraft:
 
     def __init__(self, port: Port, setups: Sequence[DraftSetup]) -> None:
         self.busy_seconds = 0.0
-        self.lost = ""  #: why there are no guesses any more
-        self.told: Callable[[str], None] = lambda _: None  #: called with that, when it is found
+        self.lost = ""  #: why there are no more proposals; empty while the draft works
+        self.told: Callable[[str], None] = lambda _: None  #: called with `lost` when it is set
         self.ready: dict[int, DraftReady] = {}
         self._port = port
         self._ranks = setups[-1].ranks
@@ -45,18 +47,22 @@ class RemoteDraft:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Which hold the draft, in the order of its layers."""
+        """The ranks that hold the draft, in the order of its layers."""
         return self._ranks
 
     @property
     def idle(self) -> bool:
-        """Whether a job would be begun at once."""
+        """Whether a new job would start at once."""
         self._hear()
         return not self._waiting
 
     def await_ready(self, timeout: float) -> None:
-        """Until the draft is loaded. Raises RankLost, TransportTimeout, and ClusterError with the
-        exit code of what went wrong on a rank."""
+        """Wait until every draft rank has loaded its layers.
+
+        timeout: seconds.
+        Raises RankLost, TransportTimeout, and ClusterError with the exit code of the rank that
+        failed.
+        """
         deadline = time.monotonic() + timeout
         while not self.lost and len(self.ready) < len(self._ranks):
             if time.monotonic() > deadline:
@@ -74,7 +80,8 @@ class RemoteDraft:
             raise error
 
     def start(self, job: StartDraft) -> None:
-        """Ask for guesses."""
+        """Send a job to the draft. A job that allows only free proposals gets an empty result at
+        once, as does every job after a loss."""
         if self.lost or job.free_only:
             self._results.append(Drafted(job.job_id, ()))
             return
@@ -86,30 +93,31 @@ class RemoteDraft:
             tuple(sorted(job.stop_ids)), job.alternatives, job.shift))
 
     def stop(self, job_id: int) -> None:
-        """The job's answer is not wanted any more."""
+        """Withdraw a job: its result is no longer needed."""
         if job_id in self._waiting:
             self._port.post(self._ranks[-1], DraftStop(job_id))
 
     def take(self) -> Drafted | None:
-        """A finished job, if any."""
+        """Return the result of a finished job, or None."""
         self._hear()
         return self._results.popleft() if self._results else None
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would do something."""
+        """Whether `take` would return a result."""
         self._hear()
         return bool(self._results)
 
     def close(self, timeout: float) -> None:
-        """Jobs are not wanted any more; the ranks keep the draft, for the next one who asks."""
+        """Withdraw all jobs. The ranks keep the draft loaded for the next scheduler."""
         del timeout
         for job_id in self._waiting:
             self.stop(job_id)
         self._waiting.clear()
 
     def _known(self, job: StartDraft) -> int:
-        """How many of the lane's tokens the other side has; it knows the lane afterwards."""
+        """Return how many of the lane's tokens the draft rank has; open the lane there if
+        necessary."""
         params, known = self._lanes.pop(job.lane, (None, 0))
         last = self._ranks[-1]
         if known > job.base or (params is not job.params and params != job.params):

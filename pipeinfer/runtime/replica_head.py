@@ -1,6 +1,7 @@
-"""Node 0 where every other node holds the whole model (`replicas`): messages go to one of them.
+"""The head of a job whose other nodes each hold the whole model (`--layout replicate`).
 
-All else is the head's: requests in, tokens out, deadlines, reports.
+Each message goes to one replica instead of to the first stage. Everything else is inherited from
+the head: requests, tokens, deadlines, reports.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipeinfer.transport.base import Port
 
 
 class ReplicaHead(Head):
-    """See the module docstring."""
+    """A head that sends each instruction to the replica that its scheduler chooses."""
 
     def __init__(self, port: Port, scheduler: ReplicaScheduler, *, trace: bool, timeout: float
                  ) -> None:
@@ -27,7 +28,7 @@ class ReplicaHead(Head):
 
     def restart(self, grid: Grid, limits: Limits, controller: Controller | None,
                 reason: str = "") -> None:
-        """See `Head.restart`; replicas are not tuned."""
+        """See `Head.restart`. `controller` is ignored: replicas are not tuned."""
         del controller
         assert isinstance(self.scheduler, ReplicaScheduler)
         self.scheduler.nodes = grid.n_nodes
@@ -39,7 +40,7 @@ class ReplicaHead(Head):
         super()._execute(instruction)
 
     def _watch_links(self) -> None:
-        """Replicas send each other nothing."""
+        """Return None: replicas send each other nothing."""
 
     def _first(self, message: Message) -> None:
         self._port.send(self._node, Tag.TRANSACTION, message)

@@ -1,7 +1,7 @@
-"""What runs do, told to somebody who looks on: issued, back, decided.
+"""A log of runs for an observer such as `pipeinfer timeline`: issued, returned, decided.
 
-Kept only while somebody looks; it never changes what happens. This module knows no transport and
-no clock: it is told times, in seconds since the epoch.
+It is recorded only while it is observed and never changes what happens. This module reads no
+clock: callers pass times, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunWatch:
         self._open: dict[int, Run] = {}
 
     def issued(self, run: Run, when: float) -> None:
-        """A run went out."""
+        """Report a run that was issued at `when`."""
         self._open[run.run_id] = run
         guesses = run.guesses
         kind = "prompt" if run.chunk else "guess" if run.hint else "token" if not guesses else \
@@ -32,14 +32,19 @@ class RunWatch:
             "rows": run.n_rows, "kind": kind, "issued": when})
 
     def back(self, run_id: int, when: float, spans: Spans, *, skipped: bool) -> None:
-        """A run came back. spans: as in `messages.Decode`."""
+        """Report a run that returned.
+
+        spans: times of the stages, as in `messages.Decode`.
+        skipped: whether the result was a cancellation.
+        """
         if run_id in self._open:
             self._items.append({"id": run_id, "done": when, "skipped": skipped, "spans": [
                 [start, seconds, "computed" if seconds > 0 else "skipped", waited]
                 for start, seconds, waited in spans]})
 
     def take(self) -> list[dict[str, Any]]:
-        """The reports since the last time, in order; fates as soon as they are known."""
+        """Return the reports since the last call, in order. A run's fate is reported once it is
+        decided."""
         for run_id, run in list(self._open.items()):
             if not run.in_flight and (
                     run.chunk or all(n.accepted or not n.alive for n in run.nodes)):
@@ -50,7 +55,7 @@ class RunWatch:
 
 
 def fate(run: Run) -> str:
-    """What became of a run's tokens."""
+    """Return what became of a run's tokens, as one or two words."""
     if run.chunk:
         return "prompt"
     guesses = [node for node in run.nodes if node.speculative]

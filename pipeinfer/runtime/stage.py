@@ -1,9 +1,10 @@
-"""Node k: evaluates one shard of the target for every run that passes.
+"""Node k, a stage: evaluates one shard of the target for every run that passes.
 
-Receives transactions from its predecessor, applies them in order and passes them on; the last
-stage chooses tokens and answers the head. The members of a wide stage run this loop in step: all
-get the same transactions, and the leader says which runs are left out. Cancellations come against
-the flow. The stage knows no policy, tree or request; it decides nothing but what is already dead.
+A stage receives transactions from its predecessor, applies them in order and forwards them; the
+last stage chooses tokens and sends results to the head. The members of a wide stage run this loop
+in step: all receive the same transactions, and the leader decides which runs are skipped.
+Cancellations travel in the opposite direction. A stage has no policy, token tree or requests; it
+decides only which runs are dead already.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from pipeinfer.transport.lent import LentLoop, Stuck
 
 _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
 _ANY_POSITION = 1 << 31
-_BRIEF_SECONDS = 25e-3  #: longest run that the head's own thread may do
-_NAMED = 8  #: tokens that a row with an id beyond the vocabulary names
-_PACE = 16  #: runs after which a member of a wide stage says what they took
-_NOTHING = np.zeros(0, np.int32)  #: a path that nobody reads
+_BRIEF_SECONDS = 25e-3  #: longest run after which the loop is lent to the head's thread
+_NAMED = 8  #: tokens in the result of a row whose id is beyond the vocabulary
+_PACE = 16  #: runs after which a member of a wide stage reports their times
+_NOTHING = np.zeros(0, np.int32)  #: a path that is not read
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
 
 
@@ -73,8 +74,12 @@ class Fate(enum.StrEnum):
 
 
 class StageStats(Struct):
-    """Times in seconds; waited: for other members of a wide stage, which is no part of compute.
-    `events` (run id, start, end, fate, rows, waited) only when tracing."""
+    """Statistics of a stage. Times are in seconds.
+
+    waited: for the other members of a wide stage; not part of `compute`.
+    sample: choosing tokens. wasted: computing runs that were stopped.
+    events: (run id, start, end, fate, rows, waited), only when tracing.
+    """
 
     started: float = field(default_factory=time.monotonic)
     busy: float = 0.0
@@ -88,9 +93,9 @@ class StageStats(Struct):
 
 
 class History:
-    """Tokens by (sequence id, position), for penalties: int32[n_seq, n_ctx].
+    """The tokens by (sequence id, position), for penalties and grammars: int32[n_seq, n_ctx].
 
-    Only prefixes of live paths are ever read, and those are complete, so removals need no work.
+    Only prefixes of live paths are read, and those are always complete, so removals need no work.
     """
 
     def __init__(self, n_seq: int, n_ctx: int) -> None:
@@ -98,7 +103,7 @@ class History:
         self._memory = self._tokens.data  # for single tokens, for which numpy is slow
 
     def apply(self, op: SeqOp) -> None:
-        """Follow a sequence operation."""
+        """Apply a sequence operation."""
         match op:
             case SeqCopy(src, dst, p0, p1):
                 self._tokens[dst, p0:p1] = self._tokens[src, p0:p1]
@@ -106,22 +111,28 @@ class History:
                 pass
 
     def write(self, rows: Rows) -> None:
-        """Note the rows' tokens under all their ids."""
+        """Store the rows' tokens under all their sequence ids."""
         tokens, positions, _ = rows.lists
         for token, pos, ids in zip(tokens, positions, rows.seq_ids, strict=True):
             for seq_id in ids:
                 self._memory[seq_id, pos] = token
 
     def of(self, seq_id: int, pos: int) -> IntArray:
-        """The path's tokens up to and with `pos`."""
+        """Return the tokens of a path up to and including `pos`."""
         return self._tokens[seq_id, : pos + 1]
 
 
 class Stage:
     """The message loop of one member of a stage; `serve` returns after a Shutdown.
 
-    team: with the stage's other members, where the stage is cut into slices. vocabulary: what the
-    last stage needs for lanes with a grammar. learned: ids beyond the vocabulary that may come.
+    backend: this member's layers.
+    team: the other members, if the stage is wide.
+    cancel_path: BACKWARD: forward each cancellation to the stage before.
+    trace: whether to record an event per run.
+    timeout: seconds without a transaction, while a lane is open, that end the stage.
+    extra_report: returns further figures for the final report.
+    vocabulary: what the last stage needs for lanes with a grammar.
+    learned: number of token ids beyond the vocabulary that rows may have.
     """
 
     def __init__(  # noqa: PLR0913
@@ -161,8 +172,11 @@ class Stage:
         self._running = True
 
     def serve(self, lent: LentLoop | None = None) -> None:
-        """Handle messages until Shutdown. lent: by which the head's thread, in the same process,
-        does what is brief. Raises TransportTimeout, ProtocolError, BackendError; Stuck if lent.
+        """Handle messages until Shutdown.
+
+        lent: lets the head's thread, in the same process, run short turns of this loop.
+        Raises TransportTimeout, ProtocolError, BackendError; Stuck if a lent turn does not end in
+        time.
         """
         if lent is not None:
             self._lent = lent
@@ -192,13 +206,13 @@ class Stage:
 
     @property
     def current_run(self) -> int:
-        """The run being worked on or the last one (-1: none yet)."""
+        """The id of the current or the last run; -1 before the first."""
         return self._run_at_hand
 
     # --- receiving ----------------------------------------------------------------------------
 
     def _receive(self) -> Message:
-        """The next transaction; looks for cancellations while it waits."""
+        """Wait for the next transaction, and handle cancellations meanwhile."""
         start = time.monotonic()
         while True:
             if (message := self._take()) is not None:
@@ -234,7 +248,7 @@ class Stage:
         self._port.send(0, Tag.RESULT, Standing(self._name, call.number, self._received, idle))
 
     def _handle(self, message: Message) -> bool:
-        """Whether to go on with the next one."""
+        """Handle one message; return whether to continue."""
         self._received += 1
         self._at_work = True
         goes_on = self._do(message)
@@ -289,10 +303,10 @@ class Stage:
         dead, whole = self._is_dead(run), all(run.rows.lists.outputs)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
-            look = None  # asking at each layer costs something
+            look = None  # a check at each layer costs time
             if not self._leads:
                 pass  # the leader decides
-            elif run.speculative or not whole:  # a guess, or a part of a prompt
+            elif run.speculative or not whole:  # not whole: a part of a prompt
                 look = self._should_stop
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
@@ -322,10 +336,11 @@ class Stage:
         return 0.0 if self._team is None else self._team.waited
 
     def _is_dead(self, run: Decode) -> bool:
-        """Whether the run is not to be computed here; in a wide stage the leader says so to all."""
+        """Whether the run is to be skipped here. In a wide stage the leader decides for all
+        members."""
         # A child of a skipped run reads cells that were never made: skip it as well.
         if run.skipped or run.parent_id in self._skipped:
-            return True  # all members know
+            return True  # every member finds this by itself
         cancelled = run.run_id in self._cancelled
         return cancelled if self._team is None else self._team.begin(
             run.run_id, cancelled=cancelled)
@@ -342,7 +357,8 @@ class Stage:
                                  spans=spans))
 
     def _look(self) -> bool:
-        """Pass cancellations on; a run that is not speculative is computed to its end."""
+        """Forward cancellations, but do not stop: a run that is not speculative is always
+        completed."""
         self._should_stop()
         return False
 
@@ -380,7 +396,7 @@ class Stage:
             if params.grammar:
                 allowed = self._constraints.of(lane, params.grammar).allowed(
                     path[params.grammar_start :])
-                if allowed is None:  # a guess that the grammar forbids: nothing comes of it
+                if allowed is None:  # the path breaks the grammar, so it will be rejected
                     choices.append(Choice(NO_TOKEN))
                     continue
             choices.append(choose(values, params, path, pos, allowed))
@@ -390,7 +406,10 @@ class Stage:
 
     def _note(self, run: Decode, fate: Fate, start: float, seconds: tuple[float, float],
               waited: float) -> None:
-        """start: since the epoch. seconds: until it was computed, and in all."""
+        """Count a run.
+
+        start: seconds since the epoch. seconds: duration until it was computed, and in all.
+        """
         computed, whole = seconds
         stats = self.stats
         stats.busy += whole
@@ -420,5 +439,5 @@ class Stage:
 
 
 def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:
-    """`spans` and one more."""
+    """Return `spans` with one more span."""
     return (*spans, (start, seconds, min(waited, seconds)))
