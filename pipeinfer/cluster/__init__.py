@@ -1,5 +1,5 @@
-"""The life of a job: ranks find one another, layers are dealt out and loaded, the running session,
-losses and recoveries, the end.
+"""The life of a job: ranks meet, layers are planned and loaded, the session runs, recovers from
+losses and ends.
 
-Must not know HTTP or the command line.
+Must not depend on HTTP or the command line.
 """

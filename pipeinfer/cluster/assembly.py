@@ -1,12 +1,12 @@
-"""Who holds which layers, as rank 0 knows it: first set-up, and what follows when stages are lost.
+"""The assignment of layers to ranks, as rank 0 keeps it: first set-up, losses and moves.
 
-    assemble    every stage gets its Setup, loads, answers Ready
-    recover     a stage is lost: a new plan over those that live (`replan`), a new epoch, assemble
-                again; losses during that begin it anew
-    move        the same without a loss, to another plan
+    assemble    send every stage its Setup, wait until it has loaded and answered Ready
+    recover     after a loss: plan over the living ranks (`replan`), begin an epoch, assemble;
+                a further loss during that starts it again
+    move        the same without a loss, to a given assignment
 
-Requests are replayed by whoever asked for the recovery. This module knows no runs and no
-scheduler; a rank that hangs is ended on its own host (`watchdog`), not from here.
+The caller of `recover` replays the requests. This module has no runs and no scheduler. A rank that
+hangs is ended on its own host (`watchdog`), not from here.
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ from pipeinfer.transport.base import Layout, Port
 
 
 class StageState(Struct):
-    """What the head knows about a stage while it starts. spare: the rank that only receives what
-    others hold, 0 for a stage."""
+    """The progress of a node while it loads.
+
+    spare: the rank, if the node is a spare that only receives shards; 0 for a stage.
+    phase: what it does now. done, total: how far it is in that phase.
+    ready: its final answer.
+    """
 
     spare: int = 0
     phase: str = "waiting"
@@ -67,8 +71,11 @@ class StageState(Struct):
 
 
 class Change(Struct, frozen=True):
-    """A new arrangement while the job ran. when: seconds since the epoch; lost: ranks; seconds it
-    took; moved: layers that were loaded for it."""
+    """A new assignment of layers during a job.
+
+    when: seconds since the epoch. epoch: number of the assignment. lost: ranks.
+    why: the reason, in words. seconds: duration of the change. moved: layers loaded for it.
+    """
 
     when: float
     epoch: int
@@ -83,7 +90,11 @@ class Change(Struct, frozen=True):
 
 
 class Terms(Struct, frozen=True):
-    """What stages agree on: R, and what runs of several rows cost (see `exact.Widths`)."""
+    """Properties that all stages together have (see `exact_width.Widths`).
+
+    exact: R, rows. row_cost: time of a further row, relative to the first.
+    curve: (rows, time relative to a run of one row).
+    """
 
     exact: int
     row_cost: float
@@ -95,10 +106,16 @@ SetupOf = Callable[[Holding], Setup]
 
 
 class Assembly:
-    """See the module docstring.
+    """Assigns layers to ranks and brings the stages to readiness; see the module docstring.
 
-    members: by rank, what each could hold. setup_of: a stage's Setup but for n_stages. source_of:
-    the shard with layers `[start, stop)`, or a piece of them. hosts: every rank's hello.
+    plan: the first assignment.
+    load: bytes and costs of the layers.
+    members: by rank, what it could hold.
+    hosts: the facts of every rank, by rank.
+    setup_of: returns the Setup of a holding, without the fields that `_setup` fills in.
+    source_of: returns the shard with layers `[start, stop)`, or a piece of it, to be sent.
+    progress: called with the states of all nodes at each message from one.
+    survives: whether the job continues after the death of a rank.
     """
 
     def __init__(
@@ -112,8 +129,8 @@ class Assembly:
         self.epoch = 0
         self.lost = {one.rank for one in hosts if one.dead}
         self.threads: dict[int, int] = {}
-        self.judge: Judge | None = None  #: of arrangements after a loss, when there is one
-        self._sources: set[int] = set()  # ranks from which nothing got to another one
+        self.judge: Judge | None = None  #: compares assignments after a loss, once it is set
+        self._sources: set[int] = set()  # ranks whose messages did not reach another rank
         self._once = {holding.rank for holding in self.held}
         self._terms: Terms | None = None
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
@@ -123,26 +140,26 @@ class Assembly:
 
     @property
     def grid(self) -> Grid:
-        """The stages that there are, and their members."""
+        """The present stages and their members."""
         return Grid(widths_of(self.held))
 
     @property
     def ready(self) -> dict[int, Ready]:
-        """What each stage said when it was ready, by node."""
+        """The Ready message of each stage, by node."""
         return {node: state.ready for node, state in self.states.items()
                 if isinstance(state.ready, Ready)}
 
     @property
     def spares(self) -> tuple[int, ...]:
-        """Living ranks that could hold a stage and hold none."""
+        """Living ranks that may hold a stage and hold none."""
         used = {0} | {holding.rank for holding in self.held}  # a stage of rank 0 needs its thread
         return tuple(rank for rank in self._members
                      if rank not in used | self.lost and self._role(rank) != "draft")
 
     @property
     def terms(self) -> Terms:
-        """Of all stages together. After a loss R never rises: requests keep what they began with.
-        """
+        """The terms of all stages together. After a loss R never rises, so that requests keep
+        their bits."""
         said = self.ready.values()
         exact = min(one.exact_width for one in said)
         curve = tuple((rows, max(one.curve[k] for one in said))
@@ -152,8 +169,11 @@ class Assembly:
         return Terms(exact, max(one.row_cost for one in said), curve)
 
     def start(self) -> None:
-        """The first arrangement. A stage that cannot load for a reason of its own (a missing file,
-        a wrong version) ends the job: that wants to be seen. Raises whatever it reports."""
+        """Load the first assignment, and supply or prepare the spares.
+
+        A loss is recovered from, except a stage's own error such as a missing file or another
+        version: it is raised, so that the user sees it.
+        """
         try:
             self._assemble()
         except LOSSES as loss:
@@ -167,9 +187,12 @@ class Assembly:
             self._prepare_spares()
 
     def recover(self, loss: Loss) -> bool:
-        """Go on without the ranks that are lost. Whether stages have changed: not when only ranks
-        without one were lost. Raises the loss where going on is not possible on this MPI,
-        ClusterError when those that live cannot hold the model."""
+        """Continue without the lost ranks.
+
+        Returns whether stages have changed; they have not if only ranks without a stage were lost.
+        Raises the loss if this MPI cannot continue, or if it is rank 0; ClusterError if the living
+        ranks cannot hold the model.
+        """
         began, causes = time.monotonic(), [self._words(loss)]
         before = {holding.rank: holding for holding in self.held}
         gone: set[int] = set()
@@ -190,7 +213,11 @@ class Assembly:
 
     def move(self, held: tuple[Holding, ...], why: str, threads: Mapping[int, int] | None = None
              ) -> None:
-        """Arrange the layers otherwise while nothing is lost. threads: see `Setup.cores`."""
+        """Change to another assignment while nothing is lost.
+
+        held: the new assignment. why: the reason, for the notes.
+        threads: by rank, see `Setup.cores`.
+        """
         self.threads = dict(threads or {})
         began, before = time.monotonic(), {holding.rank: holding for holding in self.held}
         try:
@@ -201,13 +228,21 @@ class Assembly:
         self._note(began, set(), why, before)
 
     def better(self, seconds: Sequence[float], judge: Judge) -> Verdict:
-        """See `replan.rebalance`; seconds: what each stage takes for a run now."""
+        """Look for a better split of the layers, see `replan.rebalance`.
+
+        seconds: the present time of each stage for a run.
+        """
         return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
                          judge, dict.fromkeys(self.returning, 0.0))
 
     def better_grid(self, seconds: Sequence[float],
                     shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> Verdict:
-        """See `regrid.regrid`; seconds: what each member computes for a run now."""
+        """Look for better places for the slices, see `regrid.regrid`.
+
+        seconds: the present time that each member computes for a run.
+        shares: by cut, the cost of each of its slices.
+        rate: returns the tokens per second of stages.
+        """
         rooms = self._rooms(self.held)
         return regrid(self._load, self.held, seconds, GridRoom(
             shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
@@ -216,13 +251,13 @@ class Assembly:
 
     @property
     def returning(self) -> tuple[int, ...]:
-        """Idle ranks that have held layers and may get some again."""
+        """Idle ranks that have held layers before and may get some again."""
         return tuple(rank for rank in self.spares if rank in self._once)
 
     @property
     def grows(self) -> bool:
-        """Whether a stage may compute with the threads of idle ranks: not where sums are split by
-        threads (bits would change), nor where a user has bound them."""
+        """Whether a stage may use the threads of idle ranks. It may not if sums are split by
+        threads, which would change bits, or if the user has bound threads."""
         exact = 0 if self._terms is None else self._terms.exact
         bound = self._config.model.threads or self._config.cluster.keep_binding
         return exact > 1 and not bound and not any(one.settings.bound for one in self._hosts)
@@ -230,8 +265,10 @@ class Assembly:
     # --- steps --------------------------------------------------------------------------------
 
     def _cut_out(self, loss: Loss) -> set[int]:
-        """Note every rank that is lost by now; those that are new. Raises the loss where nothing
-        can be done about it."""
+        """Record every rank that is lost by now; return the new ones.
+
+        Raises the loss if the job cannot continue without that rank.
+        """
         match loss:
             case RankLost(rank=rank):
                 pass
@@ -249,7 +286,7 @@ class Assembly:
 
     @property
     def _whole(self) -> bool:
-        """Every stage is there and ready."""
+        """Whether every stage is alive and ready."""
         return all(holding.rank not in self.lost for holding in self.held) and bool(
             self.states) and all(state.ready for state in self.states.values())
 
@@ -260,7 +297,7 @@ class Assembly:
         return LinkCut(self._rank_of(cut.source), self._rank_of(cut.node), cut.seconds)
 
     def _words(self, loss: Loss) -> str:
-        """What happened, with the rank where a stage has told its node."""
+        """Describe a loss. A stage reports its node; the text names its rank."""
         if isinstance(loss, RankLost):
             return str(loss)
         if isinstance(loss, LinkCut):
@@ -289,8 +326,8 @@ class Assembly:
             raise ClusterError(f"{words}; {error}") from loss
 
     def _rooms(self, alive: Sequence[Holding]) -> dict[int, Member]:
-        """The memory of each living rank: what its stage takes now, and its part of what its host
-        has left."""
+        """Return the living ranks with their memory in bytes: what their stage takes now, and
+        their share of what is free on their host."""
         own = {holding.rank: self._bytes_of(holding) for holding in alive}
         ranks = [*own, *self.spares]
         rooms = {}
@@ -305,7 +342,7 @@ class Assembly:
         return rooms
 
     def _bytes_of(self, holding: Holding) -> float:
-        """What a holding takes of its rank's memory."""
+        """Bytes of memory that a holding takes on its rank."""
         return self._load.stage_bytes(holding.start, holding.stop) * share_of(holding)
 
     def _has_room(self, rank: int, holding: Holding) -> bool:
@@ -320,7 +357,7 @@ class Assembly:
         self._prepare_spares()
 
     def _group(self, held: tuple[Holding, ...]) -> None:
-        """Begin an epoch with these stages."""
+        """Begin an epoch in which these holdings are the nodes."""
         self.held = held
         self.epoch += 1
         self._port.regroup(Layout((0, *(holding.rank for holding in held)), self.epoch), self.lost)
@@ -329,14 +366,15 @@ class Assembly:
         moved = 0
         for now in self.held:
             old = before.get(now.rank, Holding(now.rank, 0, 0))
-            if set(now.slices) <= set(old.slices):  # else all of the layers have a further slice
+            if set(now.slices) <= set(old.slices):  # else a further slice of each layer is loaded
                 moved -= max(0, min(now.stop, old.stop) - max(now.start, old.start))
             moved += now.stop - now.start
         self.changes.append(Change(time.time(), self.epoch, tuple(sorted(lost)), why,
                                    time.monotonic() - began, moved))
 
     def _prepare_spares(self) -> None:
-        """Let idle ranks bring into their page cache, and measure, what others hold."""
+        """Let idle ranks load and measure the stages' shards once, so that they are in the page
+        cache."""
         if not self._survives or self._config.cluster.distribute:
             return
         for rank in self.spares:
@@ -344,8 +382,8 @@ class Assembly:
                 self._setup(holding, rank) for holding in self.held)))
 
     def _supply_spares(self) -> None:
-        """Send the spares that were asked for what others hold, before there are requests; those
-        of one host, which may share a cache, one after the other."""
+        """Send the requested spares the shards of all stages, before there are requests. Spares
+        of one host may share a cache and are supplied one after the other."""
         last = (
             list(self._members)[-self._config.cluster.spares :]
             if self._config.cluster.spares
@@ -364,8 +402,11 @@ class Assembly:
                 done.clear()  # a rank was lost: stages may hold other layers now
 
     def _supply(self, spares: tuple[int, ...]) -> bool:
-        """For an epoch these ranks are the nodes, and receive as stages do. Whether all went well;
-        if not, the job has gone on without whom it lost."""
+        """Make these ranks the nodes for one epoch, in which they receive shards as stages do.
+
+        Returns whether all succeeded. If not, the job has already recovered without the lost
+        ranks.
+        """
         held, loss = self.held, None
         here = tuple(holding.rank for holding in held if holding.rank == 0)  # keeps its mailbox
         setups = {rank: tuple(self._setup(holding, rank) for holding in held) for rank in spares}
@@ -391,7 +432,7 @@ class Assembly:
         return True
 
     def _setup(self, holding: Holding, rank: int) -> Setup:
-        """What one of `held` says, with the settings of this rank."""
+        """Return the Setup for one of `held`, with the settings of this rank."""
         agreed, grid = self._terms, self.grid
         name = grid.name(self.held.index(holding) + 1)
         team = stages_of(self.held)[name.stage - 1]
@@ -406,15 +447,18 @@ class Assembly:
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:
-        """Tell every stage what it holds, wait until all are ready, and see whether each hears the
-        one before it. Raises LOSSES, TransportTimeout."""
+        """Send every stage its Setup, wait until all are ready, and check each link between
+        stages.
+
+        Raises LOSSES, TransportTimeout.
+        """
         self._prepare({node: self._setup(holding, holding.rank)
                        for node, holding in enumerate(self.held, 1)})
         if not self._replicas and self.grid.n_stages > 1:
             greet(self._port, self.grid, self._config.cluster.timeout)
 
     def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:
-        """Give each node its setup and wait until all are ready."""
+        """Send each node its setup and wait until all are ready."""
         self.states = {
             node: StageState(self.held[node - 1].rank if isinstance(setup, Receive) else 0)
             for node, setup in setups.items()}
@@ -426,7 +470,8 @@ class Assembly:
         self._await_ready(sender, *setups)
 
     def _await_ready(self, sender: Sender, *nodes: int) -> None:
-        """Hear what stages say until these are ready, and send them what they ask for."""
+        """Receive messages until these nodes are ready, and send them the shards that they
+        request."""
         port, states, timeout = self._port, self.states, self._config.cluster.timeout
         last_news, grid = time.monotonic(), self.grid
         while not all(states[node].ready for node in nodes):
@@ -454,7 +499,7 @@ class Assembly:
                     assert node is not None
                     self._hear(states[node], news)
                 case _:
-                    pass  # of an arrangement that is over
+                    pass  # of an earlier epoch
 
     def _hear(self, state: StageState, news: Progress | Ready | Received) -> None:
         match news:

@@ -1,13 +1,13 @@
-"""Deals the layers out otherwise while a job runs, by the load that is there; and takes it back.
+"""Moves layers or slices to other ranks while a job runs, and undoes moves that do not pay.
 
-    judge     what stages take (waiting for shared cores left out) and how the job is used say what
-              each arrangement would bring
-    move      ranks that are left out give their threads to those of their host that stay
-    verify    when enough runs have passed over the new stages: was it faster? If not, back
+    judge     estimate the speed of each assignment from the measured times of the stages
+              (without their wait for shared cores) and from the observed load
+    move      ranks that become idle lend their cores to the ranks of their host that stay
+    verify    after enough runs over the new stages, compare the speed; move back if it is lower
 
-A rank that holds nothing may get layers again. Slices of wide stages move between ranks and are
-never cut anew (`grid_balance`). A move that was taken back is not tried again for a while. This
-module knows no HTTP and no engine.
+A rank without layers may get some again. Slices of wide stages move between ranks and are never
+cut again (`grid_balance`). A move that was undone is not tried again for a while. This module uses
+no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from pipeinfer.cluster.session import Session
 
 ASKED = 1.03  #: least gain, since times are not exact
-_LOOKS = 3  #: times in a row that a stage must look slow before anything moves unasked
-_AGAIN = 600.0  #: seconds before a move that brought nothing is tried again; doubled each time
-_RETURN = 300.0  #: seconds after a move before idle ranks are thought of unasked
-_LOST = 0.97  #: times the old speed below which a move is taken back
-_FEW = 64  #: tokens from which on the load that was seen counts
+_LOOKS = 3  #: successive checks that must find a slow stage before an automatic move
+_AGAIN = 600.0  #: seconds before a move that was undone is tried again; doubled each time
+_RETURN = 300.0  #: seconds after a move before idle ranks are considered automatically
+_LOST = 0.97  #: speed relative to the old one below which a move is undone
+_FEW = 64  #: tokens from which on the observed load counts
 
 
 class _Trial(Struct, frozen=True):
-    """A move that has to prove itself. rate: judged tokens per second before it, under `judge`."""
+    """A move that is to be verified. rate: estimated tokens per second before it, by `judge`."""
 
     before: tuple[Holding, ...]
     threads: Mapping[int, int]
@@ -54,7 +54,11 @@ class _Trial(Struct, frozen=True):
 
 
 class Preview(Struct, frozen=True):
-    """What a rebalance would bring. held: the stages then; gain: times the speed; why: in words."""
+    """The result that a rebalance would have.
+
+    held: the new assignment. gain: its speed relative to the present one. why: the reason, in
+        words.
+    """
 
     held: tuple[Holding, ...]
     gain: float
@@ -62,7 +66,7 @@ class Preview(Struct, frozen=True):
 
 
 class _Better(Struct, frozen=True):
-    """Stages that promise more, and how that is to be proved."""
+    """A better assignment and the trial that would verify it."""
 
     held: tuple[Holding, ...]
     why: str
@@ -71,7 +75,7 @@ class _Better(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Balance:
-    """See the module docstring."""
+    """Rebalances one session; see the module docstring."""
 
     session: Session
     _trial: _Trial | None = None
@@ -100,12 +104,15 @@ class Balance:
         return str(self.session.assembly.changes[-1])
 
     def preview(self) -> Preview | None:
-        """What `rebalance` would do now, None where it would do nothing. Changes nothing."""
+        """Return what `rebalance` would do now; None if nothing. Changes nothing."""
         found = self._better(1.0) if self._movable() else None
         return None if found is None else Preview(found.held, found.trial.promised, found.why)
 
     def verify(self) -> str | None:
-        """What the last move has brought, once that can be told; takes it back if nothing."""
+        """Compare the speed after the last move with that before; move back if it is lower.
+
+        Returns the result in words, None while it cannot be determined.
+        """
         trial, session = self._trial, self.session
         pace = session.head.times.pace
         if trial is None or not pace.settled:
@@ -118,7 +125,7 @@ class Balance:
         else:
             judge = structs.replace(trial.judge, using=session.assembly.threads)
             if self._cut and not self._grid.known:
-                self._trial = trial  # it cannot be told yet
+                self._trial = trial  # members have not reported enough yet
                 return None
             found = self._rate(judge) / trial.rate
             how = "by what stages take"
@@ -135,7 +142,7 @@ class Balance:
         return str(session.assembly.changes[-1])
 
     def watch(self) -> None:
-        """Other stages are there: forget what the old ones took and did."""
+        """Reset all measurements, because other stages have taken over."""
         session, assembly = self.session, self.session.assembly
         threads = {node: one.threads for node, one in assembly.ready.items()}
         leaders = [(node, assembly.held[node - 1]) for node in assembly.grid.leaders]
@@ -151,8 +158,11 @@ class Balance:
         self._trial = None
 
     def judge(self) -> tuple[Judge, Seen]:
-        """What tells arrangements apart under the load that was seen, or that is expected before
-        there is any; and that load."""
+        """Return the judge that compares assignments, and the observed load.
+
+        Before enough tokens are counted, the judge assumes the load that is expected of the
+        policy.
+        """
         session = self.session
         scheduler, policy = session.head.scheduler, session.limits.policy
         seen = session.head.times.load.lately(scheduler.totals.accepted)
@@ -169,7 +179,7 @@ class Balance:
     # --- steps --------------------------------------------------------------------------------
 
     def _movable(self) -> bool:
-        """Whether layers or slices can be moved at all, and enough is known."""
+        """Whether layers or slices can be moved at all, and enough is measured."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
         known = self._grid.known if self._cut else session.head.times.pace.known
@@ -177,7 +187,7 @@ class Balance:
 
     @property
     def _cut(self) -> bool:
-        """Whether stages are cut into slices, which stay as they are, whoever holds them."""
+        """Whether stages are cut into slices, which stay as they are when they move."""
         return is_cut(self.session.assembly.held)
 
     @property
@@ -185,11 +195,11 @@ class Balance:
         return "slices" if self._cut else "layers"
 
     def _rate(self, judge: Judge) -> float:
-        """Tokens per second of the stages that are there, as judged by what they take now."""
+        """Tokens per second of the present stages, estimated from their present times."""
         return self._grid.now(judge) if self._cut else judge(*self._present(), now=True)
 
     def _better(self, need: float) -> _Better | None:
-        """Stages that promise `need` times the speed, None where there are none."""
+        """Return an assignment with at least `need` times the speed, or None."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
         cut = self._cut
@@ -206,15 +216,16 @@ class Balance:
         return _Better(held, why + _idle(assembly.held, held, threads, judge), trial)
 
     def _present(self) -> tuple[Split, list[int]]:
-        """The stages that are there with what they take, and their ranks."""
+        """Return the present split with the stages' times, and the ranks."""
         held = self.session.assembly.held
         seconds = self.session.head.times.pace.seconds
         counts = tuple(holding.stop - holding.start for holding in held)
         return Split(counts, tuple(seconds), (0.0,) * len(held)), [one.rank for one in held]
 
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
-        """Unasked: one stage is slower than the others have become, for a while; or a rank is
-        idle for a while. A neighbour that slows all stages alike is nothing to move layers for."""
+        """Whether an automatic move should be considered: for a while, one stage has been slower
+        relative to its best than the others, or a rank has been idle. If all stages slow down
+        alike, moving layers does not help."""
         slowdown = (self._cut and self._grid.slowdown) or pace.slowdown
         slower = max(slowdown)
         if len(slowdown) > 1:
@@ -251,7 +262,7 @@ def _why(judge: Judge, gain: float, pace: StagePace) -> str:
 
 def _idle(before: Sequence[Holding], after: Sequence[Holding], threads: Mapping[int, int],
           judge: Judge) -> str:
-    """Which ranks hold nothing from now on, and who takes over their threads."""
+    """Name the ranks without layers from now on, and the ranks that compute with their cores."""
     now = {holding.rank for holding in after}
     idle = sorted({holding.rank for holding in before} - now)
     if not idle:

@@ -1,12 +1,12 @@
-"""Ends what is left of a job on this host: every process with its number in the environment.
+"""Ends the processes that a job has left on this host, found by their environment.
 
     python -m pipeinfer.cluster.cleanup JOB        JOB is $PIPEINFER_JOB of the launch scripts
 
-The scripts call it on every host before they start a job that has failed again. A rank that is
-stopped, or whose daemon died before it, would otherwise keep its memory and its files' locks.
+The launch scripts run it on every host before they start a failed job again. A rank that is
+stopped, or whose daemon died first, would otherwise keep its memory and its file locks.
 
-Also deletes what launchers that were killed left in the temporary directory (`clear_sessions`),
-which every job does when it starts.
+It also deletes the directories that killed launchers left in the temporary directory
+(`clear_sessions`). Every job does that at its start.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
 
 
 def numbered(job: str, start: int) -> str:
-    """The number of one start of a job that may have two at a time."""
+    """Return the id of one start of a job, of which two may run at a time."""
     return f"{job}/{start}"
 
 
 def processes_of(job: str) -> list[psutil.Process]:
-    """Living processes that were started with PIPEINFER_JOB=`job`, or with that and the number of
-    one of its starts (`numbered`), but this one and those above it."""
+    """Return the living processes that were started with PIPEINFER_JOB=`job`, or with `job` and
+    the number of a start (`numbered`); without this process and its ancestors."""
     mark, found = f"{VARIABLE}={job}".encode(), []
     own = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     for entry in Path("/proc").iterdir():
@@ -49,8 +49,11 @@ def processes_of(job: str) -> list[psutil.Process]:
 
 
 def end(job: str) -> list[int]:
-    """Kill them; numbers of those that were killed. Waits until they are gone, or hold nothing but
-    a number that their parent, often a slow init, has not asked for."""
+    """Kill the processes of a job; return their process ids.
+
+    Waits up to 5 seconds until they are gone or are zombies that their parent, often a slow init,
+    has not reaped yet.
+    """
     found = processes_of(job)
     for process in found:
         with contextlib.suppress(psutil.Error):
@@ -69,11 +72,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def clear_sessions(folder: Path | None = None) -> list[Path]:
-    """Delete directories of this user's dead Open MPI launchers of this host; which they were.
+    """Delete the directories of this user's dead Open MPI launchers on this host; return them.
 
-    A launcher that gets the process id of one that was killed finds that one's directory and gives
-    up: exit code 213, "The PMIx server's listener thread failed to start". folder: where they are
-    [the directory for temporary files].
+    folder: where they are; None: the directory for temporary files.
+
+    A launcher that gets the process id of a killed one finds the other's directory and fails: exit
+    code 213, "The PMIx server's listener thread failed to start".
     """
     gone = []
     for path in (folder or Path(tempfile.gettempdir())).glob("*.*"):
@@ -86,8 +90,8 @@ def clear_sessions(folder: Path | None = None) -> list[Path]:
 
 
 def _is_ours(session: Path) -> bool:
-    """Whether a launcher of this user and host made it: containers may share the directory, and
-    process ids of one mean nothing in another."""
+    """Whether a launcher of this user and host made the directory. Containers may share it, and
+    process ids of one container mean nothing in another."""
     info = session.lstat()
     names = {path.name.split(".")[1] for path in session.glob("pmix.*.tool")}
     return (stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()

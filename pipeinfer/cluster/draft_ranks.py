@@ -1,6 +1,7 @@
-"""Ranks that hold the draft: which they are, what they load, and what rank 0 asks them for.
+"""Draft ranks: which ranks they are, and what each of them loads.
 
-Knows options, models and backends; how guesses travel is `runtime.draft_rank` and `remote_draft`.
+Uses options, models and backends. How proposals travel is in `runtime.draft_rank` and
+`runtime.remote_draft`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from pipeinfer.nodes import NodeSettings, RankInfo, settle
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 
-DRAFT_PATHS = 8  #: paths that a draft keeps in its cache
-BATCH = 256  #: rows of one of its runs at most
+DRAFT_PATHS = 8  #: paths in a draft's KV cache
+BATCH = 256  #: most rows of one run of a draft
 
 
 def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]:
-    """The ranks, those of --draft-ranks with the role of a draft. Raises UsageError."""
+    """Return the ranks, with the role "draft" for those of --draft-ranks.
+
+    Raises UsageError if too few ranks are left for the stages, or with --layout replicate.
+    """
     count, last = config.cluster.draft_ranks, len(hosts) - config.cluster.spares
     if not count:
         return hosts
@@ -49,26 +53,31 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
 
 
 def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
-    """Ranks that hold the draft; none: rank 0 does."""
+    """Return the ranks that hold the draft; none: rank 0 holds it."""
     return tuple(one.rank for one in hosts
                  if one.rank and one.settings.role == "draft" and not one.dead)
 
 
 def cache_sizes(config: JobConfig, cells: int) -> dict[str, int]:
-    """Of a draft's cache, for stages with so many cells."""
+    """Return the sizes of a draft's KV cache. cells: of each stage's cache."""
     paths = paths_of(config)
     return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
             "n_batch": BATCH}
 
 
 def paths_of(config: JobConfig) -> int:
-    """How many paths a draft keeps in its cache."""
+    """Return how many paths a draft keeps in its KV cache."""
     return DRAFT_PATHS + config.speculation.parallel - 1
 
 
 def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, n_vocab: int,
               vocabulary: Vocabulary | None) -> list[DraftSetup]:
-    """What each of the draft's ranks is to load. Raises UsageError for more ranks than layers."""
+    """Return what each draft rank loads, in the order of the layers.
+
+    path: of the draft. cells: of each stage's cache. n_vocab: of the target.
+    vocabulary: for grammars; only the last draft rank gets it.
+    Raises UsageError for more ranks than layers, and for a model folder on several ranks.
+    """
     ranks, model = draft_ranks_of(hosts), open_model(path)
     if len(ranks) > model.n_layers:
         raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
@@ -86,7 +95,7 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
 
 
 class DraftLoader:
-    """Loads what a setup says on a rank of the draft."""
+    """Loads on a draft rank what a DraftSetup names."""
 
     def __init__(self, config: JobConfig, place: Place, hooks: Hooks | None = None) -> None:
         self._config, self._place, self._hooks = config, place, hooks or Hooks()
@@ -107,7 +116,10 @@ class DraftLoader:
 
 def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, int],
                sizes: dict[str, int]) -> tuple[Backend, int]:
-    """Layers of a draft, and how many threads compute them."""
+    """Load layers of a draft; return the backend and its number of threads.
+
+    layers: first layer, and the one after the last. sizes: see `cache_sizes`.
+    """
     threads = threads_of(config.model.threads_draft, place)
     n_layers = open_model(path).n_layers
     if path.is_dir():
@@ -127,8 +139,11 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
 
 
 def _own_file(setup: DraftSetup) -> Path:
-    """The draft's path on this host: rank 0's, or one that came with this installation. Raises what
-    `own_model` does."""
+    """Return the draft's path on this host: rank 0's path, or the same file of this
+    installation.
+
+    Raises what `own_model` does.
+    """
     asked = Path(setup.model)
     bundled = EMBEDDED / asked.name
     if not asked.exists() and bundled.exists():

@@ -1,7 +1,7 @@
-"""One request from prompt to text: streaming, stop strings, timing.
+"""Runs one request from prompt to text: streaming, stop strings, timing.
 
-Used by the command line, benchmarks and tests. It knows the session and the tokenizer, no click
-and no MPI.
+Used by the command line, benchmarks and tests. It depends on the session and the tokenizer, not on
+click or MPI.
 """
 
 from __future__ import annotations
@@ -62,21 +62,22 @@ class Generated(Struct):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed after the first token (the prompt's time is not in it, as in the paper)."""
+        """Speed after the first token. The prompt's time is not included, as in the paper."""
         span = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
         return (len(self.times) - 1) / span if span > 0 else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Share of the accepted positions with a guess in flight at which it was right."""
+        """Share of the positions with a speculative token in flight at which it was accepted."""
         tested = self.lane.guesses_tested
         return self.lane.accepted_speculative / tested if tested else 0.0
 
     def stats(self) -> dict[str, Any]:
-        """Figures for `--json` and the summary.
+        """Return the figures for `--json` and the summary. Times are in seconds.
 
-        time_to_first_token: seconds from submission. time_to_first_after_prompt: from the end of
-        the prompt, whose token is there by then, to the token after that, as in PipeInfer's paper.
+        time_to_first_token: from submission.
+        time_to_first_after_prompt: from the first token, which exists when the prompt is
+            evaluated, to the second, as in PipeInfer's paper.
         """
         gaps = [b - a for a, b in itertools.pairwise(self.times)]
         return {
@@ -92,7 +93,7 @@ class Generated(Struct):
 
 
 def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
-    """The sampling side of a config. Raises UsageError for a malformed logit bias."""
+    """Return the sampling parameters of a config. Raises UsageError for a malformed logit bias."""
     return SamplingParams(
         temperature=config.temp, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p,
         repeat_penalty=config.repeat_penalty, presence_penalty=config.presence_penalty,
@@ -102,7 +103,8 @@ def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
 
 
 def grammar_text(config: SamplingConfig) -> tuple[str, str]:
-    """Kind (gbnf or json_schema) and text of a config's grammar; two empty texts without one.
+    """Return the kind (gbnf or json_schema) and the text of a config's grammar; "" and "" if
+    none.
 
     Raises UsageError for options that exclude each other or a file that cannot be read.
     """
@@ -124,7 +126,7 @@ def grammar_text(config: SamplingConfig) -> tuple[str, str]:
 
 
 def compiled_grammar(config: SamplingConfig, target: Path) -> str:
-    """The grammar of a config, compiled for the model at `target`; empty without one.
+    """Return the config's grammar, compiled for the model at `target`; "" if there is none.
 
     Raises UsageError as `grammar_text` does, and RequestError for one that cannot be used.
     """
@@ -141,12 +143,12 @@ def compiled_grammar(config: SamplingConfig, target: Path) -> str:
 
 
 def draw_seed(config: SamplingConfig) -> int:
-    """The seed to use: the one given, or a fresh one."""
+    """Return the config's seed, or a random one if it has none."""
     return config.seed if config.seed >= 0 else secrets.randbits(31)
 
 
 def open_response(session: Session, messages: Sequence[Mapping[str, str]]) -> Opening:
-    """A conversation as the session's config decomposes answers, for `run_request`.
+    """Prepare a conversation for `run_request`, with the decomposer of the session's config.
 
     Raises UsageError, and RequestError when the chat template refuses the messages.
     """
@@ -156,7 +158,7 @@ def open_response(session: Session, messages: Sequence[Mapping[str, str]]) -> Op
 
 
 def decomposition_of(session: Session) -> Decomposition:
-    """The methods over the stages that there are now. Raises UsageError."""
+    """Return the decomposition methods for the session's present stages. Raises UsageError."""
     config = session.config
     return Decomposition(
         session.tokenizer, config.speculation, n_ctx=session.limits.n_ctx,
@@ -169,11 +171,18 @@ def run_request(
     on_text: Callable[[str], None] | None = None,
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
 ) -> Generated:
-    """Generate; returns when the request's terminal event has come.
+    """Run a request; return after its terminal event.
 
-    Raises ContextOverflow, and ModelError for a decomposer whose tokens the vocabulary lacks.
-
-    `into` is filled while tokens arrive, so that an interrupted caller keeps what there is.
+    prompt: tokens, or the result of `open_response`.
+    max_tokens: of the output.
+    stops: strings that end the output.
+    ignore_eos: whether to continue after an end-of-text token.
+    seed: of the noise; only recorded here.
+    on_text: called with each new piece of text.
+    interrupted: called repeatedly; True ends the request.
+    into: filled while tokens arrive, so that the caller keeps them if it is interrupted.
+    Raises ContextOverflow, UsageError for an empty prompt, and ModelError for a decomposer whose
+    tokens the vocabulary lacks.
     """
     out = Generated() if into is None else into
     decompose = None

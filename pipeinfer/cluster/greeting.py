@@ -1,5 +1,5 @@
-"""Before a new arrangement gets requests, one message goes through all of its stages: a link that
-is cut is found now, and not under somebody's stream."""
+"""Checks the links of a new assignment before it gets requests: one message passes through all
+of its stages, so that a cut link is found before a client's stream depends on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _PATIENCE = 10.0  #: most seconds for the message: nothing is computed
 
 
 def greet(port: Port, grid: Grid, timeout: float) -> None:
-    """Until every node has got the message. Raises LinkCut, what `take_result` raises, and
-    TransportTimeout after `timeout` seconds."""
+    """Send a message through all stages and wait until every node has received it.
+
+    timeout: seconds.
+    Raises LinkCut, TransportTimeout, and what `take_result` raises.
+    """
     watch, began = LinkWatch(port, grid, min(_PATIENCE, UNDER_WAY * timeout)), time.monotonic()
     watch.greet()
     while not watch.all_reached:

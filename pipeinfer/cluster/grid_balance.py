@@ -1,6 +1,6 @@
-"""What members of wide stages take now, and what other places for their slices would bring.
+"""Measures the members of wide stages and estimates other placements of their slices.
 
-`balance` decides and moves; `planning.regrid` looks for places. Changes nothing.
+`balance` decides and moves; `planning.regrid` searches placements. This module changes nothing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class GridBalance:
-    """Of a session whose stages are cut."""
+    """The measurements and estimates of a session whose stages are cut into slices."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def known(self) -> bool:
-        """Whether every member has told enough."""
+        """Whether every member has reported enough times."""
         times = self._session.head.times
         return times.pace.known and times.members.known
 
     @property
     def slowdown(self) -> list[float]:
-        """Of each member, relative to its best; empty until that is known."""
+        """Slowdown of each member relative to its best time; empty until known."""
         times = self._session.head.times
         return times.members.slowdown(times.pace.seconds) if self.known else []
 
     def better(self, judge: Judge) -> Verdict:
-        """The best places for the slices that there are."""
+        """Return the best placement of the present slices."""
         held = self._session.assembly.held
         model = self._session.ground.job.model
         cuts = {one.cut for one in held if one.cut}
@@ -45,20 +45,22 @@ class GridBalance:
             self._seconds, {cut: slice_shares(model, cut) for cut in cuts}, self._rate(judge))
 
     def now(self, judge: Judge) -> float:
-        """Tokens per second of the stages that are there, as judged by what they take."""
+        """Return the tokens per second of the present stages, estimated from their present
+        times."""
         teams = stages_of(self._session.assembly.held)
         left = iter(self._seconds)
         return self._rate(judge)([max(next(left) for _ in team) for team in teams], teams)
 
     @property
     def _seconds(self) -> list[float]:
-        """What each member computes for a run of one row."""
+        """Seconds that each member computes for a run of one row."""
         times = self._session.head.times
         seconds = times.pace.seconds
         return [computing for computing, _ in times.members.figures(seconds)] or seconds
 
     def _sums(self) -> list[float]:
-        """Of each stage: what a run waits at least, who is waited for as well."""
+        """Return, for each stage, the seconds that a run spends in sums: the wait of its least
+        waiting member."""
         times = self._session.head.times
         figures = times.members.figures(times.pace.seconds)
         found, node = [], 0

@@ -1,7 +1,6 @@
-"""Which ranks form the stages of a grid, and how their layers are cut: as asked for, or as ranks
-and links were measured.
+"""Chooses the ranks of each stage of a grid, and its slices: as requested, or by measurement.
 
-Before any port exists; `placement` says when. Knows no runs and no requests.
+It runs before any port exists; `placement` calls it. It has no runs and no requests.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _GAIN_WORTH_SAYING = 1.1  #: times the plain pipeline's speed
 
 
 def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams | None:
-    """The ranks of wide stages, None where there are none. Raises UsageError."""
+    """Return the requested wide stages, None if none are requested. Raises UsageError."""
     cluster = config.cluster
     if not (cluster.grid or cluster.slices):
         return None
@@ -47,7 +46,7 @@ def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> T
 
 
 def usable_ranks(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> list[int]:
-    """Those that may be members; --spares are none. Raises UsageError where none is left."""
+    """Return the ranks that may be members; spares may not. Raises UsageError if none is left."""
     spares = config.cluster.spares
     usable = [rank for rank in candidates if not hosts[rank].dead
               and hosts[rank].settings.role not in ("spare", "draft")]
@@ -61,9 +60,13 @@ def auto_plan(
     config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
     figures: Mapping[int, Figures], hosts: Hosts, policy: Policy, mix: LoadMix, notes: list[str],
 ) -> Plan | None:
-    """The plan of --grid auto, None for one rank to a stage: what was chosen before, as long as it
-    fits, else the fastest grid by what was measured. Says in `notes` which, and why. Raises
-    UsageError."""
+    """Return the plan for --grid auto, None for one rank per stage.
+
+    It is the remembered choice as long as that fits, else the fastest grid by measurement. Appends
+    the choice and its reason to `notes`.
+    figures: measurements by rank. mix: the load to plan for.
+    Raises UsageError if --slices or --layers are given.
+    """
     if config.cluster.slices or config.cluster.layers:
         raise UsageError("--grid auto chooses slices and layers itself: leave out --slices and "
                          "--layers, or name the grid")
@@ -112,8 +115,10 @@ def _compared(
     config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
     figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, ranks: Sequence[int],
 ) -> tuple[GridPlan, GridPlan]:
-    """The best grid of these ranks, and one rank to a stage. Raises PlanError,
-    UnsupportedArchitecture, UsageError, RankLost."""
+    """Return the best grid of these ranks, and one rank per stage.
+
+    Raises PlanError, UnsupportedArchitecture, UsageError, RankLost.
+    """
     check_teams(model.path, [ranks], hosts)
     return grids_of_ranks(
         model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
@@ -126,7 +131,7 @@ def would_gain(
     config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
     figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix,
 ) -> list[str]:
-    """For the user, what a grid would bring where none was asked for."""
+    """Return a note on the speed that a grid would have, if none was requested and it pays."""
     ranks = [rank for rank, member in members.items() if member.layers is None]
     crowd = Counter(hosts[rank].host for rank in ranks)
     if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core were never measured
@@ -145,7 +150,7 @@ def would_gain(
 
 
 def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
-    """The links between neighbours, as all ranks measure them together. Raises RankLost."""
+    """Measure the links between neighbours, in which all ranks take part. Raises RankLost."""
     from pipeinfer.transport import mpi_startup
 
     for rank in range(1, place.size):
@@ -163,8 +168,12 @@ def wide_plan(
     teams: Teams, policy: Policy, *, timed: bool, layers: Sequence[int] = (),
     cuts: Sequence[tuple[str, ...]] | None = None,
 ) -> Plan:
-    """The layers dealt out to teams, and cut into slices. layers: of each stage, cuts: the names of
-    its slices, where that is decided. Raises PlanError, UsageError, UnsupportedArchitecture."""
+    """Return the plan that assigns the layers to teams and cuts them into slices.
+
+    layers: of each stage, if already decided.
+    cuts: names of the slices of each stage, if already decided.
+    Raises PlanError, UsageError, UnsupportedArchitecture.
+    """
     from pipeinfer.models.slices import cut_of
 
     check_teams(model.path, teams.ranks, hosts)

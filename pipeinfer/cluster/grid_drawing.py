@@ -1,6 +1,6 @@
-"""A grid in words: which member of which stage holds what of the layers, and what its sums take.
+"""Describes a grid in text: the slices of each member, and the time of a sum.
 
-At the start of a job by what the stages have said, before one by what is planned. Texts only.
+It uses what the stages reported at the start of a job, or a plan before that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeinfer.planning.wide import stages_of
 
 
 def drawing(held: Sequence[Holding], ready: Mapping[int, Ready]) -> list[str]:
-    """A line for each wide stage: who holds what of its layers, and what a sum takes."""
+    """Return a line per wide stage: the slices of its members, and the measured time of a sum."""
     nodes = {holding: node for node, holding in enumerate(held, 1)}
 
     def sums(team: Sequence[Holding]) -> str:
@@ -28,7 +28,11 @@ def drawing(held: Sequence[Holding], ready: Mapping[int, Ready]) -> list[str]:
 def lines_of(held: Sequence[Holding], host_of: Callable[[Holding], str],
              bytes_of: Callable[[Holding], float], sums: Callable[[Sequence[Holding]], str]
              ) -> list[str]:
-    """A line for each stage whose layers are cut; what is asked for each member and each stage."""
+    """Return a line per stage whose layers are cut.
+
+    host_of: returns the host of a member. bytes_of: returns the weights of a member.
+    sums: returns the text on the sums of a stage.
+    """
     lines = []
     for number, team in enumerate(stages_of(held), 1):
         if not team[0].cut:

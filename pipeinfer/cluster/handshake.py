@@ -1,6 +1,6 @@
-"""What ranks tell of themselves at the start, and whether they can work together.
+"""Exchanges the facts of all ranks at the start and checks that they can work together.
 
-Knows versions, options and host facts; no model, no plan and no request.
+It compares versions, options and host facts; it has no model, no plan and no request.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PER_NODE_FIELDS = frozenset({"threads", "threads_draft", "gpu_layers", "gpu_lay
                               "keep_binding", "trace", "nodes", "backend", "device",
                               "offline"})
 
-_REFUSED_SECONDS = 90.0  #: in which rank 0 hears of a rank that takes no part; start-up waits 60
-_ALONE_SECONDS = 2.0  #: in which rank 0 ends the job where it cannot be told
+_REFUSED_SECONDS = 90.0  #: that a refusing rank waits for rank 0, longer than start-up's 60
+_ALONE_SECONDS = 2.0  #: that it waits for the end of the job if it cannot reach rank 0
 
 
 def hello(config: JobConfig, place: Place) -> Hello:
-    """What this rank tells the head: versions, config digest, host facts."""
+    """Return what this rank sends to the head: versions, a digest of the config, host facts."""
     shared = {k: v for k, v in config.values().items() if k not in _PER_NODE_FIELDS}
     digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
     facts = host.facts(place.cores, place.local_rank, place.local_size)
@@ -54,15 +54,18 @@ def _bell(place: Place) -> Bell:
 
 
 def tell(config: JobConfig, place: Place) -> None:
-    """Rank k: introduce this rank to rank 0. Raises TransportTimeout, RankLost."""
+    """Rank k: send this rank's Hello to rank 0. Raises TransportTimeout, RankLost."""
     from pipeinfer.transport import mpi_startup
 
     mpi_startup.gather_json(place.comm, pack(hello(config, place)).decode())
 
 
 def refuse(error: PipeinferError) -> None:
-    """Rank k: leave it to rank 0 to say what is wrong and to end the job, as it does at once where
-    it has found the same. Returns where this rank has to say it itself."""
+    """Rank k: send the error to rank 0, which prints it and ends the job.
+
+    Rank 0 does so at once if it has found the same error. Returns only if this rank has to print
+    the error itself.
+    """
     host.choose_transports()
     try:
         from pipeinfer.transport import mpi_exit, mpi_job, mpi_startup
@@ -82,11 +85,11 @@ def refuse(error: PipeinferError) -> None:
 
 
 def compare(config: JobConfig, place: Place) -> list[RankInfo]:
-    """Every rank, with its host's settings of the nodes file.
+    """Rank 0: return every rank, with its host's settings from the nodes file.
 
-    Raises MismatchError when they cannot work together, RankRefused for one that takes no part,
-    RankLost for one that has died where the job does not survive that, UsageError when the nodes
-    file cannot be used.
+    Raises MismatchError when they cannot work together, RankRefused for a rank that takes no part,
+    RankLost for a dead rank if the job does not survive that, UsageError when the nodes file
+    cannot be used.
     """
     mine = hello(config, place)
     if place.comm is None:
@@ -117,7 +120,7 @@ def compare(config: JobConfig, place: Place) -> list[RankInfo]:
 
 
 def _check(mine: Hello, other: Hello) -> None:
-    """Raise MismatchError where a rank does not go with rank 0."""
+    """Raise MismatchError if a rank has another version or config than rank 0."""
     who = f"rank {other.rank} on {other.facts.host}"
     for theirs, ours, what in ((other.version, mine.version, "pipeinfer"),
                                (other.protocol, mine.protocol, "protocol")):
@@ -133,10 +136,10 @@ def _check(mine: Hello, other: Hello) -> None:
 
 
 def _check_library(mine: Hello, other: Hello, *, strict: bool) -> None:
-    """Raise MismatchError where a rank's llama.cpp does not go with rank 0's.
+    """Raise MismatchError if a rank's llama.cpp does not match rank 0's.
 
-    Another state of llama.cpp's source may compute anything differently; the same source compiled
-    for another processor rounds differently, which shows in near-ties only: see `notes_on`.
+    Another revision of llama.cpp may compute different results. The same source compiled for
+    another processor rounds differently, which shows in near-ties only: see `notes_on`.
     """
     for one in (mine, other):
         if one.backend.startswith(NO_LIBRARY):
@@ -157,13 +160,13 @@ def _check_library(mine: Hello, other: Hello, *, strict: bool) -> None:
 
 
 def _words(one: Hello, other: Hello) -> str:
-    """What only one of them has kernels for."""
+    """Return the kernels that only the first of the two has."""
     theirs = other.kernels.split()
     return " ".join(word for word in one.kernels.split() if word not in theirs) or "less"
 
 
 def notes_on(hosts: list[RankInfo]) -> list[str]:
-    """What a user may not expect of ranks that do work together."""
+    """Return notes for the user on differences between ranks that can work together."""
     kinds = {one.kernels for one in hosts if one.kernels}
     return ["these ranks have different kernels, pipeinfer doctor says which: tokens equal plain "
             "decoding through the same stages, and that of one build up to near-ties (--strict "
@@ -179,9 +182,9 @@ def _info(hello: Hello) -> RankInfo:
 
 
 def _with_settings(config: JobConfig, ranks: list[RankInfo]) -> list[RankInfo]:
-    """The ranks with what the nodes file says of their hosts, and their memory bounded by it.
+    """Return the ranks with their hosts' settings, and their memory limited by those.
 
-    Raises UsageError when the file cannot be used or names another host as the head.
+    Raises UsageError when the nodes file cannot be used or names another host as the head.
     """
     nodes = load_nodes(config.cluster) or Nodes("")
     check_head(nodes, [rank.host for rank in ranks])

@@ -1,14 +1,14 @@
-"""Signs of life, over UDP: a host that is cut off sends no word of its death, and MPI tells of
-none that exits with an error.
+"""Heartbeats over UDP, for failures that MPI does not report: a host that is cut off, or a rank
+that exits with an error.
 
-    rank k   a beat to the head, several times in the time allowed, from a thread of its own
-    head     answers each; a rank that was heard before and is silent for too long is lost
+    rank k   sends heartbeats to the head from a thread, several within the allowed time
+    head     answers each; a rank that was received before and is silent for too long is lost
     rank k   exits when a head that has answered before is silent for even longer: by then its
              layers have been given to others
 
-Beats carry a token that the job's ranks got over MPI, and whether the rank asks for patience. A
-rank whose beats never arrive (a firewall) is not declared dead. This module knows no MPI, no
-runs and no models.
+Heartbeats carry a token that ranks exchanged over MPI, and whether the rank needs patience. A rank
+whose heartbeats never arrive (a firewall) is not declared dead. This module uses no MPI, runs or
+models.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ _BEATS = 8  #: in the time after which silence counts
 _TOKEN_BYTES = 16
 _BODY = struct.Struct("<I?")  # rank, whether it is patient (see `watchdog.Pulse`)
 _PATIENT = 5.0  #: times the time allowed, for patient ranks
-_HEAD_LATE = 4.0  #: times the time allowed after which the head counts as gone
-_LATE = 3.0  #: times its pause after which a thread itself was not running
+_HEAD_LATE = 4.0  #: times the allowed time after which the head counts as gone
+_LATE = 3.0  #: pauses that passed in one: then the thread itself was not running
 
 
 class HeadPulse:
-    """The head's side. `silent` names the ranks whose beats have stopped."""
+    """The head's side. `silent` returns the ranks whose heartbeats have stopped.
+
+    seconds: of silence after which a rank counts as lost.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.wake: Callable[[], None] = lambda: None  #: called when a rank falls silent
@@ -55,7 +58,7 @@ class HeadPulse:
 
     @property
     def meeting(self) -> Meeting:
-        """Where other ranks send their beats: this host's addresses, the port and the key."""
+        """Where ranks send heartbeats: this host's addresses, the port and the token."""
         bound, port = self._socket.getsockname()
         addresses = [bound] if bound == _LOOPBACK else [
             address.address for card in psutil.net_if_addrs().values() for address in card
@@ -64,15 +67,15 @@ class HeadPulse:
         return Meeting(tuple(addresses), port, self._token.hex(), self._seconds)
 
     def silent(self) -> set[int]:
-        """Ranks that were heard and are not any more."""
+        """Return the ranks that were received before and are silent now."""
         now = time.monotonic()
-        if self._awake < now - self._seconds:  # our own thread has not run: nobody was listening
+        if self._awake < now - self._seconds:  # the receiving thread itself has not run
             return set()
         return {rank for rank, (heard, allowed) in list(self._heard.items())
                 if now - heard > allowed}
 
     def close(self) -> None:
-        """Stop listening and close the socket."""
+        """Stop receiving and close the socket."""
         self._closed = True
         self._socket.close()
 
@@ -99,7 +102,13 @@ class HeadPulse:
 
 
 class RankPulse:
-    """A rank's side: beats until `close`; calls `on_silence` once when the head stops answering."""
+    """A rank's side: sends heartbeats until `close`.
+
+    rank: its number in the job.
+    meeting: where the head receives heartbeats.
+    pulse: whether the main thread needs patience.
+    on_silence: called once, in the thread, when the head stops answering.
+    """
 
     def __init__(self, rank: int, meeting: Meeting, pulse: Pulse, on_silence: Callable[[], None]
                  ) -> None:
@@ -113,7 +122,7 @@ class RankPulse:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stop beating; the thread ends after its next pause."""
+        """Stop sending; the thread ends after its next pause."""
         self._closed = True
 
     def _run(self) -> None:
@@ -140,7 +149,7 @@ class RankPulse:
         self._socket.close()
 
     def _answer(self) -> str | None:
-        """The address that an answer came from, None when there is no further one."""
+        """Return the address of the next answer from the head, None if there is none."""
         try:
             data, source = self._socket.recvfrom(64)
         except OSError:

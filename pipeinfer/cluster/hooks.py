@@ -1,7 +1,8 @@
-"""What development tools put around a rank: faults on purpose, and the pace of another machine.
+"""Hooks by which development tools wrap the parts of a rank: injected faults, and the pace of
+another machine.
 
-A hook is loaded only where its option was given, by name, so a job without them needs none of the
-lab. Knows neither faults nor paces.
+A hook is loaded by name, only if its option is given; so a job without it does not import the lab.
+This module contains no fault and no pace.
 """
 
 from __future__ import annotations
@@ -30,61 +31,65 @@ _HOOKS: tuple[tuple[str, str, Callable[[ClusterConfig], bool]], ...] = (
 
 
 class Hook:
-    """One tool's part in a rank; each method returns what it was given, or puts something around
-    it. config: of the cluster; rank: of this process. Raises UsageError for a bad option."""
+    """Base of a tool's hooks. Each method returns its argument, or a wrapper around it.
+
+    config: of the cluster. rank: of this process. Raises UsageError for a bad option.
+    """
 
     def __init__(self, config: ClusterConfig, rank: int) -> None:
         self.config, self.rank = config, rank
 
     def port(self, port: Port) -> Port:
-        """The port that a rank sends and receives by."""
+        """Wrap the port of a rank."""
         return port
 
     def progress(self, report: Report) -> Report:
-        """The function that a stage reports its loading to: phase, done, total."""
+        """Wrap the function to which a stage reports its loading: phase, done, total."""
         return report
 
     def widths(self, widths: Widths) -> Widths:
-        """What a stage's rows cost."""
+        """Replace the measured costs of a stage's rows."""
         return widths
 
     def backend(self, backend: Backend, *, in_team: bool) -> Backend:
-        """A loaded backend, after its widths were measured. in_team: whether its sums wait for
-        other members."""
+        """Wrap a loaded backend, after its widths were measured.
+
+        in_team: whether its sums wait for other members.
+        """
         del in_team
         return backend
 
     def draft(self, backend: Backend) -> Backend:
-        """The backend of a draft on a rank of its own."""
+        """Wrap the backend of a draft that has ranks of its own."""
         return backend
 
     def team(self, team: Team, n_layers: int, n_embd: int) -> Team:
-        """The members that a stage of `n_layers` layers sums up rows of `n_embd` floats with."""
+        """Wrap the team with which a stage of `n_layers` layers sums up rows of `n_embd` floats."""
         del n_layers, n_embd
         return team
 
     def cached(self, shard: Path) -> None:
-        """Called before the cached file of a shard is looked for."""
+        """Called before the cached file of a shard is opened."""
 
     def recovering(self) -> None:
         """Called when a recovery begins, before anything else."""
 
 
 class Hooks:
-    """All hooks of a rank, in the order in which they are put around what they wrap."""
+    """All hooks of a rank; each wraps the result of the one before."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = tuple(hooks)
 
     @classmethod
     def of(cls, config: ClusterConfig, rank: int) -> Hooks:
-        """The hooks that this config asks for. Raises UsageError where one is not installed, or
+        """Return the hooks that a config requests. Raises UsageError if one is not installed or
         its option is wrong."""
         return cls([_load(option, where)(config, rank)
                     for option, where, wanted in _HOOKS if wanted(config)])
 
     def port(self, port: Port) -> Port:
-        """See `Hook`, as for every method below."""
+        """See `Hook.port`. Each method below calls the method of that name of every hook."""
         return self._through(lambda hook, inner: hook.port(inner), port)
 
     def progress(self, report: Report) -> Report:
@@ -103,7 +108,7 @@ class Hooks:
         return self._through(lambda hook, inner: hook.team(inner, n_layers, n_embd), team)
 
     def cached(self, shard: Callable[[], Path]) -> None:
-        """shard: gives the file's path, which takes a moment."""
+        """shard: returns the file's path; it is called only if there is a hook."""
         for hook in self._hooks:
             hook.cached(shard())
 

@@ -1,14 +1,14 @@
-"""Start-up and shut-down: from ranks to a head with loaded stages, and back.
+"""Start-up and shut-down: from the ranks to a head with loaded stages, and back.
 
     every rank    facts and versions are gathered; the head compares them
-    head          reads the model's header, plans who holds which layers (`survey`), sends each
-                  stage its Setup; a rank that the plan leaves out sleeps until the end
-    stages        extract their shard, load it, find their exact width, answer Ready
-    head          loads the draft meanwhile (`session`), then takes requests
+    head          reads the model's header, plans which rank holds which layers (`placement`),
+                  sends each stage its Setup; a rank without layers sleeps until the end
+    stages        extract their shard, load it, measure their exact width, answer Ready
+    head          loads the draft meanwhile (`session`), then accepts requests
 
-The same code runs one process (`-np 1`: the stage is a thread) and many. This module knows no
-policies and no prompts; `cli` and `server` use the `Session` that `JoinedRank.lead` gives to
-rank 0, and every other rank serves until the job is over.
+The same code runs a single process (`-np 1`: the stage is a thread) and many. `cli` and `server`
+use the `Session` that `JoinedRank.lead` returns on rank 0; every other rank serves until the job
+is over. This module has no policies and no prompts.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _HANGS = 0.75  #: of --timeout, after which a rank that is at one thing counts a
 class JoinedRank(Struct, frozen=True):
     """This process as a rank of a job: rank 0 leads, every other one serves.
 
-    pulse: of its main thread; guard: the process that kills it when it hangs, None where nobody
-    would go on without it.
+    pulse: sign of life of its main thread.
+    guard: the process that kills it when it hangs; None if the job could not continue without it.
     """
 
     config: JobConfig
@@ -81,7 +81,7 @@ class JoinedRank(Struct, frozen=True):
     guard: Watchdog | None
 
     def serve(self) -> None:
-        """Ranks above 0: hold layers, or wait to, until the job is over."""
+        """Ranks above 0: hold layers, or stand by, until the job is over."""
         _serve_rank(self.config, self.place, self.pulse)
         if self.guard is not None:
             self.guard.close()
@@ -89,10 +89,12 @@ class JoinedRank(Struct, frozen=True):
     @contextlib.contextmanager
     def lead(self, progress: ProgressHook | None = None, *, grammars: bool = True
              ) -> Iterator[Session]:
-        """Rank 0: load everything, use the session, end the job.
+        """Rank 0: load everything, yield the session, end the job.
 
-        progress: told how far stages are. grammars: requests may have one, so the last stage and
-        the draft need the vocabulary. Raises whatever the job cannot go on without.
+        progress: called with the states of the stages while they load.
+        grammars: whether requests may have a grammar; then the last stage and the draft get the
+            vocabulary.
+        Raises every error without which the job cannot start.
         """
         started, place = time.monotonic(), self.place
         ranks = with_draft_ranks(self.config, compare(self.config, place))
@@ -129,8 +131,11 @@ class JoinedRank(Struct, frozen=True):
 
 
 def join(config: JobConfig) -> JoinedRank:
-    """Become a rank of the job that a launcher started, or a job of one rank. Raises MismatchError
-    where the launcher and the MPI library do not belong together, UsageError for a bad --fault."""
+    """Become a rank of the job that a launcher started, or a job of one rank.
+
+    Raises MismatchError if the launcher and the MPI library do not belong together, UsageError for
+    a bad --fault.
+    """
     Hooks.of(config.cluster, host.launched_rank())
     fetching = may_fetch(config)
     if fetching and host.launched_rank() == 0:  # the others wait in MPI_Init
@@ -148,7 +153,10 @@ def join(config: JobConfig) -> JoinedRank:
 
 
 def find_place(config: ClusterConfig) -> Place:
-    """Join MPI when a launcher started several ranks, and take this rank's cores."""
+    """Join MPI if a launcher started several ranks, and bind this rank to its cores.
+
+    Raises MismatchError if no MPI library can be loaded, or if it sees another number of ranks.
+    """
     size = host.launched_size()
     local_rank, local_size = host.local_place()
     comm = None
@@ -181,7 +189,7 @@ def find_place(config: ClusterConfig) -> Place:
 
 def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | None,
                hosts: list[RankInfo]) -> tuple[Port, threading.Thread | None]:
-    """The head's port, and the thread of a stage that shares this process."""
+    """Return the head's port, and the thread of a stage in this process, if there is one."""
     if place.comm is None:
         head_port, stage_port = local_ports(2)
         head_port.borrows = stage_port.lent()
@@ -239,8 +247,8 @@ def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
 
 
 def _await_verdict(port: Port) -> None:
-    """This rank has failed and said so: rank 0 ends the job, or goes on without it (Dismissed).
-    Returns when nothing is heard; then this rank ends the job."""
+    """After this rank has reported its failure: wait until rank 0 ends the job, or continues
+    without it (Dismissed). Returns if rank 0 does neither; then this rank ends the job."""
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     with contextlib.suppress(ClusterError):  # rank 0 has died
         while time.monotonic() < deadline and 0 not in port.gone:
@@ -250,19 +258,22 @@ def _await_verdict(port: Port) -> None:
 
 
 def _cut_off(place: Place) -> None:
-    """From the thread of the heartbeats: rank 0 does not answer any more."""
+    """Called by the heartbeat thread when rank 0 does not answer any more: exit."""
     sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} no longer hears rank "
                      "0, so it exits\n")
     sys.stderr.flush()
     os._exit(0)
 
 
-# --- what rank 0 knows first -----------------------------------------------------------------
+# --- before any stage loads ------------------------------------------------------------------
 
 
 def watch_over(config: ClusterConfig, pulse: Pulse, start: float) -> Watchdog | None:
-    """A process that kills this rank when it hangs, or does not meet the others in `start` seconds;
-    only where the others go on without it."""
+    """Start a process that kills this rank when it hangs; None if there is only one rank, or no
+    heartbeats.
+
+    start: seconds that MPI_Init may take before the rank is killed.
+    """
     rank, size = host.launched_rank(), host.launched_size()
     if size == 1 or not config.heartbeat:
         return None
@@ -270,7 +281,7 @@ def watch_over(config: ClusterConfig, pulse: Pulse, start: float) -> Watchdog | 
 
 
 def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None:
-    """Heartbeats of other ranks; None where there are none."""
+    """Start receiving the heartbeats of other ranks; None if there are none."""
     if not config.heartbeat or len(hosts) == 1:
         return None
     return HeadPulse(config.heartbeat)
@@ -278,8 +289,11 @@ def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None
 
 def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             meeting: Meeting | None = None) -> Job:
-    """Read the models' headers and let the ranks agree who holds which layers. The job's config is
-    the one given, as far as the model allows it."""
+    """Read the models' headers and plan the layers together with the other ranks.
+
+    meeting: where ranks send heartbeats. The job's config is the given one, changed where the
+        model or the hosts require it.
+    """
     from pipeinfer.llama.library import ensure_llama
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
@@ -295,7 +309,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     method = config.speculation.decomposer
     gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
     if gaps:
-        GapModel(model)  # says what is wrong with it
+        GapModel(model)  # raises if the model cannot have gaps
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     n_ctx = context_size(config.model, model)
@@ -306,7 +320,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         head_bytes += sum(open_model(path).layer_bytes)
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)
-    if turns:  # not before: ranks are compared by what each does on its own cores
+    if turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)

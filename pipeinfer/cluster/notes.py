@@ -1,6 +1,5 @@
-"""What users are told when a job begins: the policy in use, and options that do not do what one may
-expect. Texts only; it decides nothing.
-"""
+"""Notes for the user when a job begins: the policy in use, and options that may not do what they
+seem to. Texts only; this module decides nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def why(config: SpeculationConfig, job: Job) -> str:
-    """The policy in use, and the reason."""
+    """Return the policy in use, and the reason for it."""
     guessers = [spec.name for spec in registry.named(config)]
     if job.plan.whole:
         guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
@@ -37,14 +36,14 @@ def why(config: SpeculationConfig, job: Job) -> str:
 
 
 def taking_turns(hosts: list[RankInfo], job: Job) -> str:
-    """Who has which cores, where all ranks are on one host; empty where each has its own."""
+    """Describe the time sharing of cores, if all ranks take turns on one host; else ""."""
     return (f"all ranks are on {hosts[0].host}: draft and stages take turns with its "
             f"{hosts[0].cores_host} cores (--turns off: each keeps its share, and runs overlap)"
             ) if job.turns else ""
 
 
 def doubts(config: SpeculationConfig, job: Job) -> list[str]:
-    """Options that do not do what one may expect."""
+    """Return notes on options that may not do what the user expects."""
     notes = []
     inline = registry.inline(config)
     rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
@@ -61,7 +60,7 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
 
 
 def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
-    """Options that change nothing here."""
+    """Return notes on options that change nothing in this job."""
     notes = []
     if config.ablate and not COMPONENTS[policy]:
         notes.append(f"--ablate has no effect with policy {policy}")
@@ -76,7 +75,7 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
 
 
 def _beside(config: SpeculationConfig, job: Job) -> list[str]:
-    """What else is different with --ablate, so that nobody compares two changes as one."""
+    """Return notes on side effects of --ablate, so that two changes are not compared as one."""
     notes, asked = [], f"--ablate {' --ablate '.join(config.ablate)}"
     own = job.policy is Policy.PIPEINFER
     if own and config.adapt and not TUNABLE.issuperset(config.ablate):
@@ -90,7 +89,7 @@ def _beside(config: SpeculationConfig, job: Job) -> list[str]:
 
 
 def drafting(remote: RemoteDraft | None, hosts: list[RankInfo], name: str) -> list[str]:
-    """Which ranks hold the draft, where rank 0 does not."""
+    """Return notes on the ranks that hold the draft, if rank 0 does not hold it."""
     if remote is None:
         idle = draft_ranks_of(hosts)
         return [f"rank {', '.join(map(str, idle))} is there to draft and has nothing to do: there "
@@ -105,7 +104,7 @@ def drafting(remote: RemoteDraft | None, hosts: list[RankInfo], name: str) -> li
 
 
 def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:
-    """What stages have said that a user may not expect."""
+    """Return notes on what the loaded stages reported that a user may not expect."""
     notes = []
     if config.like_llama_cpp:
         rows = assembly.terms.exact

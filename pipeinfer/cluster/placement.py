@@ -1,10 +1,11 @@
-"""How the ranks of a job come to a plan, before any port exists.
+"""How the ranks of a job agree on a plan, before any port exists.
 
-    head        asks one rank of each host and kind to measure itself, plans, tells all their places
-    rank k      answers, then learns which rank holds which node; a rank without a node is spare
+    head        sends one rank of each host and kind a request to measure itself, plans, and
+                sends every rank the assignment of nodes to ranks
+    rank k      answers, then receives the assignment; a rank without a node is a spare
 
-Every wait has a deadline. A measurement that fails is a note, never the end of a job. Knows no
-policies beyond what the planner asks, and no requests.
+Every wait has a deadline. A failed measurement is a note, never the end of a job. This module has
+no requests, and of policies only what the planner needs.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ Hosts = Sequence[RankInfo]
 
 
 class Survey(Struct, frozen=True):
-    """What the head knows when it has planned.
+    """The result of planning.
 
-    plan: which rank holds which layers
+    plan: the assignment of layers to ranks
     load: costs and bytes of the model's layers
-    members: what the planner knows of each rank that may hold layers
+    members: by rank, what it may hold
     figures: measurements by rank
     notes: for the user
     """
@@ -63,10 +64,12 @@ def agree(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
     n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None,
 ) -> Survey:
-    """Head: plan, and tell every rank.
+    """Head: plan, and send every rank its place.
 
-    head_bytes: what the draft takes of rank 0's memory. meeting: where heartbeats go. Raises
-    PlanError and UsageError.
+    path: of the model. n_cells: of each stage's KV cache. n_batch: rows of the widest run.
+    head_bytes: memory on rank 0 that the draft takes.
+    meeting: where ranks send heartbeats.
+    Raises PlanError and UsageError.
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
@@ -114,16 +117,19 @@ def agree(
         ranks = (0, *(holding.rank for holding in plan.held))
         placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
         for rank in range(1, place.size):
-            with contextlib.suppress(RankLost):  # found out again, where it can be mended
+            with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
                 mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
 
 
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
              *, grows: bool = False, turns: bool = False) -> Judge:
-    """What tells plans on these ranks apart; GPUs are not shared as cores are.
+    """Return the judge that compares plans on these ranks. GPUs are not shared as cores are.
 
-    drafts: the share of time in which a draft keeps rank 0's cores busy. curve, grows: see `Judge`.
+    mixes: the loads to judge by.
+    curve: see `Judge`.
+    drafts: share of the time in which a draft keeps rank 0's cores busy.
+    grows: see `Judge`.
     turns: see `takes_turns`.
     """
     seats = {one.rank: Seat(one.host, max(one.settings.threads, 0)
@@ -136,7 +142,8 @@ def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts
 
 
 def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:
-    """The counts with the last `--spares` candidates holding nothing. Raises UsageError."""
+    """Return the counts with 0 for the last `--spares` candidates. Raises UsageError if none is
+    left."""
     if not config.spares:
         return counts
     if config.spares >= len(counts):
@@ -149,7 +156,8 @@ def members_of(
     candidates: Sequence[int], counts: Sequence[int | None], hosts: Hosts,
     figures: Mapping[int, Figures], head_bytes: int = 0,
 ) -> list[Member]:
-    """What the planner sees of the ranks; a rank without figures is taken for a middling one."""
+    """Return the ranks as the planner sees them; a rank without measurements gets the median
+    speed."""
     speeds = level({rank: found.per_byte for rank, found in figures.items()})
     middling = statistics.median(speeds.values()) if speeds else 1.0
     members = []
@@ -165,7 +173,8 @@ def members_of(
 def _ask(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
 ) -> tuple[dict[int, Figures], list[str]]:
-    """Figures by rank: ranks of one host and kind share one measurement."""
+    """Request measurements; return them by rank, with notes on failures. Ranks of one host and
+    kind share one measurement."""
     from pipeinfer.transport import mpi_startup
 
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -219,8 +228,10 @@ def _answer(
 
 
 def await_place(config: JobConfig, place: Place) -> Placed:
-    """Rank k: answer the head until it says who holds which node. Raises ProtocolError for what is
-    neither."""
+    """Rank k: answer the head's requests until it sends the assignment; return that.
+
+    Raises ProtocolError for any other message.
+    """
     from pipeinfer.transport import mpi_startup
 
     while True:

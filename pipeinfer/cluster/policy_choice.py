@@ -1,6 +1,6 @@
-"""Who guesses, and under which policy: by what the user asked for and what models there are.
+"""Chooses the proposers and the policy, from the options and the available models.
 
-Knows options, strategies and models' headers; no sizes, which follow from it (`sizing`).
+Depends on options, strategies and models' headers. Sizes follow from the choice (`sizing`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 
 
 def for_state(config: JobConfig, model: Any) -> JobConfig:
-    """The config for a model whose layers keep a state: one request at a time, without guesses and
-    without prompts that are remembered, for nothing of a state can be taken back. The same config
-    for any other model. Raises UsageError for options that ask for more."""
+    """Return the config, restricted if the model's layers keep a recurrent state.
+
+    Nothing of such a state can be removed again. So there is one request at a time, without
+    speculative tokens and without a prefix cache. Other models get the same config back. Raises
+    UsageError for options that need more.
+    """
     if not keeps_state(model):
         return config
     asked = {
@@ -43,9 +46,12 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
 
 
 def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
-    """The config with what the text itself repeats as a proposer, before the draft, where nobody
-    has said who guesses and it costs next to nothing: over several stages, beside a draft, and on
-    one rank, where every guess has to be worth its row. The paper's policy knows the draft alone.
+    """Return the config, with prompt lookup added before the draft if that costs next to
+    nothing.
+
+    It is added only if the user has not chosen proposers: over several stages without a draft,
+        with a draft, and on one rank, where every speculative token has to pay for its row. The
+        paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
     """
     own, grid = config.speculation, config.cluster.grid
     if own.proposer or own.speculation == "off" or own.layout == "replicate" \
@@ -63,18 +69,18 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
 
 
 def overlaps(config: SpeculationConfig) -> bool:
-    """Whether the user asked for what only guesses beside the target's runs have."""
+    """Whether an option was given that only applies to speculation during the target's runs."""
     return bool(config.credit or config.draft_max or config.tip != "auto" or config.ablate
                 or config.alternatives >= 0 or config.path_min >= 0)
 
 
 def weighs(config: SpeculationConfig) -> bool:
-    """Whether guesses have to be worth their rows where draft and target take turns."""
+    """Whether speculative tokens have to pay for their rows where draft and target take turns."""
     return config.adapt and config.speculation == "auto" and not config.tree_max
 
 
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
-    """The policy of a config. Raises UsageError where its options contradict one another."""
+    """Return the policy of a config. Raises UsageError if its options contradict each other."""
     if config.speculation.layout == "replicate":
         _check_replicas(config)
         return Policy.SPECULATIVE
@@ -111,7 +117,7 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
 
 
 def _check_components(config: SpeculationConfig) -> None:
-    """Raise UsageError for a component that the policy does not have."""
+    """Raise UsageError for an --ablate component that the policy does not have."""
     policy = Policy(config.policy or Policy.PIPEINFER)
     for name in config.ablate:
         if COMPONENTS[policy] and Ablation(name) not in COMPONENTS[policy]:
@@ -140,8 +146,10 @@ def _check_replicas(config: JobConfig) -> None:
 
 
 def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:
-    """Raise UsageError or ModelError for proposers that these stages cannot serve, before any of
-    them loads."""
+    """Check, before any stage loads, that the stages support the proposers.
+
+    backends: of the stages. Raises UsageError or ModelError.
+    """
     for spec in registry.proposers().values():
         path = registry.adapter_of(spec, config)
         if not path and spec not in registry.named(config):
@@ -156,7 +164,7 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
 
 
 def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
-    """The draft models to load, the one to ask first first. Raises UsageError."""
+    """Return the draft models to load, the smallest first. Raises UsageError."""
     named = registry.named(config.speculation)
     wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
     if (

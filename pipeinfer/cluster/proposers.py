@@ -1,4 +1,4 @@
-"""Loading what makes guesses, on rank 0 or on ranks of the draft's own, by what the options say."""
+"""Loads the proposers that the options request, on rank 0 or on draft ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,12 @@ def load_proposers(
     config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int, port: Port,
     hosts: list[RankInfo], vocabulary: Vocabulary | None = None,
 ) -> Drafts | None:
-    """What names guesses, by what `--proposer` says; None without work for any. The last draft is
-    loaded by ranks of its own where there are some, and is not ready yet."""
+    """Load the proposers that `--proposer` names; None if none of them needs a worker.
+
+    drafts: paths of the draft models. If there are draft ranks, the last one is loaded there, and
+        is not ready when this returns.
+    cells: of each stage's KV cache. n_vocab: of the target. vocabulary: for grammars.
+    """
     remote = None
     if drafts and draft_ranks_of(hosts):
         remote = RemoteDraft(port, setups_of(config, drafts[-1], hosts, cells, n_vocab, vocabulary))
@@ -47,7 +51,7 @@ def _local(
     config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None,
 ) -> DraftWorker | None:
-    """The thread of rank 0 that names guesses."""
+    """Return the thread of rank 0 that computes proposals, None if there is nothing for it."""
     found: list[Proposer] = []
     for spec in registry.named(config.speculation) or (registry.proposers()["draft"],):
         if spec.worker is not None:
@@ -65,6 +69,6 @@ def _local(
 
 
 def remote_of(drafts: Drafts | None) -> RemoteDraft | None:
-    """The draft on ranks of its own, if there is one."""
+    """Return the draft that has ranks of its own, or None."""
     found = drafts.better if isinstance(drafts, DraftTeam) else drafts
     return found if isinstance(found, RemoteDraft) else None

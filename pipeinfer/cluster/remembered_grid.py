@@ -1,8 +1,8 @@
-"""The grid that --grid auto chose for a model on these hosts, kept for the next start.
+"""Stores the grid that --grid auto chose for a model on these hosts, for the next start.
 
-Slices follow measured speeds, which differ a little from start to start, and other slices are
-other roundings. So a choice is kept beside what ranks have measured, on rank 0's host, and holds as
-long as it fits; also the choice of one rank to a stage. Knows files and names, decides nothing.
+Slices follow measured speeds, which differ a little between starts, and other slices round
+differently. So a choice (also that of one rank per stage) is stored next to the ranks'
+measurements, on rank 0's host, and is valid as long as it fits. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _FORMAT = 1
 
 
 class _Stage(msgspec.Struct, frozen=True):
-    """places: of the members among the ranks that were asked; layers: how many."""
+    """One stage of the choice.
+
+    places: of its members, as indices into the candidate ranks. layers: how many.
+    """
 
     places: tuple[int, ...]
     layers: int
@@ -36,14 +39,14 @@ class _Stage(msgspec.Struct, frozen=True):
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """What is written. when: seconds since the epoch; stages: none for one rank to a stage."""
+    """The stored choice. when: seconds since the epoch; stages: none for one rank per stage."""
 
     when: float
     stages: tuple[_Stage, ...]
 
 
 class GridChoice(Struct, frozen=True):
-    """Stages with the layers of each, and the names of their slices where those are decided."""
+    """The stages with the number of layers of each, and the names of their slices if decided."""
 
     teams: Teams
     layers: tuple[int, ...]
@@ -51,15 +54,19 @@ class GridChoice(Struct, frozen=True):
 
 
 class Remembered(Struct, frozen=True):
-    """day: of the choice, such as 2026-11-23; choice: None for one rank to a stage."""
+    """A stored choice. day: of the choice, such as 2026-11-23; choice: None for one rank per
+    stage."""
 
     day: str
     choice: GridChoice | None
 
 
 def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> Remembered | None:
-    """The choice for this model on the hosts of these ranks, None where there is none. Raises
-    PlanError where it does not fit any more."""
+    """Return the stored choice for this model on the hosts of these ranks, None if there is
+    none.
+
+    Raises PlanError if it does not fit any more.
+    """
     value = recall(_path(model, hosts, ranks))
     try:
         note = msgspec.convert(value, _Note)
@@ -77,7 +84,7 @@ def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> 
 
 def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan: Plan | None
               ) -> None:
-    """Write a choice down; None: one rank to a stage."""
+    """Store a choice. plan: None for one rank per stage."""
     places = {rank: place for place, rank in enumerate(ranks)}
     stages = () if plan is None else tuple(
         _Stage(tuple(places[one.rank] for one in team), team[0].stop - team[0].start, team[0].cut)
@@ -86,7 +93,7 @@ def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan:
 
 
 def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> Path:
-    """Of what a choice is for: the model, and who may hold its layers."""
+    """Return the file for this model and the hosts of these ranks."""
     identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks])
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return cache_directory() / f"grid-{digest}.json"
@@ -94,7 +101,7 @@ def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> Path:
 
 def _check(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], stages: Sequence[_Stage]
            ) -> None:
-    """Raise PlanError unless these stages can be had."""
+    """Raise PlanError unless these stages are possible with these ranks."""
     places = [place for one in stages for place in one.places]
     if len(set(places)) != len(places) or not all(0 <= place < len(ranks) for place in places):
         raise PlanError("it names ranks that are not there")

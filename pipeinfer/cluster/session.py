@@ -1,13 +1,13 @@
-"""A running cluster as rank 0 sees it: stages that are ready, a head over them, and what decides.
+"""A running cluster as rank 0 uses it: ready stages, a head, and the settings of the scheduler.
 
-    begin       stages and the draft load side by side; then a scheduler and a head
-    use         another policy, other proposers and knobs over the same stages
-    rebalance   the layers dealt out otherwise
-    a loss      the assembly finds other stages, and what runs is replayed over them
+    begin       load stages and draft concurrently; then make a scheduler and a head
+    use         change policy, proposers and limits over the same stages
+    rebalance   move layers between ranks
+    a loss      the assembly assigns the layers to other ranks, and requests are replayed
 
-What stages were loaded for (`LoadedCluster`) stays; who decides about runs (`SchedulerSetup`) is
-made anew each time. This module knows no prompts and no HTTP, and not how ranks find each other
-(`launch`).
+What the stages were loaded for (`LoadedCluster`) stays as it is; the scheduler's settings
+(`SchedulerSetup`) are computed again after each change. This module has no prompts and no HTTP;
+how ranks find each other is in `launch`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _POISON = 3  #: stages that fail one after the other without a token between the
 
 
 class Job(Struct, frozen=True):
-    """What is known before any stage loads."""
+    """What is decided before any stage loads."""
 
     config: JobConfig
     target: Path
@@ -95,19 +95,23 @@ class Job(Struct, frozen=True):
 
     @property
     def plan(self) -> Plan:
-        """Who holds what."""
+        """The assignment of layers at the start."""
         return self.survey.plan
 
     @property
     def turns(self) -> bool:
-        """See `takes_turns`."""
+        """Whether ranks take turns on the cores of one host, see `takes_turns`."""
         return self.config.cluster.turns != "off"
 
 
 class LoadedCluster(Struct, frozen=True):
-    """What stages were loaded for. cells: of each stage's cache, of which `spare` are for guesses;
-    chunk: rows of a prompt that travel together; prompt_id: the first sequence id beyond those of
-    requests; vocabulary: for grammars, None where no request may have one."""
+    """The sizes and files that the stages were loaded for.
+
+    cells: of each stage's KV cache, of which `spare` are for speculative tokens.
+    chunk: rows of a prompt in one run.
+    prompt_id: the first sequence id beyond those of requests.
+    vocabulary: for grammars; None if requests may not have one.
+    """
 
     job: Job
     place: Place
@@ -125,7 +129,7 @@ class LoadedCluster(Struct, frozen=True):
         cls, config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo], *,
         grammars: bool
     ) -> LoadedCluster:
-        """Read off a config and a plan."""
+        """Compute the sizes from a config and a plan. grammars: whether requests may have one."""
         credit = config.speculation.credit or len(job.plan.ranks) + 1
         spare = spare_cells(job.width, credit)
         tokenizer = open_tokenizer(job.target)
@@ -143,7 +147,7 @@ class LoadedCluster(Struct, frozen=True):
         )
 
     def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
-        """Who is to hold which layers; nothing has loaded yet."""
+        """Return the assembly of this cluster; nothing has loaded yet."""
         job, model = self.job, self.job.model
         source = GapModel(model) if job.gaps else model
 
@@ -164,8 +168,10 @@ class LoadedCluster(Struct, frozen=True):
             partial(source_of, source), progress, survives=survivable(self.place))
 
     def proposers(self, config: JobConfig, policy: Policy) -> Drafts | None:
-        """What names guesses for a config; a draft on ranks of its own may not be ready yet. Raises
-        MismatchError for a draft of another vocabulary."""
+        """Load the proposers of a config. A draft on ranks of its own may not be ready yet.
+
+        Raises MismatchError for a draft with another vocabulary.
+        """
         if policy is Policy.ITERATIVE:
             return None
         drafts = draft_models(config, self.job.draft, policy)
@@ -178,7 +184,7 @@ class LoadedCluster(Struct, frozen=True):
 
 
 class SchedulerSetup(Struct, frozen=True):
-    """What decides about runs, for one config."""
+    """The scheduler's settings for one config: limits, row proposer and controller."""
 
     limits: Limits
     rows: InlineProposer | None
@@ -186,10 +192,13 @@ class SchedulerSetup(Struct, frozen=True):
 
 
 class Sharing(Struct, frozen=True):
-    """What draft and stages share. contended: a stage computes on a host of the draft, so drafting
-    may slow it down. draft_share: where rank 0 holds the only stage, or is a member of it, the
-    draft's weights relative to those of its own, and where all ranks take turns to those of all
-    stages: about its time for a guess; else 0."""
+    """The cores that draft and stages share.
+
+    contended: whether a stage computes on a host of the draft, which may slow it down.
+    draft_share: the draft's bytes of weights relative to those of rank 0's only stage (or part of
+        it), or of all stages where all ranks take turns: about the time of a proposal relative to
+        a token. 0 elsewhere.
+    """
 
     contended: bool
     draft_share: float
@@ -197,9 +206,13 @@ class Sharing(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Session:
-    """See the module docstring. reports: what stages said when they ended; on_change: called when
-    other stages have taken over; first: the terms of the stages at the start; fatal: why a rank's
-    death ends the job, empty where it does not."""
+    """A running cluster; see the module docstring.
+
+    first: the terms of the stages at the start.
+    fatal: why a rank's death ends the job; "" if it does not.
+    reports: the stages' final reports, by node.
+    on_change: called when other stages have taken over, or ranks were lost.
+    """
 
     config: JobConfig
     ground: LoadedCluster
@@ -224,46 +237,47 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's."""
+        """The target's tokenizer."""
         return self.ground.tokenizer
 
     @property
     def plan(self) -> Plan:
-        """Who was to hold what at the start."""
+        """The assignment of layers at the start."""
         return self.ground.job.plan
 
     @property
     def model_name(self) -> str:
-        """The target's file."""
+        """The name of the target's file or folder."""
         path = self.ground.job.target
         return path.resolve().name if path.is_dir() else label(path)
 
     @property
     def stages(self) -> dict[int, dict[str, Any]]:
-        """What each member of a stage said when it was ready, by node; with its name."""
+        """The figures that each member of a stage reported when it was ready, by node."""
         grid = self.assembly.grid
         return {node: {"stage": grid.name(node).stage, "member": grid.name(node).member,
                        **ready.figures()} for node, ready in self.assembly.ready.items()}
 
     @property
     def draft_ranks(self) -> list[DraftReady]:
-        """What ranks that hold the draft said when they were ready; none where rank 0 has it."""
+        """The reports of the draft ranks when they were ready; empty if rank 0 holds the draft."""
         remote = remote_of(self.draft)
         return [] if remote is None else list(remote.ready.values())
 
     @property
     def n_stages(self) -> int:
-        """How many stages hold the target."""
+        """The number of stages that hold the target."""
         return self.assembly.grid.n_stages
 
     @property
     def looks_up(self) -> bool:
-        """Whether guesses are copied from texts."""
+        """Whether prompt lookup proposes tokens."""
         return self.draft is not None and LOOKUP in self.config.speculation.proposer
 
     @property
     def bits(self) -> str:
-        """What tokens depend on, in short: a job in which it is equal brings the same ones."""
+        """A digest of everything that tokens depend on. Jobs with equal digests return the same
+        tokens."""
         model, assembly = self.config.model, self.assembly
         parts = (self.ground.job.model.fingerprint, self.ground.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
@@ -273,8 +287,11 @@ class Session:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def use(self, config: JobConfig) -> None:
-        """Decode by another config's policy, proposers and knobs from now on; only while nothing
-        runs. What stages have loaded stays, so ids and cells must suffice. Raises UsageError."""
+        """Change policy, proposers and limits to those of another config, while nothing runs.
+
+        Stages stay loaded as they are, so their sequence ids and cells must suffice. Raises
+        UsageError.
+        """
         self.head.drain(config.cluster.timeout)
         if self.plan.whole:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
@@ -294,30 +311,33 @@ class Session:
         self.watch_draft()
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
-        """Deal the layers out by what stages take now, if that promises `need` times the speed and
-        a stage takes `drift` times as long as at its best.
+        """Move layers according to the present times of the stages, and replay the open
+        requests.
 
-        What runs is replayed over the new stages. Says what was done, None where nothing was.
+        need: least estimated speed relative to the present one.
+        drift: least present time of a stage relative to its best. 1.0: do not check.
+        Returns what was done, None if nothing.
         """
         return self.balance.rebalance(need, drift)
 
     def verify(self) -> str | None:
-        """What the last `rebalance` has brought, once that can be told; taken back if nothing."""
+        """Return the effect of the last `rebalance` once it is measured, None before; undo it if
+        negative."""
         return self.balance.verify()
 
     def go_on(self, loss: Loss) -> None:
-        """A rank is lost: go on without it. Raises what ends the job."""
+        """Continue without a lost rank. Raises the error if the job cannot continue."""
         accepted = self.head.scheduler.totals.accepted
         same = [count for count in self._failures if count == accepted]
         self._failures = [*same, accepted] if isinstance(loss, WorkerFailed) else []
         if self.assembly.recover(loss):
-            # What has made several stages fail would take the next one along, too.
+            # A request that made several stages fail would make the next one fail, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")
         else:
             self.on_change()
 
     def resume(self, reason: str = "") -> None:
-        """Replay what runs over the stages that are there now; or, with a reason, end it."""
+        """Replay open requests over the present stages; or, with a reason, end them with it."""
         brain = self._think(self.config, self.limits.policy)
         self.limits = brain.limits
         self.head.restart(self.assembly.grid, brain.limits, brain.controller, reason)
@@ -326,7 +346,8 @@ class Session:
         self.on_change()
 
     def watch_draft(self) -> None:
-        """Note when ranks of the draft are lost; tell two drafts what stages take."""
+        """Add a note when a draft rank is lost, and give a `DraftTeam` access to the stages'
+        times."""
         def note(why: str) -> None:
             self.notes.append(f"{why}: tokens come without its guesses")
             self.on_change()
@@ -337,7 +358,7 @@ class Session:
             self.draft.slot = lambda: max(self.head.times.pace.seconds, default=0.0)
 
     def watch_pace(self) -> None:
-        """Begin to compare what the stages take with their best."""
+        """Begin to compare the times of the stages with their best times."""
         self.balance.watch()
 
     def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
@@ -347,8 +368,12 @@ class Session:
 
 def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
           progress: ProgressHook | None, started: float, *, grammars: bool) -> Session:
-    """Load everything. started: when the job did, by `time.monotonic`. Raises whatever a stage
-    reports that the job cannot go on without."""
+    """Load stages and draft; return the session.
+
+    started: when the job started, by `time.monotonic`. grammars: whether requests may have one.
+    progress: called with the states of the stages while they load.
+    Raises errors of stages that the job cannot recover from.
+    """
     config = job.config
     ground = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
     assembly = ground.assembly(config, progress)
@@ -405,7 +430,7 @@ def think(
     policy: Policy,
     sharing: Sharing,
 ) -> SchedulerSetup:
-    """What decides about runs over the stages that are there. first: see `Session`."""
+    """Compute the scheduler's settings for the present stages. first: see `Session`."""
     job = ground.job
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(

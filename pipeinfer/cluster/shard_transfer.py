@@ -1,17 +1,16 @@
-"""Shards for hosts without the model file: rank 0 reads its own and sends each rank its layers.
+"""Shard transfer to hosts without the model file: rank 0 sends each rank its layers.
 
-    stage   ShardWanted(layers, piece)                    what it lacks; spares ask for every range
+    stage   ShardWanted(layers, piece)                    a missing shard; spares request all
     head    ShardOffer(name, bytes)
-    stage   ShardHave(offset, digest of what it has)      resumes what an earlier job left
-    head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unanswered
+    stage   ShardHave(offset, digest so far)              resumes what an earlier job left
+    head    ShardChunk(offset, bytes) ...                 at most WINDOW bytes unacknowledged
     stage   ShardHave(offset) ...                         after every chunk
-    head    ShardEnd(digest of the whole)                 the stage renames only when it agrees
+    head    ShardEnd(digest of the whole)                 the stage renames only if it agrees
 
-Bytes arrive in order, so what is there of a `.part` file is the record of what has arrived; its
-digest tells the head whether it can go on from there. The head never waits for one stage while
-another wants bytes. A piece is the name of a slice of these layers, "" for all of them, or
-"embedding" for the embedding alone: a host gets what it holds and nothing else. Knows the shard
-cache and ports, no MPI and no policies.
+Bytes arrive in order, so the length of the `.part` file is the record of what has arrived; its
+digest shows the head whether it can continue from there. The head never waits for one stage while
+another can receive. A piece is the name of a slice of these layers, "" for all of them, or
+"embedding" for the embedding alone: a host receives only what it holds.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ SourceOf = Callable[[int, int, str], Source]
 
 
 class _Pieces:
-    """Takes any number of bytes at a time off blocks of any size."""
+    """Splits blocks of any size into pieces of any size."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._held = blocks, memoryview(b"")
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end."""
+        """Return the next `size` bytes, fewer at the end."""
         parts = []
         while size:
             if not self._held:
@@ -84,15 +83,18 @@ class _Pieces:
 
 
 def source_of(model: ModelFile, start: int, stop: int, piece: str) -> Source:
-    """What is to be sent of layers `[start, stop)`. Raises ProtocolError for a piece that is none,
-    PlanError for layers or slices that the model does not have."""
+    """Return the source of the bytes to send for layers `[start, stop)`.
+
+    piece: a slice's name, "" or "embedding".
+    Raises ProtocolError for another piece, PlanError for layers or slices that the model lacks.
+    """
     if piece == embedding.PIECE:
         return embedding.EmbeddingSource(model)
     return ShardSource(model, start, stop, Slice.parse(piece) if piece else None)
 
 
 class _Outgoing(Struct):
-    """One stage's shard on its way. Bytes up to `have` are only hashed, the rest is sent."""
+    """A shard that is being sent to one stage. Bytes up to `have` are only hashed, not sent."""
 
     source: Source
     have: int
@@ -105,9 +107,9 @@ class _Outgoing(Struct):
 
 
 class Sender:
-    """The head's side. `hear` what stages say, `pump` until it returns False, then wait.
+    """The head's side: pass messages to `hear`, call `pump` until it returns False, then wait.
 
-    source_of: the shard with layers `[start, stop)`, or that piece of them.
+    source_of: returns the source of the layers `[start, stop)`, or of a piece of them.
     """
 
     def __init__(self, port: Port, source_of: SourceOf) -> None:
@@ -117,15 +119,18 @@ class Sender:
         self.sent_bytes = 0
 
     def offer(self, node: int, start: int, stop: int, piece: str = "") -> None:
-        """A stage lacks these layers: say what their shard is called and how large it is. Raises
-        PlanError where the model has no such layers, ProtocolError for a piece that is none."""
+        """Send a stage the name and size of the shard that it requested.
+
+        Raises PlanError if the model has no such layers, ProtocolError for an unknown piece.
+        """
         source = self._source_of(start, stop, piece)
         self._offered[node] = source
         self._outgoing.pop(node, None)
         self._port.send(node, Tag.TRANSACTION, ShardOffer(source.name, source.total))
 
     def hear(self, message: ShardHave) -> None:
-        """A stage wants its shard, or has more of it. Raises ProtocolError for what none says."""
+        """Handle a stage's start of a transfer or acknowledgement. Raises ProtocolError if it is
+        not valid."""
         if message.node not in self._offered or len(message.digest) not in (0, DIGEST_BYTES):
             raise ProtocolError(f"node {message.node} asked for a shard that belongs to another "
                                 "node")
@@ -144,7 +149,7 @@ class Sender:
             current.answered = message.offset
 
     def pump(self) -> bool:
-        """Move every stage's shard on by a chunk. Whether there is more to do at once."""
+        """Send or hash one more chunk for every stage; return whether more can be done at once."""
         more = [self._step(node, out) for node, out in self._outgoing.items() if not out.ended]
         return any(more)
 
@@ -182,9 +187,9 @@ class Sender:
 
 
 def own_model(setup: Setup | DraftSetup) -> Path:
-    """The model's path where this host has the one that rank 0 has.
+    """Return the path of the model on this host, which must be the same model as rank 0's.
 
-    Raises ModelError when it is not here, MismatchError for another model.
+    Raises ModelError when it does not exist, MismatchError for another model.
     """
     path = Path(setup.model)
     if not path.exists():
@@ -198,12 +203,13 @@ def own_model(setup: Setup | DraftSetup) -> Path:
 
 def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
                 ) -> tuple[Path, int]:
-    """This stage's shard, and how many bytes of it came from rank 0 just now.
+    """Return this stage's shard, and the number of its bytes that rank 0 sent just now.
 
-    Cut out of the model where that is a file here; else taken from the cache or received. The
-    embedding is read from the model itself where that is here. Raises ModelError when there is no
-    file and nothing may be sent, MismatchError for another model, ProtocolError for a piece that
-    is none.
+    It is extracted from the model file if that exists here; else it is taken from the shard cache
+    or received. The embedding is read from the model file itself if that exists.
+    report: called with phase, done and total.
+    Raises ModelError if there is no file and --distribute is not given, MismatchError for another
+    model, ProtocolError for an unknown piece.
     """
     path = Path(setup.model)
     if path.exists():
@@ -231,7 +237,7 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
 
 def _ask(port: Port, name: PortName, start: int, stop: int, timeout: float, piece: str = ""
          ) -> tuple[str, int]:
-    """Name and size of the shard with these layers, from the head."""
+    """Request the shard with these layers; return its name and size."""
     port.send(0, Tag.RESULT, ShardWanted(name, start, stop, piece))
     match await_answer(port, timeout, "ShardOffer"):
         case ShardOffer(file, total) if Path(file).name == file and total >= 0:
@@ -241,8 +247,10 @@ def _ask(port: Port, name: PortName, start: int, stop: int, timeout: float, piec
 
 
 def await_answer(port: Port, timeout: float, awaited: str, peer: int = 0) -> Message:
-    """The next message from the head or another node. Raises TransportTimeout, which names what
-    was awaited."""
+    """Return the next transaction from the head or another node.
+
+    awaited: the message's name, for the error. Raises TransportTimeout after `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
     while (envelope := port.take(Tag.TRANSACTION)) is None:
         if time.monotonic() > deadline:
@@ -254,9 +262,10 @@ def await_answer(port: Port, timeout: float, awaited: str, peer: int = 0) -> Mes
 
 def receive(port: Port, directory: Path, name: str, total: int, timeout: float, report: Report
             ) -> tuple[Path, int]:
-    """The file `name` of `total` bytes in `directory`, and how many bytes arrived for it.
+    """Return the file `name` of `total` bytes in `directory`, and the number of bytes that
+    arrived.
 
-    Goes on where an earlier job stopped. A crash leaves a `.part` file and never a wrong `name`.
+    Continues where an earlier job stopped. A crash leaves a `.part` file, never a damaged `name`.
     Raises ModelError when the disk is full, another job receives it or the bytes are damaged.
     """
     target = directory / name
@@ -287,7 +296,7 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
 
 
 def _forget_old(directory: Path, but: Path) -> None:
-    """Delete beginnings of other shards that no job has gone on with for a week."""
+    """Delete parts of other shards that no job has continued for a week."""
     for path in directory.glob("*.gguf.part"):
         with contextlib.suppress(OSError):
             if path != but and path.stat().st_mtime < time.time() - _FORGET_SECONDS:
@@ -296,8 +305,10 @@ def _forget_old(directory: Path, but: Path) -> None:
 
 def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, report: Report
           ) -> tuple[int, bytes]:
-    """Complete `file`; bytes that arrived, and the digest of all. On damage it is emptied and
-    ModelError raised."""
+    """Complete `file`; return the number of bytes that arrived, and the digest of all.
+
+    If the bytes are damaged, the file is emptied and ModelError raised.
+    """
     have, hasher = _hash_file(file, total)
     free = shutil.disk_usage(part.parent).free
     if free < total - have:
@@ -310,7 +321,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
     while True:
         match await_answer(port, timeout, "ShardChunk"):
             case ShardChunk(offset, data):
-                if offset == 0:  # the head did not know what was here
+                if offset == 0:  # the digest did not match: the head starts from the beginning
                     have, hasher = 0, new_hash()
                     file.truncate(0)
                 if offset != have or have + len(data) > total:
@@ -335,7 +346,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
 
 
 def _hash_file(file: BinaryIO, total: int) -> tuple[int, hashlib.blake2b]:
-    """How many bytes of the shard `file` has, and their digest so far."""
+    """Return how many bytes of the shard `file` has, and their digest."""
     hasher = new_hash()
     if os.fstat(file.fileno()).st_size > total:
         file.truncate(0)

@@ -1,9 +1,9 @@
-"""How a rank of a job ends: exit codes, and what is said to whom.
+"""How a rank of a job ends: exit codes, and messages to the launcher and to other ranks.
 
-In a job that survives the death of a rank, no rank's exit ends the others, MPI_Finalize can block
-on dead ranks, and mpirun does not report that rank 0 was killed. So rank 0 tells the others to
-leave, no rank calls MPI_Finalize, and launch/run gets the exit status from rank 0 itself. This
-module knows no model, no plan and no request.
+In a job that survives the death of a rank, the exit of a rank does not end the others,
+MPI_Finalize can block on dead ranks, and mpirun does not report that rank 0 was killed. So rank 0
+sends the others the order to leave, no rank calls MPI_Finalize, and launch/run gets the exit
+status from rank 0 itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeinfer.host import Place
 
 _exit_status = [0]
 _in_order = [False]
-_PUT_OFF_SECONDS = 0.3  #: mpirun kills whoever ignores its SIGTERM after 0.25 s
+_PUT_OFF_SECONDS = 0.3  #: mpirun kills a process that ignores its SIGTERM after 0.25 s
 
 
 def survivable(place: Place) -> bool:
@@ -36,7 +36,7 @@ def survivable(place: Place) -> bool:
 
 
 def fatal(place: Place) -> str:
-    """For the user, why the death of a rank ends the job; empty where it does not."""
+    """Return, for the user, why the death of a rank ends the job; "" if it does not."""
     if place.comm is None:
         return ""
     from pipeinfer.transport import mpi_job
@@ -45,23 +45,24 @@ def fatal(place: Place) -> str:
 
 
 def note_exit(code: int) -> None:
-    """What rank 0 is about to exit with."""
+    """Record the code with which rank 0 is about to exit."""
     _exit_status[0] = code
 
 
 def note_order() -> None:
-    """Every other rank has been told that the job is over: none has to hear of this one's end."""
+    """Record that every other rank has received the end of the job, so that none needs to detect
+    this one's exit."""
     _in_order[0] = True
 
 
 def end_job(code: int) -> None:
-    """Leave with `code` and take every other rank along."""
+    """Exit with `code` and end every other rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     if host.launched_size() > 1:
-        host.choose_transports()  # as every other rank: else they cannot talk
+        host.choose_transports()  # as on every other rank, else messages do not arrive
         with contextlib.suppress(ImportError, RuntimeError):
-            # Others may wait in MPI_Init, and nobody ends them where a job survives a death.
+            # Others may wait in MPI_Init, and nothing ends them where a job survives a death.
             from pipeinfer.transport import mpi_exit
 
             time.sleep(0.2)  # the launcher drops output that it has not read when it kills
@@ -72,7 +73,7 @@ def end_job(code: int) -> None:
 
 
 def skip_finalize() -> None:
-    """At exit: MPI_Finalize may wait for ever for ranks that are gone."""
+    """At exit: leave without MPI_Finalize, which may wait forever for dead ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     _leave_status(_exit_status[0])
@@ -84,11 +85,11 @@ def skip_finalize() -> None:
 
 
 def part(place: Place) -> None:
-    """All ranks of a command for which rank 0 has heard all it wants: those above 0 end here, rank
-    0 goes on alone.
+    """End the ranks above 0 of a command in which rank 0 goes on alone.
 
-    In a job that survives the death of a rank, MPI_Finalize first agrees on who is alive, and
-    sometimes crashes in that (Open MPI 5.0.11, `ompi_comm_nextcid`).
+    Does nothing in a job that does not survive a death. In one that does, MPI_Finalize first
+    agrees on the living ranks, and sometimes crashes in that (Open MPI 5.0.11,
+    `ompi_comm_nextcid`).
     """
     if not survivable(place):
         return
@@ -105,15 +106,16 @@ def part(place: Place) -> None:
 
 
 def _leave_status(code: int) -> None:
-    """Tell launch/run, on the same host, how the job has ended: mpirun waits for lost hosts."""
+    """Report to launch/run, on the same host, how the job has ended: mpirun waits for lost
+    hosts."""
     from pipeinfer.transport import mpi_exit
 
     write_status(f"{code} lost" if mpi_exit.has_losses() else str(code))
 
 
 def put_off(number: signal.Signals, seconds: float = _PUT_OFF_SECONDS) -> None:
-    """Let a signal end this process, whatever it is at, only after some seconds: rank 0 has as long
-    to say what there is. Called in the main thread.
+    """Delay the end of this process after a signal by some seconds, so that rank 0 has time to
+    print its message. The delay holds whatever the process does. Call it in the main thread.
 
     mpirun that ends a job kills the rest within 2 ms of the first rank's death, not after 0.25 s.
     """
@@ -131,7 +133,7 @@ def put_off(number: signal.Signals, seconds: float = _PUT_OFF_SECONDS) -> None:
 
 
 def write_status(text: str) -> None:
-    """Tell launch/run, which waits for mpirun on this host."""
+    """Write the status file for launch/run, which waits for mpirun on this host."""
     where, _, path = os.environ.get("PIPEINFER_STATUS", "").partition(":")
     if where == socket.gethostname():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""From a config to the scheduler's limits: what the user set, what the machine suggests.
+"""Computes the scheduler's limits from a config and measurements of the stages.
 
-What a user sets is pinned; the controller leaves it alone. Measures nothing, and loads nothing but
-a BiTA adapter's few vectors.
+Values that the user sets are pinned: the controller does not change them. This module measures
+    nothing, and loads nothing but the few vectors of a BiTA adapter.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
-_MOST_KEPT = 32  #: remembered prompts, each with an id
+_MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL = 0.7  #: acceptance that is expected of a draft
-_CHEAP = 0.05  #: of a token's time, for which a draft is asked that may be better than most
-_SURE = 8  #: spans in which an expectation is believed before the contrary is tried
-_ALL_IDS = 255  #: llama.cpp tells 256 apart, one of which is the grave (llamacpp.cell_order)
+_CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it rarely pays
+_SURE = 8  #: spans in which an expectation holds before the contrary is tried
+_ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
 
 
 def chunk_of(config: JobConfig) -> int:
-    """Rows of a prompt that travel together, at most."""
+    """Return the largest number of prompt rows in one run."""
     chunk = config.speculation.chunk
     if config.model.like_llama_cpp and "chunk" not in config.given:
         chunk = _THEIR_CHUNK
@@ -59,11 +59,13 @@ def row_proposer(
     config: SpeculationConfig, n_vocab: int = 0, prompt_id: int = 0, curve: Curve = (),
     width: int = 0,
 ) -> InlineProposer | None:
-    """What proposes from rows of its own in the target's runs, if anything does.
+    """Return the proposer that adds rows of its own to the target's runs, None if there is none.
 
-    n_vocab: ids of learned tokens start there. prompt_id: of learned prompts. curve: what runs of
-    several rows cost. width: rows that may verify together; 0: any number. Raises ModelError for
-    an adapter that cannot be read.
+    n_vocab: the first id of learned tokens.
+    prompt_id: the first sequence id of learned prompts.
+    curve: the cost of runs of several rows.
+    width: rows that may be verified together; 0: any number.
+    Raises ModelError for an adapter that cannot be read.
     """
     spec = registry.inline(config)
     return None if spec is None else _make(spec, config, n_vocab, prompt_id, curve, width)
@@ -80,7 +82,7 @@ def _make(spec: ProposerSpec, config: SpeculationConfig, n_vocab: int = 0, promp
 
 
 class RowSizes(Struct, frozen=True):
-    """Room for what proposes from rows of its own: see `InlineProposer`, each the most of any."""
+    """Space that row proposers need: the maximum over all of them, see `InlineProposer`."""
 
     candidates: int = 0
     rows: int = 0
@@ -88,7 +90,7 @@ class RowSizes(Struct, frozen=True):
 
 
 def row_sizes(config: SpeculationConfig) -> RowSizes:
-    """What proposers of rows that are named may need, in use or not."""
+    """Return the space that the named row proposers may need, in use or not."""
     wanted = {spec.name: spec for spec in (*registry.named(config), registry.inline(config))
               if spec is not None and spec.inline is not None}
     found = [_make(spec, config) for spec in wanted.values()]
@@ -97,14 +99,14 @@ def row_sizes(config: SpeculationConfig) -> RowSizes:
 
 
 def partitions_for(config: SpeculationConfig, credit: int) -> int:
-    """Sequence ids beside a lane's first."""
+    """Return the number of sequence ids besides the first of each lane."""
     if config.partitions >= 0:
         return config.partitions
     return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
 
 
 def cancel_path(config: JobConfig) -> CancelPath:
-    """How cancellations travel; the same on every rank."""
+    """Return the path of cancellations; it is the same on every rank."""
     if config.cluster.cancel_path != "auto":
         return CancelPath(config.cluster.cancel_path)
     published = config.speculation.policy == Policy.PUBLISHED
@@ -112,22 +114,22 @@ def cancel_path(config: JobConfig) -> CancelPath:
 
 
 def lanes_of(config: SpeculationConfig) -> int:
-    """How many causal threads (lanes) may be open at the same time."""
+    """Return how many lanes may be open at the same time."""
     return config.parallel * lanes_per_response(threads_of(config))
 
 
 def threads_of(config: SpeculationConfig) -> int:
-    """Threads of a response that are at work beside its main one."""
+    """Return the number of response threads besides the main one."""
     return config.decompose_threads if config.decomposer else 0
 
 
 def kept_for(config: SpeculationConfig) -> int:
-    """Prompts of ended requests that are remembered."""
+    """Return the number of prompts of ended requests in the prefix cache."""
     return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
 
 
 def ids_for(config: SpeculationConfig, credit: int) -> int:
-    """Sequence ids in all. Raises UsageError beyond what llama.cpp can tell apart."""
+    """Return the number of sequence ids in all. Raises UsageError if llama.cpp has fewer."""
     count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
     if count > _ALL_IDS:
         raise UsageError(
@@ -138,7 +140,8 @@ def ids_for(config: SpeculationConfig, credit: int) -> int:
 
 
 def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
-    """Tokens that requests and remembered prompts hold together. Raises UsageError."""
+    """Return the number of tokens that requests and stored prompts hold together. Raises
+    UsageError."""
     if config.cache_tokens and config.cache_tokens < n_ctx:
         raise UsageError(f"--cache-tokens {config.cache_tokens} is smaller than the context of one "
                          f"request ({n_ctx}): raise it, or lower -c")
@@ -147,13 +150,19 @@ def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
 
 
 def spare_cells(width: int, credit: int) -> int:
-    """Cells of a stage's cache for guesses, in runs of `width` rows, beyond `cells_for`."""
+    """Return the number of cells for speculative tokens, in addition to `cells_for`.
+
+    width: rows of a run. credit: runs in flight.
+    """
     return width * (2 * credit + 4)
 
 
 def rows_and_cells(config: JobConfig, n_ctx: int, exact: int, stages: int) -> tuple[int, int, int]:
-    """Rows of the widest run that verifies, rows of the widest run of all, and cells of each
-    stage's cache, for at most so many stages."""
+    """Return the rows of the widest run that verifies, the rows of the widest run of all, and
+    the cells of each stage's KV cache.
+
+    exact: rows that are bit-equal. stages: at most so many.
+    """
     width, hints = widths_for(config, exact)
     cells = cells_for(config.speculation, n_ctx) + spare_cells(
         width, config.speculation.credit or stages + 1) + hint_cells(config.speculation)
@@ -161,15 +170,17 @@ def rows_and_cells(config: JobConfig, n_ctx: int, exact: int, stages: int) -> tu
 
 
 def hint_cells(config: SpeculationConfig) -> int:
-    """Cells for the hints of all lanes, and for learned prompts."""
+    """Return the number of cells for hint rows of all lanes, and for learned prompts."""
     path = registry.adapter(config)
     learned = load_bita(path).n_prompts if path else 0
     return learned + row_sizes(config).rows * lanes_of(config)
 
 
 def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
-    """Rows of the widest run that verifies, when up to `exact` are bit-equal, and of the widest
-    run of hints."""
+    """Return the rows of the widest run that verifies, and of the widest run of hint rows.
+
+    exact: rows that are bit-equal.
+    """
     sizes = row_sizes(config.speculation)
     if config.model.exact == "on":
         return exact, sizes.rows
@@ -181,11 +192,15 @@ def limits_for(
     config: SpeculationConfig, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
     n_stages: int, curve: Curve, spare: int, draft_share: float = 0.0,
 ) -> tuple[Limits, frozenset[str]]:
-    """The limits to start with, and the names of those that the user set.
+    """Return the limits to start with, and the names of those that the user set.
 
-    curve: what runs of several rows cost. spare: cells beyond those of `cells_for`, for guesses.
-    draft_share: a drafted token's time relative to the target's, where both are computed by the
-    same cores and may take turns; else 0.
+    sizes: defaults that depend on the row cost.
+    n_ctx: context of a request, in tokens. chunk: prompt rows in one run.
+    exact: R, rows that may be verified together.
+    curve: the cost of runs of several rows.
+    spare: cells for speculative tokens, in addition to `cells_for`.
+    draft_share: time of a drafted token relative to the target's, if the same cores compute both
+        and may take turns; else 0.
     """
     pinned: dict[str, Any] = {}
     if config.credit:
@@ -234,11 +249,12 @@ def limits_for(
 
 def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, free: bool = False
              ) -> dict[str, Any]:
-    """Values of limits to start with where draft and target compute by turns.
+    """Return the initial limits where draft and target take turns.
 
-    weighed: whether every guess has to be worth its row. curve, draft_share: see `limits_for`.
-    free: whether something else names guesses without a model: then a model has to pay as it
-    usually guesses, and not only where it guesses well.
+    curve, draft_share: see `limits_for`.
+    weighed: whether every speculative token has to pay for its row.
+    free: whether a proposer without a model is used too. Then the draft model is used only if it
+        pays at its usual acceptance, not just at a good one.
     """
     timing = _at_load(curve, draft_share)
     if not weighed:
@@ -254,10 +270,11 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, fre
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
                    cells: int, *, contended: bool = False, draft_share: float = 0.0
                    ) -> Controller | None:
-    """What tunes the limits while they are used, None with `--no-adapt` or nothing to tune.
+    """Return the controller that tunes the limits, None with `--no-adapt` or nothing to tune.
 
-    cells: beyond the context, half of which live guesses may take. contended: the draft takes
-    processors from stages. draft_share: see `limits_for`.
+    pinned: names of limits that stay. cells: beyond the context; half of them are for live
+        speculative tokens. contended: whether the draft takes cores from stages.
+    draft_share: see `limits_for`.
     """
     trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
@@ -272,9 +289,9 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
 
 def _judge_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool
                     ) -> SpeculationTrial | TurnsTrial:
-    """What finds out whether guesses pay where draft and target take turns.
+    """Return the trial that measures whether speculation pays where draft and target take turns.
 
-    free: whether something names guesses without a model, which goes on where models do not pay.
+    free: whether a proposer without a model goes on where models do not pay.
     """
     weighed, most = bool(limits.costs), limits.exact_width - 1
     timing = _at_load(curve, 0.0 if free and weighed else draft_share)
@@ -288,7 +305,7 @@ def _judge_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: b
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:
-    """What one stage takes, in times of a single row, as far as loading has shown it."""
+    """Return the times of one stage relative to a single row, as measured at load."""
     return Timing(1.0, 1.0, curve, 0.0, draft_share)
 
 
@@ -305,7 +322,8 @@ class Sizes(Struct, frozen=True):
 
 
 def sizes_for(row_cost: float) -> Sizes:
-    """Where a further row costs nearly a whole run, small runs; see docs/options.md."""
+    """Return the default sizes: small runs if a further row costs nearly as much as a run of one
+    row. See docs/options.md."""
     if row_cost > 0.6:
         return Sizes(1, 2, join=False)
     if row_cost > 0.3:

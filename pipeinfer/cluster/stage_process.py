@@ -1,12 +1,12 @@
-"""The life of a rank that holds a stage, or waits to: set-up, loading, serving, the next epoch.
+"""The life of a rank that holds a stage, or stands by: set-up, loading, serving, the next epoch.
 
-    place    the head says who holds which node (an order of the transport)
-    Setup    ... and which layers this one has; what is loaded already and still fits stays
+    place    the head assigns nodes to ranks (an order of the transport)
+    Setup    ... and layers to this node; loaded shards that still fit stay loaded
     Ready    then runs are served until a Shutdown, a failure, or another epoch
 
-A rank without a node keeps the shards that others hold in its page cache and waits; one that has
-no model file is given a node for as long as it receives them (`_rehearse`). This module
-knows backends and the shard cache, no requests and no policies.
+A rank without a node keeps the shards of all stages in its page cache and waits. One that has no
+model file is given a node while it receives them (`_rehearse`). This module uses backends and the
+shard cache; it has no requests and no policies.
 """
 
 from __future__ import annotations
@@ -83,8 +83,12 @@ Report = Callable[[str, int, int], None]
 
 
 class Part(Struct, frozen=True):
-    """A loaded shard. piece: name of the slice that it holds of its layers, "" for all of them.
-    threads: that decode a single row. received: bytes of it that came from rank 0."""
+    """A loaded shard.
+
+    piece: name of the slice that it holds of its layers, "" for all of them.
+    threads: CPU threads that decode a single row.
+    received: bytes of it that came from rank 0.
+    """
 
     layers: tuple[int, int]
     piece: str
@@ -95,7 +99,10 @@ class Part(Struct, frozen=True):
 
 
 class StageProcess:
-    """Serves epoch after epoch on one port; see the module docstring."""
+    """Serves epoch after epoch on one port; see the module docstring.
+
+    pulse: what the watchdog reads. lent: lets the head's thread run short turns of the stage.
+    """
 
     def __init__(self, config: JobConfig, place: Place, port: Port, pulse: Pulse | None = None,
                  lent: LentLoop | None = None) -> None:
@@ -103,7 +110,7 @@ class StageProcess:
         self._hooks = Hooks.of(config.cluster, place.rank)
         self._port = self._hooks.port(port)
         self._pulse = pulse or Pulse()
-        self._lent = lent if self._port is port else None  # a slow port gets its messages later
+        self._lent = lent if self._port is port else None  # a paced port delays its messages
         self._parts: list[Part] = []
         self._team: Team | None = None
         self._sum_seconds = 0.0
@@ -116,9 +123,9 @@ class StageProcess:
         self._own_cores: frozenset[int] = frozenset()
 
     def run(self) -> bool:
-        """Until a Shutdown (True) or a failure, of which the head is told (False).
+        """Serve until a Shutdown (True), or a failure that was reported to the head (False).
 
-        Raises Dismissed when the job goes on, or ends, without this rank.
+        Raises Dismissed when the job continues, or ends, without this rank.
         """
         while True:
             try:
@@ -129,7 +136,7 @@ class StageProcess:
             except Regrouped:
                 self._hooks.recovering()
                 self._port.adopt()
-            except (PeerFailed, PeerSilent) as error:  # whom to blame is the head's affair
+            except (PeerFailed, PeerSilent) as error:  # the head decides which rank is lost
                 if isinstance(error, PeerSilent):
                     self._tell(error)
                 if not self._regrouped():
@@ -139,7 +146,7 @@ class StageProcess:
                 if self._drafting is not None:
                     self._drafting.close()
                 raise
-            except Stuck as error:  # in the head's thread, so the head cannot see to it
+            except Stuck as error:  # it blocks the head's thread, so the head cannot handle it
                 sys.stderr.write(f"pipeinfer: error: {error}\n")
                 end_job(ClusterError.exit_code)
             except Exception as error:  # everything is reported, nothing may vanish in a thread
@@ -162,8 +169,11 @@ class StageProcess:
         stage.serve(self._lent)
 
     def _regrouped(self) -> bool:
-        """Wait for what the head makes of another member's failure; False when nothing comes of
-        it. Raises Dismissed."""
+        """After the failure of another member: wait for the next epoch; False if none comes in
+        time.
+
+        Raises Dismissed.
+        """
         deadline = time.monotonic() + self._config.cluster.timeout
         while time.monotonic() < deadline:
             try:
@@ -177,7 +187,8 @@ class StageProcess:
         return False
 
     def _wait(self) -> NoReturn:
-        """A rank without layers of the target; it may hold the draft. Ends by an exception only."""
+        """Wait without layers of the target; the rank may hold the draft. Ends only by an
+        exception."""
         drafting = self._drafting = self._drafting or DraftRank(
             self._port, self._place.rank, DraftLoader(self._config, self._place, self._hooks),
             self._config.cluster.timeout, self._pulse)
@@ -190,7 +201,7 @@ class StageProcess:
                 self._port.wait(1.0, live=drafting.live)
 
     def _rehearse(self, setups: Sequence[Setup]) -> None:
-        """Load what others hold, once: then it lies in the page cache, and is measured."""
+        """Load the stages' shards once, so that they are in the page cache and measured."""
         report = functools.partial(self._report, ", ahead of time")
         for setup in setups:
             config = settle(self._config, self._place, NodeSettings(**setup.settings))
@@ -200,7 +211,7 @@ class StageProcess:
                 for piece in pieces_of(setup):
                     self._load(config, setup, piece, (setup.start, setup.stop), kind, threads,
                                report).backend.close()
-            except PipeinferError as error:  # it will be seen when it matters
+            except PipeinferError as error:  # raised again if this rank ever gets the stage
                 if 0 in self._port.gone:
                     raise
                 sys.stderr.write(f"pipeinfer: note: spare rank {self._place.rank} cannot prepare: "
@@ -209,7 +220,7 @@ class StageProcess:
         self._pulse.settle()
 
     def _report(self, when: str, phase: str, done: int, total: int) -> None:
-        """Where this rank is, for its watchdog and, where it has a node, for the head."""
+        """Report the loading to the watchdog and, if this rank has a node, to the head."""
         self._pulse.beat(f"is {phase}{when}")
         self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
         if self._port.node > 0:
@@ -241,7 +252,7 @@ class StageProcess:
     # --- loading ------------------------------------------------------------------------------
 
     def _prepare(self, setup: Setup) -> Stage:
-        """Load what is missing, say Ready, and make the stage."""
+        """Load what is missing, send Ready, and return the stage."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         port = self._port
         report = self._hooks.progress(functools.partial(self._report, ""))
@@ -299,7 +310,7 @@ class StageProcess:
         )
 
     def _join_team(self, config: JobConfig, setup: Setup) -> Team | None:
-        """The members of this stage meet; None for a stage whose layers are whole."""
+        """Meet the other members of this stage; None for a stage of whole layers."""
         self._part_team()
         if not setup.cut:
             return None
@@ -321,7 +332,7 @@ class StageProcess:
 
     def _wide(self, config: JobConfig, setup: Setup, team: Team, kind: str, report: Report
               ) -> tuple[Backend, Widths]:
-        """The member's slices as one backend, and what rows are like at worst."""
+        """Return the member's slices as one backend, with the worst of their widths."""
         chains = [[cast("SliceBackend", part.backend) for part in self._parts
                    if part.piece == piece] for piece in pieces_of(setup)]
         embedding = self._embedding(config, setup, kind, report) if setup.start == 0 else None
@@ -331,7 +342,7 @@ class StageProcess:
 
     def _embedding(self, config: JobConfig, setup: Setup, kind: str, report: Report
                    ) -> Embedding:
-        """What tokens become rows with, apart from the stage's layers."""
+        """Return the embedding table, which is stored apart from the stage's slices."""
         if kind == "torch":
             return torch_embedding(config.model, own_model(setup))
         path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
@@ -339,7 +350,8 @@ class StageProcess:
         return EmbeddingTable.open(open_model(path))
 
     def _threads(self, config: JobConfig, setup: Setup) -> int:
-        """Threads for the stage; binds this rank anew where idle ranks lend it their cores."""
+        """Return the threads of the stage; bind this rank to more cores if idle ranks lend it
+        theirs."""
         own = threads_of(config.model.threads, self._place)
         if setup.cores > own or self._borrows:
             if not self._borrows:
@@ -350,7 +362,7 @@ class StageProcess:
 
     def _make_room(self, layers: tuple[int, int], pieces: tuple[str, ...],
                    options: tuple[Any, ...]) -> None:
-        """Let go of what is not wanted any more."""
+        """Close the loaded parts that the new setup does not use."""
         setup, config, threads, kind = options
         same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps)
         usable = (
@@ -422,22 +434,22 @@ class StageProcess:
 
 
 def gpu_of(config: ModelConfig, kind: str) -> str:
-    """What llama.cpp calls the devices that hold a stage's layers, "" where the processor
-    computes, or torch. kind: of backend."""
+    """Return llama.cpp's names of the devices that hold a stage's layers; "" if the CPU or torch
+    computes. kind: of backend."""
     if kind != "llamacpp" or not config.gpu_layers:
         return ""
     return ", ".join(one.description for one in gpus())
 
 
 def pieces_of(setup: Setup) -> tuple[str, ...]:
-    """Names of the slices that a rank holds; "" alone for whole layers."""
+    """Return the names of the slices that a rank holds; "" alone for whole layers."""
     if not setup.cut:
         return ("",)
     return tuple(setup.cut[index] for index in setup.holders[setup.port.member])
 
 
 def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges of `layers` that `held` (ranges inside, in order, apart) do not cover."""
+    """Return the ranges of `layers` that are not covered by `held` (ranges inside, disjoint)."""
     found, at = [], layers[0]
     for start, stop in sorted(held):
         if at < start:
@@ -449,14 +461,14 @@ def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[
 
 
 def joined(parts: list[Part]) -> tuple[Backend, Widths]:
-    """One backend of all parts, and what its rows are like at worst."""
+    """Return all parts as one backend, with the worst of their widths."""
     if len(parts) == 1:
         return parts[0].backend, parts[0].widths
     return ChainBackend([part.backend for part in parts]), worst(parts)
 
 
 def worst(parts: list[Part]) -> Widths:
-    """What rows are like at worst."""
+    """Return the widths that hold for all parts: the smallest R and the highest costs."""
     curves = zip(*(part.widths.curve for part in parts), strict=True)
     return structs.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
                                curve=tuple(map(max, curves)))

@@ -1,10 +1,10 @@
-"""Whether the ranks of a job take turns on the cores of one host.
+"""Decides whether the ranks of a job take turns on the cores of one host (time sharing).
 
-Over hosts a pipeline computes one run at every stage. Where all ranks share the cores of one host
-that gains nothing: a run takes as long as on all cores together, and a wrong guess takes cores from
-a right one. There draft and stages do best as in a single process: one after the other, each with
-all cores, and with guesses that have to be worth their rows. Reads options and what ranks have
-told; knows no model.
+Over several hosts, a pipeline computes a run at every stage at the same time. Where all ranks
+share the cores of one host this gains nothing: a run takes as long as on all cores together, and a
+wrong speculative token takes cores from a right one. There, draft and stages compute one after the
+other, each with all cores, and a speculative token has to pay for its row. This module reads
+options and the ranks' facts; it has no model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipeinfer.strategies import registry
 
 def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collection[str],
                 numa_nodes: int) -> bool:
-    """Whether all ranks compute by turns, with all cores of the host that they share.
+    """Whether all ranks take turns with all cores of the host that they share.
 
-    Not where somebody has bound threads or asked for what only overlapping runs have; not where
-    sums are split by threads (torch), where ranks stand for other machines (`--pace-ms`), or where
-    memory is nearer to some cores than to others. backends: of the stages; numa_nodes: of rank 0's
-    host.
+    They do not if the user has bound threads or set an option that only overlapping runs have, if
+    sums are split by threads (torch), if ranks stand for other machines (`--pace-ms`), or if the
+    host has several NUMA nodes.
+    backends: of the stages. numa_nodes: of rank 0's host.
     """
     model, cluster, own = config.model, config.cluster, config.speculation
     ranks = [one for one in hosts if not one.dead]

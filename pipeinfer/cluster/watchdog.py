@@ -1,13 +1,13 @@
-"""A process beside each rank that kills it when it hangs.
+"""The watchdog: a process next to each rank that kills it when it hangs.
 
-MPI learns of a rank's death at once and of a hanging one never, so a rank that is stopped, or whose
-main thread does not come back, is turned into a dead one on its own host. A thread of the rank
-writes a byte into a pipe several times in the time allowed; the watchdog, a small process of its
-own session, kills the rank when no byte comes, and ends with it. The thread itself ends a rank
-whose main thread has not come around within its deadline.
+MPI detects the death of a rank at once and a hanging rank never. So a rank that is stopped, or
+whose main thread does not return, is killed on its own host. A thread of the rank writes a byte
+into a pipe several times in the allowed time. The watchdog, a small process in a session of its
+own, kills the rank when no byte comes, and exits with it. The thread itself kills a rank whose
+main thread exceeds its deadline.
 
-Runs as a script without the package (`python watchdog.py`), so it imports nothing but the standard
-library and knows no MPI, no model and no option.
+It runs as a script without the package (`python watchdog.py`), so it imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ if TYPE_CHECKING:
 _BEATS = 8  #: in the time after which silence counts as a hang
 _PATIENT, _PATIENCE = 5.0, b"p"  #: times the time allowed, and the byte that asks for it
 START_SECONDS = 60.0  #: for MPI_Init on every rank
-_LATE = 2.0  #: times the longest sleep after which the watchdog itself was not running
+_LATE = 2.0  #: longest sleeps that passed in one: then the watchdog itself was not running
 
 
 class Watchdog:
-    """Starts the process. Start it before MPI: a process that talks MPI should not fork. Nothing is
-    watched before `arm`, for MPI_Init holds up every thread until all ranks are there; start: the
-    seconds that this may take."""
+    """Starts and feeds the watchdog process.
+
+    Make it before MPI starts: a process that uses MPI should not fork. Hangs are not detected
+        before `arm`, because MPI_Init blocks every thread until all ranks are there.
+
+    name: of the rank, for messages. seconds: allowed time without a byte.
+    pulse: sign of life of the main thread. start: seconds that MPI_Init may take.
+    """
 
     def __init__(self, name: str, seconds: float, pulse: Pulse, start: float = START_SECONDS
                  ) -> None:
@@ -51,13 +56,13 @@ class Watchdog:
         os.close(reads)
 
     def arm(self) -> None:
-        """Begin: a thread keeps the process calm from now on."""
+        """Start the thread that writes to the watchdog from now on."""
         self._pulse.told = self._write
         self._write()
         threading.Thread(target=self._beat, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is watched any more."""
+        """End the watchdog process; the rank is not watched any more."""
         pipe, self._pipe = self._pipe, -1
         with contextlib.suppress(OSError):
             os.write(pipe, b"q")
@@ -80,7 +85,11 @@ class Watchdog:
 
 
 def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_SECONDS) -> None:
-    """The watchdog's loop: until the rank ends, or is ended."""
+    """The watchdog's loop: return when the rank ends, or kill it.
+
+    pipe: file descriptor from which the rank's bytes are read. pid: of the rank.
+    seconds, name, start: see `Watchdog`.
+    """
     if not select.select([pipe], (), (), start)[0]:
         _kill(pid, f"{name} on {socket.gethostname()} has been waiting in MPI_Init for more than "
                    f"{start:.0f} s (did another rank die?)")
@@ -99,7 +108,7 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
                 return
             heard, allowed = now, _PATIENT * seconds if data[-1:] == _PATIENCE else seconds
         elif now - asleep > _LATE * pause:
-            heard = now  # this process was not running either: the machine slept
+            heard = now  # this process did not run either: the machine was suspended
         elif now - heard > allowed:
             _kill(pid, f"{name} on {socket.gethostname()} has not responded for "
                        f"{now - heard:.1f} s")

@@ -1,5 +1,5 @@
-"""What makes a rank's slices a member of a wide stage: the team, how parts of sums travel, and for
-how long others are waited for."""
+"""Makes a rank's slices a member of a wide stage: the team, the path of the all-reduce, and how
+long a member waits for the others."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Port
 
 _TRIES = 24  #: sums that are timed at the start
-_LOOKS = 8  #: how often the leader looks for a reason to stop within a run
-_PATIENCE = 0.5  #: of --timeout, for a part: whoever waits for the stage, or its run, waits longer
+_LOOKS = 8  #: times within a run that the leader checks whether to stop
+_PATIENCE = 0.5  #: of --timeout, for a part: waits for the stage or its run last longer
 
 
 def shape_of(setup: Setup, n_embd: int, sum_type: str) -> TeamShape:
-    """What the members of a stage have to know of each other. n_embd: elements of a row."""
+    """Return what the members of a stage have to know of each other. n_embd: elements of a row."""
     slices = [Slice.parse(name) for name in setup.cut]
     last = setup.stop == setup.n_layers
     vocabulary = tuple(one.vocab for one in slices) if last else ()
@@ -38,8 +38,11 @@ def shape_of(setup: Setup, n_embd: int, sum_type: str) -> TeamShape:
 
 
 def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse: Pulse) -> Team:
-    """This member's side of its stage's sums. Collective: the leader tells the others how parts
-    travel. Raises TransportTimeout, BackendError, UsageError."""
+    """Return this member's side of the stage's sums.
+
+    All members call it together: the leader sends the others the path of the sums. Raises
+        TransportTimeout, BackendError, UsageError.
+    """
     shape = shape_of(setup, n_embd, config.sum_type)
     grid = Grid(setup.widths)
     nodes = grid.members(setup.port.stage)
@@ -66,10 +69,12 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
 
 
 def _hear_region(port: Port, timeout: float, leader: int, early: list[Part]) -> str:
-    """What the leader says of shared memory. early: gets parts of members that heard it before.
+    """Wait for the leader's message on shared memory; return the region's name, "" for none.
 
-    Not among the transactions, which the head sends as well: what comes first of two senders is
-    open. Raises TransportTimeout.
+    early: receives the parts of members that got this message before.
+
+    The message is not a transaction, because the head sends those as well, and the order of
+    messages from two senders is undefined. Raises TransportTimeout.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -90,8 +95,10 @@ def _hear_region(port: Port, timeout: float, leader: int, early: list[Part]) -> 
 
 
 def sum_seconds(team: Team, n_embd: int) -> float:
-    """Of one sum for a single row, the median of some. Collective. Raises what waiting for others
-    raises."""
+    """Return the median time of one sum for a single row, in seconds.
+
+    All members call it together. Raises what waiting for others raises.
+    """
     zeros = [np.zeros(n_embd, np.float32) for _ in team.shape.own]
     times = []
 
@@ -113,8 +120,11 @@ def sum_seconds(team: Team, n_embd: int) -> float:
 
 
 class SumWatch:
-    """Called now and then while a part is awaited: the rank is alive, but for how long? Raises
-    Regrouped and Dismissed where the job has gone on without this sum, PeerSilent."""
+    """Called repeatedly while a member waits for a part; limits that wait.
+
+    timeout: --timeout in seconds, half of which is the limit. A call raises PeerSilent after it,
+        and Regrouped or Dismissed if the job has gone on without this sum.
+    """
 
     def __init__(self, port: Port, nodes: Sequence[int], shape: TeamShape, pulse: Pulse,
                  timeout: float) -> None:
@@ -126,11 +136,11 @@ class SumWatch:
     def __call__(self, index: int) -> None:
         member = self._shape.holder_of(index)
         count, now = (self.team.count if self.team else 0), time.monotonic()
-        if count != self._sum or now - self._called > 1.0:  # waits anew
+        if count != self._sum or now - self._called > 1.0:  # the next wait has begun
             self._sum, self._since = count, now
         self._called = now
         self._pulse.beat(f"waits for slice {index} of its stage")
-        self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
+        self._port.take(Tag.ERROR)  # never sent to stages; raises if an epoch has begun meanwhile
         if now - self._since > self._timeout:
             run = None if self.team is None else self.team.run_id
             raise PeerSilent(rank=self._port.node, peer=self._nodes[member], tag=Tag.SUM.name,
