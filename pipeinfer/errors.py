@@ -16,7 +16,7 @@
         |-- RankRefused                 a rank cannot take part; exits with that rank's code
         |-- RankLost                    a rank is dead or unreachable (the job may recover)
         |-- WorkerFailed                another rank failed; carries its traceback (likewise)
-        `-- LinkCut                     two stages do not hear each other (likewise)
+        `-- LinkCut                     the link between two stages is cut (likewise)
 
 Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
 `server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
@@ -112,7 +112,9 @@ class InvariantError(ClusterError):
 class RankRefused(ClusterError):
     """Another rank cannot take part from the start.
 
-    rank, host: which; exit_code: of its own error
+    rank, host: which rank
+    reason: its error, in one line
+    exit_code: of its error
     """
 
     def __init__(self, rank: int, host: str, reason: str, exit_code: int) -> None:
@@ -151,9 +153,10 @@ class WorkerFailed(ClusterError):
 
 
 class LinkCut(ClusterError):
-    """What a node sends does not get to the next one, though the head hears both.
+    """Messages from one node do not reach the next one, though both reach the head.
 
-    source, node: the two nodes; seconds: for which nothing has come, at least
+    source, node: the two nodes
+    seconds: for which nothing has arrived, at least
     """
 
     def __init__(self, source: int, node: int, seconds: float) -> None:

@@ -1,7 +1,5 @@
-"""What users write and name: TOML files, sizes, files to be written. What is wrong is one line.
-
-Knows no keys.
-"""
+"""Input files and values of the user: TOML files, sizes, and output files. Every error is one
+line."""
 
 from __future__ import annotations
 
@@ -22,7 +20,11 @@ _UNITS = {"": 1, "b": 1, **{
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """The tables of the file. what: such as "config file", for messages. Raises UsageError."""
+    """Return the tables of a TOML file.
+
+    what: the kind of file, such as "config file", for messages.
+    Raises UsageError if it cannot be read, is too large or is not valid.
+    """
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -43,14 +45,14 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError when `path` could not be written later."""
+    """Raise UsageError if `path` could not be written later."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: its folder is missing or not writable")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write all of a file or nothing. Raises UsageError."""
+    """Write a whole file or nothing. Raises UsageError."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent or ".", delete=False) as file:
             file.write(text)
@@ -60,7 +62,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def parse_bytes(value: Any, where: str) -> int:
-    """Bytes from a number or a text such as "8 GiB" or "7.5GB". Raises UsageError."""
+    """Return a number of bytes from an integer or a text such as "8 GiB" or "7.5GB".
+
+    where: the setting, for messages. Raises UsageError.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
         return int(value)
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)",

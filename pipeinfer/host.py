@@ -1,6 +1,6 @@
-"""Facts about this process's place: rank, host, processors, memory, processor features.
+"""Facts about this process's place: rank, host, cores, memory, CPU features.
 
-Knows the launchers' environment variables and Linux's files; knows no MPI and no model.
+Reads the launchers' environment variables and Linux's files; uses no MPI and no model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
 
 
-SECRETS = "PIPEINFER_SECRETS"  #: host:path of what only rank 0 may know, until it has read it
+SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank 0 has read it
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
 SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
                 "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
 class HostFacts(Struct, frozen=True):
-    """What a rank tells the head about itself. Memory in bytes."""
+    """The facts that a rank sends to the head. Memory in bytes."""
 
     host: str
     pid: int
@@ -57,7 +57,11 @@ class HostFacts(Struct, frozen=True):
 
 
 class Place(Struct):
-    """Where this process stands in the job."""
+    """The place of this process in the job.
+
+    rank, size: in the job. comm: the MPI communicator, None in a job of one process.
+    cores: that this rank may use. local_rank, local_size: among the ranks of its host.
+    """
 
     rank: int
     size: int
@@ -68,17 +72,17 @@ class Place(Struct):
 
 
 def launched_size() -> int:
-    """How many ranks the launcher started, 1 without a launcher."""
+    """Return how many ranks the launcher started, 1 without a launcher."""
     return _first_int(_SIZE_VARIABLES, 1)
 
 
 def launched_rank() -> int:
-    """This process's rank by the launcher's environment, 0 without one."""
+    """Return this process's rank by the launcher's environment, 0 without one."""
     return _first_int(_RANK_VARIABLES, 0)
 
 
 def take_secrets() -> None:
-    """Rank 0: have the variables that were kept from its launcher. What held them goes."""
+    """Rank 0: set the variables that were withheld from its launcher, and delete their file."""
     where, _, path = os.environ.pop(SECRETS, "").partition(":")
     if launched_rank() or where != socket.gethostname():
         return
@@ -88,10 +92,11 @@ def take_secrets() -> None:
 
 
 def widen_affinity(local_rank: int, local_size: int) -> int:
-    """Use every processor the cgroup allows, shared out among the ranks of this host.
+    """Bind this process to its share of all cores that the cgroup allows.
 
-    With at least one core per rank each takes its own share; otherwise all share all. Returns
-    the number of cores a rank may count on.
+    local_rank, local_size: among the ranks of this host.
+    With at least one core per rank each takes its own share; otherwise all share all. Returns the
+    number of cores that a rank may use.
     """
     cores = sorted(_widen())
     each = min(len(cores), _quota()) // local_size
@@ -102,17 +107,18 @@ def widen_affinity(local_rank: int, local_size: int) -> int:
 
 
 def cores_here(local_size: int) -> int:
-    """Cores of the present binding that a rank may count on, without changing it."""
+    """Return the cores of the present binding that a rank may use, without changing the binding."""
     bound = len(os.sched_getaffinity(0))
     share = max(1, min(os.cpu_count() or 1, _quota()) // local_size)
     return max(1, min(bound, share))
 
 
 def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
-    """Keep this rank on one NUMA node's cores and set `place.cores` to its share of them.
+    """Bind this rank to the cores of one NUMA node; set `place.cores` to its share of them.
 
-    which: a node's number for all ranks of the host, or per-rank to deal the host's ranks out over
-    its nodes; anything else changes nothing. Raises UsageError when the node does not exist.
+    which: a NUMA node's number, for all ranks of the host, or per-rank to distribute the host's
+        ranks over its nodes; any other value changes nothing.
+    Raises UsageError when the node does not exist.
     """
     if which != "per-rank" and not which.isdigit():
         return
@@ -139,7 +145,8 @@ def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
 
 
 def choose_gpu(device: str) -> None:
-    """Show this process the one GPU of `gpu:N`, unless the environment chose already."""
+    """Make only the GPU of `gpu:N` visible to this process, unless the environment has chosen
+    one."""
     kind, _, number = device.partition(":")
     if kind == "gpu" and number:
         for name in _GPU_VARIABLES:
@@ -147,7 +154,7 @@ def choose_gpu(device: str) -> None:
 
 
 def _cpu_list(path: Path) -> set[int]:
-    """The processors of a kernel list such as 0-7,16-23."""
+    """Return the cores of a kernel list such as 0-7,16-23."""
     cpus: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
         for part in path.read_text(encoding="ascii").strip().split(","):
@@ -167,9 +174,12 @@ def on_one_host() -> bool:
 
 
 def choose_transports() -> None:
-    """Before MPI starts: what Open MPI is to leave alone. On one host that is TCP, whose ports are
-    open on every interface; and without a network for it ofi, which waits a second in MPI_Init
-    when it gives up. Whoever sets OMPI_MCA_btl is asked no more."""
+    """Before MPI starts: disable transports that Open MPI does not need, unless OMPI_MCA_btl is
+    set.
+
+    On one host this is TCP, whose ports are open on every interface. On one host, and without a
+    network for it, this is ofi, which waits a second in MPI_Init before it gives up.
+    """
     if launched_size() > 1:
         alone = on_one_host()
         useless = ["tcp"] if alone else []
@@ -180,12 +190,12 @@ def choose_transports() -> None:
 
 
 def numa_nodes(root: Path = _NUMA_NODES) -> int:
-    """How many NUMA nodes with cores this host has; at least 1."""
+    """Return how many NUMA nodes with cores this host has; at least 1."""
     return max(1, sum(bool(_cpu_list(path / "cpulist")) for path in root.glob("node[0-9]*")))
 
 
 def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
-    """What this rank tells the others about its host; memory in bytes."""
+    """Return the facts that this rank sends to the head."""
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
     return HostFacts(
@@ -196,14 +206,14 @@ def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """The instruction sets that decide whether a native build runs here."""
+    """Return the instruction sets that decide whether a native build runs here."""
     flags = _processor_flags()
     return tuple(name for name in _FEATURES if name in flags)
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 in hardware. Where it does not, a product in
-    bfloat16 takes several times as long as in float32."""
+    """Whether this CPU multiplies bfloat16 in hardware. If not, a product in bfloat16 takes
+    several times as long as in float32."""
     return bool(_processor_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -217,13 +227,13 @@ def _processor_flags() -> set[str]:
 
 
 def physical_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the size of this machine's memory in bytes."""
     return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
 
 
 def free_memory(meminfo: Path = _MEMORY) -> int:
-    """Bytes that more processes may take here without pushing out a page that one has mapped, such
-    as a stage's weights; 0 where that is not known."""
+    """Return the bytes that more processes may take without evicting pages that a process has
+    mapped, such as a stage's weights; 0 if unknown."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
         found = {name: 1024 * int(rest.split()[0]) for name, _, rest in
@@ -235,15 +245,16 @@ def free_memory(meminfo: Path = _MEMORY) -> int:
 
 
 def memory_parts() -> dict[str, int]:
-    """Resident memory of this process: all of it, and what is not file-backed."""
+    """Return this process's resident memory in bytes: all of it, and the part that no file
+    backs."""
     info = psutil.Process().memory_info()
     return {"rss": int(info.rss), "anonymous": int(info.rss - getattr(info, "shared", 0))}
 
 
 def _memory_left() -> int:
-    """Bytes that the control groups of this process still allow.
+    """Return the bytes that the control groups of this process still allow.
 
-    Pages of files that were read long ago count as used there, and are given back when needed.
+    Inactive file pages count as used there, but are released when needed, so they are added.
     """
     left = 1 << 62
     for group in _groups("memory"):
@@ -261,12 +272,12 @@ def _memory_left() -> int:
 
 
 def _quota() -> int:
-    """Cores that the processor quotas of this process's control groups allow, rounded up."""
+    """Return the cores that the CPU quotas of this process's control groups allow, rounded up."""
     return max(1, math.ceil(quota()))
 
 
 def quota() -> float:
-    """Cores that the processor quotas allow, 2**20 where there is none."""
+    """Return the cores that the CPU quotas allow, 2**20 without a quota."""
     cores = float(1 << 20)
     for group in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -281,7 +292,7 @@ def quota() -> float:
 
 
 def _groups(controller: str) -> list[Path]:
-    """This process's control group and all above it, in version 1 and 2; those that are seen.
+    """Return this process's control group and its ancestors, in versions 1 and 2.
 
     Slurm, systemd and containers set their limits at any of these levels.
     """
@@ -308,8 +319,8 @@ def _first_int(names: tuple[str, ...], default: int) -> int:
 
 
 def _allowed() -> int:
-    """How many cores this rank may run on once its binding is widened: a launcher may have put it
-    where it sees but some of the host's."""
+    """Return how many cores this rank may use once its binding is widened: a launcher may have
+    bound it to some of the host's."""
     bound = os.sched_getaffinity(0)
     found = len(_widen())
     with contextlib.suppress(OSError):
@@ -318,15 +329,18 @@ def _allowed() -> int:
 
 
 def _widen() -> set[int]:
-    """Let this thread run on every core that its launcher leaves it; these."""
+    """Let this thread run on every core that is not withheld; return these cores."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     return os.sched_getaffinity(0)
 
 
 def use_cores(count: int, own: Set[int]) -> None:
-    """Let this thread, and those that it starts, run on its own cores, or on any core of the host
-    when it may use more than those."""
+    """Bind this thread, and those that it starts, to its own cores, or to all cores of the host
+    if it may use more than those.
+
+    count: cores that it may use. own: its own cores.
+    """
     if count > len(own):
         _widen()
         return
@@ -335,5 +349,6 @@ def use_cores(count: int, own: Set[int]) -> None:
 
 
 def threads_of(asked: int, place: Place) -> int:
-    """Threads for a backend: what was asked for, never more than this rank's cores."""
+    """Return the threads for a backend: `asked`, or one per core if 0; never more than the
+    cores."""
     return min(asked or place.cores, place.cores)

@@ -1,7 +1,7 @@
 """Importing without Python's cycle collector, and finding optional C parts.
 
-What modules make stays, so among it the collector looks for garbage again and again and finds none:
-a tenth of the time that a rank takes to import, a quarter for torch.
+Objects that modules create are never freed, so the collector searches them repeatedly without
+result: a tenth of the time that a rank takes to import, a quarter for torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Modules are imported here; what they have made is not looked through later, either."""
+    """Import modules in this context: the collector is off, and later ignores the objects made
+    in it."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -27,6 +28,6 @@ def uncollected() -> Iterator[None]:
 
 
 def c_part(name: str, folder: Path) -> str | None:
-    """The file of an optional C part in this folder, None where it was not compiled."""
+    """Return the path of an optional C part in this folder, None if it was not compiled."""
     spec = PathFinder.find_spec(name, [str(folder)])
     return None if spec is None else spec.origin

@@ -1,11 +1,11 @@
-"""Hostfiles, and the TOML file beside one that says what each of its hosts is.
+"""Hostfiles, and the TOML file next to one with the settings of each host.
 
     hostfiles/xeon         xeon1 slots=1           Open MPI's format
     hostfiles/xeon.toml    [node."xeon*"]          settings by host name or pattern
                            threads = 16
 
-Only reads: it starts nothing, asks no host and knows no MPI; names of profiles and links are
-checked by those who use them.
+This module only reads the files: it contacts no host and uses no MPI. Names of profiles and links
+    are checked where they are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = 64  #: characters of a group's name
 
 
 class HostEntry(Struct, frozen=True):
-    """A line of a hostfile: where ranks may run, how many, and the line it stands on."""
+    """A line of a hostfile: host, number of ranks, line number and user."""
 
     host: str
     slots: int
@@ -81,7 +81,7 @@ class NodeSettings(Struct, frozen=True):
 
     @property
     def bound(self) -> bool:
-        """Whether somebody has said with how many threads a stage computes, or where."""
+        """Whether the settings give the number of a stage's threads, or where they run."""
         return bool(self.threads or self.numa)
 
     @property
@@ -90,11 +90,11 @@ class NodeSettings(Struct, frozen=True):
         return bool(self.gpu_layers) or self.device.startswith("gpu")
 
     def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
-        """Option values that these settings stand for, without those named in `given`.
+        """Return the option values of these settings, without those named in `given`.
 
-        `device = "cpu"` means no layer on a GPU, a gpu device all of them, unless gpu_layers says
-        otherwise; torch takes the one GPU that is shown to the process. The number of a NUMA
-        node is no option of llama.cpp and is left out.
+        `device = "cpu"` means no layer on a GPU, a gpu device all of them, unless gpu_layers is
+        given; torch takes the one GPU that the process sees. The number of a NUMA node is no
+        option of llama.cpp and is left out.
         """
         values: dict[str, Any] = {}
         if self.device:
@@ -139,7 +139,7 @@ class RankInfo(Struct, frozen=True):
 
 
 class Nodes(Struct, frozen=True):
-    """A nodes file. layers: the whole job's split, stage by stage. link: a link profile's name."""
+    """A nodes file. layers: the whole job's split, by stage. link: a link profile's name."""
 
     path: str
     layers: tuple[int, ...] | None = None
@@ -148,7 +148,8 @@ class Nodes(Struct, frozen=True):
     tables: tuple[tuple[str, dict[str, Any]], ...] = ()
 
     def of(self, host: str) -> NodeSettings:
-        """Settings of `host`: defaults, then patterns in the file's order, then its own name.
+        """Return the settings of `host`: defaults, then patterns in the file's order, then its
+        own name.
 
         A table for `xeon1` also fits the host `xeon1.lab.example`.
         """
@@ -165,9 +166,10 @@ class Nodes(Struct, frozen=True):
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """The hosts of a file in Open MPI's format (`host slots=4`) or hydra's (`host:4`), in order.
+    """Return the hosts of a file in Open MPI's format (`host slots=4`) or hydra's (`host:4`), in
+    order.
 
-    A host without a number has one slot. Raises UsageError naming file and line.
+    A host without a number has one slot. Raises UsageError with file and line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -223,8 +225,9 @@ def _slots(text: str, where: str) -> int:
 
 
 def ranks_of(entries: Sequence[HostEntry], n_ranks: int, path: str | Path) -> tuple[str, ...]:
-    """The host of each rank: slot by slot, as mpirun deals them out.
+    """Return the host of each rank: slot by slot, as mpirun assigns them.
 
+    path: of the hostfile, for messages.
     Raises UsageError when the hosts have fewer slots than `n_ranks`.
     """
     hosts = [entry.host for entry in entries for _ in range(entry.slots)]
@@ -239,14 +242,14 @@ def ranks_of(entries: Sequence[HostEntry], n_ranks: int, path: str | Path) -> tu
 
 
 def nodes_file_beside(hostfile: str | Path) -> Path | None:
-    """The nodes file of a hostfile: its name and `.toml`, or None where there is none."""
+    """Return the nodes file of a hostfile: its name and `.toml`; None if it does not exist."""
     path = Path(hostfile)
     beside = path.with_name(path.name + ".toml")
     return beside if beside.is_file() else None
 
 
 def read_nodes(path: str | Path) -> Nodes:
-    """The nodes file `path`. Raises UsageError naming the file, the table and the key."""
+    """Return the nodes file `path`. Raises UsageError with the file, the table and the key."""
     data = read_toml(path, "nodes file")
     where = f"nodes file {path}"
     known = ("layers", "link", "defaults", "node")
@@ -279,7 +282,7 @@ def read_nodes(path: str | Path) -> Nodes:
 
 
 def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """The checked values of a table."""
+    """Return the checked values of a table."""
     names = [f.name for f in structs.fields(NodeSettings)]
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -328,12 +331,12 @@ def _setting(name: str, value: Any, where: str) -> Any:
 
 
 def load(config: ClusterConfig) -> Nodes | None:
-    """The nodes file that the config names, None when it names none."""
+    """Return the nodes file that the config names, None if it names none."""
     return read_nodes(config.nodes) if config.nodes else None
 
 
 def apply(resolved: Resolved, host: str) -> Resolved:
-    """Fill in what the nodes file says about `host`, except what the command line gave."""
+    """Return the config with the nodes file's settings of `host`; command-line options win."""
     nodes = load(resolved.config.job.cluster)
     if nodes is None:
         return resolved
@@ -344,13 +347,14 @@ def apply(resolved: Resolved, host: str) -> Resolved:
 
 
 def group_of(info: RankInfo) -> str:
-    """What a rank's group is called: ranks of one wide stage are in the same one."""
+    """Return the name of a rank's group. All ranks of one wide stage are of the same group."""
     own = info.settings.group
     return f"{own} {info.host}" if own == OWN_HOST else own
 
 
 def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
-    """Refuse a job whose head is not where the nodes file puts it. hosts: one name per rank."""
+    """Raise UsageError if the nodes file puts the head on another host. hosts: one name per
+    rank."""
     for rank, name in enumerate(hosts):
         if nodes.of(name).role == "head" and name != hosts[0]:
             raise UsageError(
@@ -372,7 +376,7 @@ def _reason(error: Exception) -> str:
 
 
 def settle(config: JobConfig, place: Place, node: NodeSettings) -> JobConfig:
-    """Take what the nodes file says about this host: option values, its GPU, its NUMA node."""
+    """Apply the nodes file's settings of this host: option values, its GPU, its NUMA node."""
     host.choose_gpu(node.device)
     if not config.cluster.keep_binding:
         host.bind_numa(node.numa, place)

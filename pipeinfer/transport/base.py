@@ -1,11 +1,12 @@
-"""The seam between nodes: ports that carry messages, in order per (sender, receiver, tag).
+"""The interface between nodes: ports that carry messages, in order per (sender, receiver, tag).
 
-A *node* is the head (0) or a stage (1..N); how nodes map to processes is the transport's affair.
-Ports know no runs, models or policies. A send never blocks and keeps its buffer until the bytes
-are gone; a receive never blocks either: `wait` sleeps until something may be there.
+A *node* is the head (0) or a stage (1..N); the transport maps nodes to processes. Ports have no
+notion of runs, models or policies. A send never blocks and keeps its buffer until the bytes have
+left; a receive never blocks either: `wait` sleeps until a message may have arrived.
 
-Who holds which node may change while a job runs. Each such arrangement is an *epoch*: a frame
-belongs to the epoch it was sent in, frames of earlier ones are dropped, frames of later ones wait.
+The mapping of nodes to ranks may change while a job runs. Each mapping is an *epoch*. A frame
+belongs to the epoch in which it was sent; frames of earlier epochs are dropped, frames of later
+ones wait.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from pipeinfer.core.messages import Message, Tag
 
 
 class Regrouped(Exception):
-    """The head has rearranged the nodes: messages under way on this port are void."""
+    """The head has begun an epoch: messages under way on this port are void."""
 
 
 class Dismissed(Exception):
-    """The job goes on, or ends, without this process."""
+    """This process is to leave: the job continues, or ends, without it."""
 
 
 class Layout(Struct, frozen=True):
-    """Which rank holds which node, `rank_of[node]`, from an epoch on."""
+    """The mapping of nodes to ranks in one epoch: `rank_of[node]`."""
 
     rank_of: tuple[int, ...]
     epoch: int = 0
 
     def local_nodes(self, rank: int) -> list[int]:
-        """Nodes of a rank, ascending."""
+        """Return the nodes of a rank, ascending."""
         return [node for node, owner in enumerate(self.rank_of) if owner == rank]
 
 
@@ -51,26 +52,26 @@ class Envelope(Struct, frozen=True):
 
 
 class Traffic(Struct):
-    """What a port has sent: messages and bytes, per tag."""
+    """The messages and bytes that a port has sent, per tag."""
 
     messages: dict[Tag, int] = field(default_factory=dict)
     n_bytes: dict[Tag, int] = field(default_factory=dict)
 
     def count(self, tag: Tag, size: int) -> None:
-        """Note one message of `size` bytes."""
+        """Count one message of `size` bytes."""
         self.messages[tag] = self.messages.get(tag, 0) + 1
         self.n_bytes[tag] = self.n_bytes.get(tag, 0) + size
 
     @property
     def total_bytes(self) -> int:
-        """How many bytes were sent in all, over all tags."""
+        """The bytes sent over all tags."""
         return sum(self.n_bytes.values())
 
 
 class Port(Protocol):
-    """One node's access to the others.
+    """The interface by which one node exchanges messages with the others.
 
-    `take` and `wait` raise Regrouped from the moment a new epoch is known until `adopt` is called,
+    `take` and `wait` raise Regrouped from the moment a new epoch arrives until `adopt` is called,
     and Dismissed when the process is to leave.
     """
 
@@ -81,77 +82,83 @@ class Port(Protocol):
         """Queue `message` for node `dest`; returns at once."""
 
     def take(self, tag: Tag) -> Envelope | None:
-        """The oldest message of `tag` that has arrived, or None."""
+        """Return the oldest message of `tag` that has arrived, or None."""
 
     def adopt(self) -> None:
-        """Enter the newest epoch; `node` is this port's node there."""
+        """Enter the newest epoch; `node` becomes this port's node there."""
 
     @property
     def gone(self) -> set[int]:
-        """Ranks that are dead or were given up."""
+        """The ranks that are dead or were given up."""
 
     def order(self, rank: int, order: Order) -> None:
-        """Rank 0: tell a rank something that is of no epoch; it gets there if the rank lives."""
+        """Rank 0: send a rank an order, which belongs to no epoch; it arrives if the rank lives."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """Rank 0: begin an epoch. Every rank is told, and this port enters it."""
+        """Rank 0: begin an epoch. Every rank receives the layout, and this port enters it.
 
-    def take_order(self) -> Order | None:
-        """The newest order to this rank that is not the transport's own (Place, Leave)."""
-
-    def post(self, rank: int, message: Message) -> None:
-        """Send a message that is of no epoch to a rank; it gets there, in order, if the rank lives.
+        given_up: ranks that the job continues without.
         """
 
+    def take_order(self) -> Order | None:
+        """Return the newest order to this rank that the transport does not handle itself (as it
+        does Place and Leave), or None."""
+
+    def post(self, rank: int, message: Message) -> None:
+        """Send a rank a message that belongs to no epoch; it arrives, in order, if the rank
+        lives."""
+
     def take_post(self) -> tuple[int, Message] | None:
-        """The oldest message of no epoch that has arrived, and the rank that sent it."""
+        """Return the oldest message of no epoch that has arrived and the rank that sent it, or
+        None."""
 
     def new_losses(self) -> set[int]:
-        """Ranks that were found dead since the last time this was asked."""
+        """Return the ranks that were found dead since the last call."""
 
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed.
 
-        live: something is under way, so look often; otherwise save the processor. tag: messages of
-        others do not end it, and neither does `wake`.
+        live: whether a message is expected soon, so that MPI is polled often; else the CPU is
+            spared.
+        tag: if given, neither messages of other tags nor `wake` end the wait.
         """
 
     def wake(self) -> None:
         """End a `wait`; the only method that other threads may call."""
 
     def close(self, timeout: float) -> None:
-        """Give queued sends up to `timeout` seconds to leave."""
+        """Wait up to `timeout` seconds for queued sends to leave."""
 
 
 class Wakeup:
-    """Like `threading.Event`, and safe to `set` in a signal handler: an Event that its own thread
-    was interrupted in blocks there for ever. One thread waits and clears."""
+    """A `threading.Event` that is safe to `set` in a signal handler. (An Event blocks forever if
+    the handler interrupts the thread that uses it.) Only one thread may wait and clear."""
 
     def __init__(self) -> None:
         self._is_set = False
-        # Taken but when it rings: releasing it is reentrant. SimpleQueue is, too, but its `get`
-        # may wait for ever when the timeout is short.
+        # Locked unless set, because release is reentrant. SimpleQueue is reentrant too, but its
+        # `get` may wait forever when the timeout is short.
         self._silence = threading.Lock()
         self._silence.acquire()
 
     def is_set(self) -> bool:
-        """Whether it was set since it was cleared."""
+        """Whether it was set since it was last cleared."""
         return self._is_set
 
     def set(self) -> None:
-        """End a wait, now or when it begins; from any thread."""
+        """End the present or the next wait; any thread may call this."""
         if not self._is_set:
             self._is_set = True
-            with contextlib.suppress(RuntimeError):  # it rings already
+            with contextlib.suppress(RuntimeError):  # another thread has released it
                 self._silence.release()
 
     def clear(self) -> None:
-        """Forget all rings that have not been waited for."""
+        """Discard all calls of `set` so far."""
         self._silence.acquire(blocking=False)
         self._is_set = False
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until it is set, at most `timeout` seconds; whether it is."""
+        """Sleep until it is set, at most `timeout` seconds; return whether it is."""
         if not self._is_set:
             self._silence.acquire(timeout=max(timeout, 0.0))
         return self._is_set
@@ -161,11 +168,14 @@ Mail: TypeAlias = bytes | bytearray | Message
 
 
 class Mailbox:
-    """What has arrived at one node, by tag; safe to fill from any thread.
+    """The messages that have arrived at one node, by tag; any thread may fill it.
 
-    Nodes of one process hand each other messages as they are, which nobody may change then; others'
-    come as frames. epoch: of its reader. What is of a later epoch is kept until `enter`. rings:
-    whether what arrives ends a wait; not while the sender sees to it itself (`lent`).
+    Nodes of one process pass each other messages as objects, which must not be changed any more;
+    messages from other processes are encoded frames.
+
+    epoch: of its reader. Messages of a later epoch are stored until `enter`.
+    rings: whether an arrival ends a wait; False while another thread handles the messages
+        (`lent`).
     """
 
     def __init__(self, epoch: int = 0) -> None:
@@ -184,7 +194,7 @@ class Mailbox:
             self.arrived.set()
 
     def enter(self, epoch: int) -> None:
-        """Drop what has arrived, but for what belongs to `epoch` or later."""
+        """Drop all messages of epochs before `epoch`."""
         with self._lock:
             later, self._later = self._later, []
             self._frames = {tag: deque() for tag in Tag}
@@ -201,9 +211,9 @@ class Mailbox:
             self._later.append((epoch, source, tag, frame))
 
     def take(self, tag: Tag) -> Envelope | None:
-        """The oldest message of `tag`."""
+        """Return the oldest message of `tag`, or None."""
         frames = self._frames[tag]
-        if not frames:  # an exception would take longer
+        if not frames:  # faster than to catch IndexError
             return None
         source, frame = frames.popleft()
         if isinstance(frame, bytes | bytearray):

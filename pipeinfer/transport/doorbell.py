@@ -1,8 +1,8 @@
-"""Wakes a waiting rank of the same host, so that it need not poll.
+"""Doorbells: ranks of one host wake each other, so that a waiting rank need not poll.
 
-MPI has no wait that sleeps. Ranks of one host ring one another after a send, over datagram sockets
-in Linux's abstract namespace (no file, nothing to clean up). A ring carries nothing and promises
-nothing: who hears it looks at MPI, and who misses it looks a little later. It knows no messages.
+MPI has no wait that sleeps. After a send, ranks of one host ring each other over datagram sockets
+in Linux's abstract namespace (no file, nothing to clean up). A ring carries no data and may be
+lost: a rank that receives one polls MPI at once, one that misses it polls a little later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ _MESSAGE, _WAKE = b"m", b"w"
 
 
 class Doorbell:
-    """One rank's bell. `rung`: rings for messages heard so far. Raises OSError where there are no
-    such sockets."""
+    """The doorbell of one rank.
+
+    rung: the number of rings received so far, without `wake`.
+    Raises OSError if the system has no such sockets.
+    """
 
     def __init__(self, name: str) -> None:
         self.rung = 0
@@ -25,19 +28,19 @@ class Doorbell:
         self._socket.bind(self._own)
 
     def ring(self, name: str) -> bool:
-        """Ring another rank's bell; whether it can be reached (a full queue counts as rung)."""
+        """Ring another rank's bell; return whether it exists (a full queue counts as rung)."""
         return self._send(_MESSAGE, _address(name))
 
     def wake(self) -> None:
-        """End the `sleep` of this bell's own rank; from any thread."""
+        """End the `sleep` of this bell's own rank; any thread may call this."""
         self._send(_WAKE, self._own)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until someone rings or `seconds` have passed."""
+        """Sleep until a ring arrives or `seconds` have passed."""
         select.select([self._socket], (), (), max(seconds, 0.0))  # poll() rounds to milliseconds
 
     def drain(self) -> bool:
-        """Count and forget the rings heard so far; whether there were any."""
+        """Receive and count all rings so far; return whether there were any."""
         some = False
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -1,7 +1,7 @@
-"""Asking a server over HTTP: whole answers and server-sent events, with a deadline on every wait.
+"""An HTTP client: whole answers and server-sent events, with a deadline on every wait.
 
-For commands, experiments and training; one connection per request. Knows HTTP, neither what is
-asked nor what becomes of a failure.
+For commands, experiments and training; one connection per request. It does not interpret what is
+requested, and leaves the handling of failures to its caller.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FAILURES = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
 class HttpFailure(RequestError):
-    """No whole answer: nobody listens, it broke off, or a wait was longer than its deadline.
+    """There was no complete answer: connection refused, stream broken off, or deadline exceeded.
 
-    The text says why in a few words.
+    The text gives the reason in a few words.
     """
 
 
 class Answer(Struct, frozen=True):
-    """A whole answer. headers: names in lower case."""
+    """A complete answer. headers: names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,10 +51,12 @@ class Answer(Struct, frozen=True):
 
 def ask(method: str, url: str, body: Any = None, *, timeout: float,
         headers: Mapping[str, str] | None = None, proxies: bool = False) -> Answer:
-    """One request. body: sent as JSON. proxies: whether the environment's are used.
+    """Send one request and return the whole answer.
 
-    timeout: seconds for each wait: to connect, to send, for a part of the answer. Raises
-    HttpFailure.
+    body: sent as JSON.
+    timeout: seconds for each wait: to connect, to send, for a part of the answer.
+    proxies: whether to use the proxies of the environment.
+    Raises HttpFailure.
     """
     with stream(method, url, body, timeout=timeout, headers=headers, proxies=proxies) as response:
         return _whole(response, response.read())
@@ -64,14 +66,16 @@ def ask(method: str, url: str, body: Any = None, *, timeout: float,
 def stream(method: str, url: str, body: Any = None, *, timeout: float,
            headers: Mapping[str, str] | None = None, proxies: bool = False
            ) -> Iterator[httpx2.Response]:
-    """A response whose body has not been read yet; see `ask`. Leaving early hangs up."""
+    """Send one request and yield the response before its body is read. Parameters as for `ask`;
+    leaving the context early closes the connection."""
     with _failures(), httpx2.Client(**_options(url, timeout, proxies)) as client, client.stream(
             method, url, headers=_headers(headers, body), content=_content(body)) as response:
         yield response
 
 
 def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream as they come. Raises HttpFailure when it breaks off before its end."""
+    """Yield the events of a stream as they arrive. Raises HttpFailure if it breaks off before
+    its end."""
     with _failures():
         for sent in httpx2.EventSource(response, _MOST_EVENT):
             if sent.data == _END:
@@ -91,7 +95,7 @@ async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
 async def stream_async(method: str, url: str, body: Any = None, *, timeout: float,
                        headers: Mapping[str, str] | None = None
                        ) -> AsyncIterator[httpx2.Response]:
-    """`stream`, in an event loop."""
+    """Like `stream`, for use in an event loop."""
     with _failures():
         async with (httpx2.AsyncClient(**_options(url, timeout, False)) as client,
                     client.stream(method, url, headers=_headers(headers, body),
@@ -100,7 +104,7 @@ async def stream_async(method: str, url: str, body: Any = None, *, timeout: floa
 
 
 async def events_async(response: httpx2.Response) -> AsyncGenerator[dict[str, Any], None]:
-    """`events`, in an event loop."""
+    """Like `events`, for use in an event loop."""
     with _failures():
         async for sent in httpx2.EventSource(response, _MOST_EVENT):
             if sent.data == _END:
@@ -120,7 +124,8 @@ def _options(url: str, timeout: float, proxies: bool) -> dict[str, Any]:
 
 
 def _trusted() -> ssl.SSLContext | bool:
-    """Certificates of authorities: the user's own, if he names some, else those of the system."""
+    """The certificate authorities: those that SSL_CERT_FILE or SSL_CERT_DIR name, else the
+    system's."""
     file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
     return ssl.create_default_context(cafile=file, capath=folder) if file or folder else True
 
@@ -162,7 +167,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, httpx2.RemoteProtocolError):
         return "the stream ended early"
     seen: BaseException | None = error
-    while seen is not None:  # the library wraps what the system said
+    while seen is not None:  # the library wraps the system's error
         if isinstance(seen, socket.gaierror):
             return "no such host"
         if isinstance(seen, ssl.SSLCertVerificationError):

@@ -1,8 +1,8 @@
-"""Nodes as threads of one process, joined by mailboxes.
+"""Nodes as threads of one process, connected by mailboxes.
 
-They hand each other the messages themselves: encoding and decoding them took a third of the time
-between two tokens of a small model. This module knows no MPI; `transport.mpi` reuses its local half
-for a stage hosted by rank 0.
+They pass each other message objects: encoding and decoding took a third of the time between two
+    tokens of a small model. This module uses no MPI; `transport.mpi` uses `LocalPort` for a stage
+    in rank 0's process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pipeinfer.transport.lent import LentLoop
 
 
 class LocalPort:
-    """A port whose peers live in this process; others are reached through `forward`, which is
-    given the epoch that the frame belongs to. `call` asks its thread to enter another epoch. wake:
-    called after a message to a node of this process, which may sleep otherwise than by its mailbox.
-    borrows: the loop of another node, for this one's thread to work in when it would sleep.
+    """A port whose peers live in this process.
+
+    forward: sends a frame of an epoch to a node of another process: (node, tag, frame, epoch).
+    wake: called after each message to a node of this process that may sleep outside its mailbox.
+    posts: the queues of `post`, shared by the ports of a process.
+    borrows: the loop of another node, in which this node's thread works instead of sleeping.
     """
 
     borrows: LentLoop | None = None
@@ -41,7 +43,7 @@ class LocalPort:
         self._epoch = self._called = self._own.epoch
 
     def call(self, epoch: int) -> None:
-        """From another thread: there is a new epoch."""
+        """Announce a new epoch; another thread calls this."""
         self._called = epoch
         self._own.arrived.set()
 
@@ -82,7 +84,7 @@ class LocalPort:
         """See `Port`; does nothing, as there is no other rank."""
 
     def take_order(self) -> Order | None:
-        """There is no rank without a node."""
+        """Return None: every rank here has a node."""
         return None
 
     def post(self, rank: int, message: Message) -> None:
@@ -120,16 +122,16 @@ class LocalPort:
         self._own.arrived.set()
 
     def lent(self) -> LentLoop:
-        """A way for another node of this process to work in this one's loop."""
+        """Return the means by which another node of this process works in this one's loop."""
         return LentLoop(self._own)
 
     def close(self, timeout: float) -> None:
-        """Nothing is ever queued here."""
+        """Do nothing: sends are never queued here."""
         del timeout
 
 
 def local_ports(n_nodes: int) -> list[LocalPort]:
-    """Ports of `n_nodes` nodes that share this process."""
+    """Return the ports of `n_nodes` nodes that share this process."""
     mailboxes = {node: Mailbox() for node in range(n_nodes)}
     posts: defaultdict[int, deque[tuple[int, Message]]] = defaultdict(deque)
     return [LocalPort(node, mailboxes, posts=posts) for node in range(n_nodes)]

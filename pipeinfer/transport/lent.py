@@ -1,12 +1,12 @@
-"""A node's message loop that another thread of its process may run for a turn.
+"""A node's message loop that another thread of the process may run for one message.
 
-To hand a short run to a thread that sleeps, and its result back to one that does, costs two
-wake-ups: 0.2 ms of the 8 that a token of a 135 M model takes. So a stage in the head's own process
-lends its loop while its runs are short, and the head's thread, which waits for nothing else then,
-does the work itself. Long runs stay with the stage's own thread: the head could not cancel them.
+To pass a short run to a sleeping thread, and its result back to another, costs two wake-ups: 0.2
+ms of the 8 ms that a token of a 135 M model takes. So a stage in the head's process lends its loop
+while its runs are short, and the head's thread, which has nothing else to wait for then, does the
+work itself. Long runs stay with the stage's own thread: otherwise the head could not cancel them.
 
-Both threads take messages under one lock, in order, so it does not matter who comes first. The own
-thread looks now and then, whether or not it is rung for.
+Both threads take messages under one lock, in order, so it does not matter which comes first. The
+own thread also checks its mailbox regularly, without being woken.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipeinfer.transport.base import Mailbox
 
 
 class Stuck(Exception):
-    """A turn in another thread does not come back."""
+    """A turn that another thread runs does not end."""
 
 
 class LentLoop:
-    """Of the node that reads `mailbox`. turn: handles one message; whether there was one."""
+    """The loop of the node that reads `mailbox`."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -31,14 +31,22 @@ class LentLoop:
         self._error: Exception | None = None
 
     def lend(self, turn: Callable[[], bool] | None) -> None:
-        """The node's own thread, or a turn: lend the loop from now on, or (None) keep it."""
+        """Lend the loop to other threads, or end that. The node's own thread calls this, or a
+        turn.
+
+        turn: handles one message and returns whether there was one; None: the loop is not lent any
+            more.
+        """
         kept, self._turn = self._turn is not None and turn is None, turn
         self._mailbox.rings = turn is None
         if kept:
             self._mailbox.arrived.set()
 
     def work(self) -> bool:
-        """Another thread: run one turn. Whether it did; an error is raised in the own thread."""
+        """In another thread: run one turn; return whether it did.
+
+        An error in the turn is raised in the node's own thread.
+        """
         turn = self._turn
         if turn is None or self._mailbox.empty or not self._lock.acquire(blocking=False):
             return False
@@ -52,10 +60,10 @@ class LentLoop:
             self._lock.release()
 
     def own(self, turn: Callable[[], bool], timeout: float) -> bool:
-        """The node's own thread: run one turn, whether there was a message.
+        """In the node's own thread: run one turn; return whether there was a message.
 
-        Raises what a turn in the other thread has raised; TimeoutError if that one does not come
-        back within `timeout` seconds.
+        Raises the error of a turn in the other thread; TimeoutError if that turn does not end
+        within `timeout` seconds.
         """
         if not self._lock.acquire(timeout=timeout):
             raise TimeoutError

@@ -1,19 +1,19 @@
-"""Nodes as MPI ranks. The only file that imports mpi4py.MPI.
+"""Nodes as MPI ranks.
 
-Facts behind the shape (docs/mpi.md): sends and receives are non-blocking and their buffers kept;
-one matched probe for any tag drains everything that has arrived, so a cancellation is never stuck
-behind activations and a large message is moved along by its receiver; waiting sleeps in
-proportion to the time already waited, which bounds both the latency added and the processor
-time burnt; before that it offers the processor to others for a moment. Ranks of one host wake each
-other (`doorbell`) and need no polling.
+The design follows from these facts (docs/mpi.md). Sends and receives do not block, and their
+buffers are kept until they are done. One matched probe for any tag receives everything that has
+arrived, so a cancellation never waits behind activations, and a large message progresses because
+its receiver polls. A wait first yields the processor for a moment, then sleeps in proportion to
+the time already waited, which bounds both the added latency and the CPU time. Ranks of one host
+wake each other (`doorbell`) and need not poll.
 
-Where the MPI library goes on after the death of a rank (ULFM), the dead are noted and nothing is
+Where the MPI library survives the death of a rank (ULFM), dead ranks are recorded and nothing is
 sent to them any more. The communicator is neither revoked nor shrunk: both wait for every rank,
-also for one that hangs. A new epoch (`transport.base`) does what they are for, and is in the tag:
+also for one that hangs. A new epoch (`transport.base`) serves instead, and is in the tag:
 
     tag = (epoch * 1024 + node) * 8 + kind      from rank to rank, of no epoch: 7 an order, 6 a post
 
-This module knows no runs and no models.
+This module has no runs and no models.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 150e-6
 _LIVE_CAP = 1e-3
 _RING_SECONDS = 50e-3  #: how long a ring announces a message
-_BELL_CAP = 20e-3  #: between two looks of a rank that is rung for every message
+_BELL_CAP = 20e-3  #: between two polls of a rank that is rung for every message
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +68,11 @@ class _Pending:
 class MpiPort:
     """The port of a rank's first node; relays for further nodes of the same rank.
 
-    A rank that holds no node has node -1 and hears orders only. Every method but `wake` belongs to
-    the thread that initialised MPI.
+    A rank without a node has node -1 and receives only orders and posts. Every method but `wake`
+    belongs to the thread that initialised MPI.
 
-    gone: ranks that MPI says are dead, or that others say have been given up.
+    gone: ranks that are dead by MPI, or given up by rank 0 or for lack of heartbeats.
+    silent: returns the ranks whose heartbeats have stopped.
     """
 
     def __init__(self, comm: MPI.Comm, layout: Layout) -> None:
@@ -113,7 +114,7 @@ class MpiPort:
         return self._own
 
     def local_port(self, node: int) -> LocalPort:
-        """A port for another node of this rank, to be used by a thread of its own."""
+        """Return a port for another node of this rank, to be used by a thread of its own."""
 
         def forward(dest: int, tag: Tag, frame: bytes, epoch: int) -> None:
             self._outbox.append((dest, tag, frame, epoch))
@@ -125,11 +126,11 @@ class MpiPort:
 
     @property
     def layout(self) -> Layout:
-        """Who holds what, in the epoch that this port has entered."""
+        """The layout of the epoch that this port has entered."""
         return self._layout
 
     def order(self, rank: int, order: Order) -> None:
-        """Tell a rank something that is of no epoch; it gets there if the rank lives."""
+        """See `Port.order`."""
         if rank not in self.gone:
             self._post(rank, ORDER_TAG, pack(order))
 
@@ -146,14 +147,11 @@ class MpiPort:
         return rank, codec.decode(frame)
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """The head's part of a new epoch: every rank is told, and this port enters it.
-
-        given_up: ranks that go on without; one that comes back to life leaves when it hears so.
-        """
+        """See `Port.regroup`. A given-up rank that resumes later receives the order to leave."""
         for rank in set(given_up) - self.gone:
             self.order(rank, Leave())
         self.give_up(given_up)
-        self._noticed |= set(given_up)  # by who calls this: no news
+        self._noticed |= set(given_up)  # the caller named them: not to be reported as new losses
         for rank in range(1, self.comm.Get_size()):
             self.order(rank, Place(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
         self._move_to(layout)
@@ -169,7 +167,7 @@ class MpiPort:
     def new_losses(self) -> set[int]:
         """See `Port.new_losses`."""
         silent = self.silent() - self.gone
-        for rank in silent:  # one that was stopped hears it when it goes on
+        for rank in silent:  # a suspended rank receives the order when it resumes
             self.order(rank, Leave())
         self.give_up(silent)
         fresh = self.gone - self._noticed
@@ -182,7 +180,7 @@ class MpiPort:
         return order
 
     def dismiss(self) -> None:
-        """Tell every other rank to leave."""
+        """Send every other rank the order to leave."""
         for rank in range(self.comm.Get_size()):
             if rank != self.rank:
                 self.order(rank, Leave())
@@ -231,7 +229,7 @@ class MpiPort:
                 self._own.arrived.wait(pause)
 
     def _heard(self) -> bool:
-        """Whether someone rang since the last look at the bell."""
+        """Whether a ring has arrived since the last call."""
         assert self._neighbours is not None
         bell = self._neighbours.bell
         some = bell.drain()
@@ -241,7 +239,7 @@ class MpiPort:
         return some
 
     def _pause(self, waited: float, cap: float) -> float:
-        """How long to sleep if nobody rings."""
+        """Return how long to sleep unless a ring arrives."""
         assert self._neighbours is not None
         bell = self._neighbours.bell
         if bell.rung > self._received:  # rung for something that MPI still moves
@@ -266,7 +264,7 @@ class MpiPort:
             time.sleep(_LIVE_CAP)
 
     def pump(self) -> None:
-        """Receive all that has arrived, relay, and forget completed sends.
+        """Receive all that has arrived, relay, and release the buffers of completed sends.
 
         Raises ClusterError when rank 0 is dead.
         """
@@ -298,7 +296,7 @@ class MpiPort:
                 self._note_deaths(error)
 
     def _done(self, pending: _Pending) -> bool:
-        """Whether MPI has finished with it, one way or the other."""
+        """Whether MPI has finished with it, successfully or not."""
         try:
             return bool(pending.request.Test())
         except MPI.Exception as error:
@@ -307,7 +305,7 @@ class MpiPort:
             return True
 
     def _collect(self, rank: int) -> None:
-        """Deliver what has arrived in full from a rank, in order."""
+        """Deliver the messages of a rank that have arrived completely, in order."""
         arriving = self._arriving.get(rank)
         while arriving and self._done(arriving[0]):
             pending = arriving.popleft()
@@ -338,7 +336,7 @@ class MpiPort:
         box.put(-1, Tag(kind), frame, epoch)
 
     def _hear(self, rank: int, frame: bytes | bytearray) -> None:
-        """An order; only rank 0 gives any."""
+        """Handle an order; only rank 0 sends any."""
         order = unpack(frame)
         if rank != 0 or not isinstance(order, Order):
             raise ProtocolError(f"rank {self.rank} got the unexpected order {type(order).__name__} "
@@ -352,7 +350,7 @@ class MpiPort:
                 self._call(Layout(rank_of, epoch), lost)
 
     def _call(self, layout: Layout, lost: Collection[int]) -> None:
-        """Rank 0 has begun an epoch."""
+        """Record the new epoch that rank 0 has begun."""
         self.give_up(lost)
         if layout.epoch > (self._called or self._layout).epoch:
             self._called = layout
@@ -381,7 +379,7 @@ class MpiPort:
         return news or self._dismissed or self._called is not None
 
     def _move_to(self, layout: Layout) -> None:
-        """Enter an epoch: other mailboxes, and what has come early for it."""
+        """Enter an epoch: replace the mailboxes, and deliver messages that came early for it."""
         self._layout = layout
         nodes = layout.local_nodes(self.rank)
         boxes = {node: self._mailboxes.get(node) or Mailbox(layout.epoch) for node in nodes[1:]}
@@ -396,15 +394,18 @@ class MpiPort:
             self._deliver(rank, tag, frame)
 
     def _note_deaths(self, error: MPI.Exception) -> None:
-        """Learn who has died. Raises the error again when it says something else."""
+        """Record the ranks that have died. Raises ClusterError for an error of another kind."""
         if error.Get_error_class() not in DEATH:
             raise ClusterError(f"rank {self.rank}: {error.Get_error_string()}") from error
         self.comm.Ack_failed()
         self.give_up(failed_ranks(self.comm))
 
     def give_up(self, ranks: Iterable[int]) -> None:
-        """Have no more to do with ranks. MPI may still read and write buffers of those that hang,
-        so these are kept."""
+        """Stop all communication with these ranks.
+
+        Their buffers are kept: MPI may still use those of a rank that hangs. Raises ClusterError
+            if rank 0 is among them.
+        """
         self.gone |= set(ranks)
         if 0 in self.gone and self.rank != 0:
             raise ClusterError("rank 0 is dead, so the job cannot go on: start it again")

@@ -1,4 +1,4 @@
-"""How a process leaves an MPI job."""
+"""How a process leaves an MPI job: abort, sign-off and exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeinfer.transport.mpi_job import JOB, failed_ranks, survivable
 from pipeinfer.transport.mpi_startup import dismiss
 
 _PMIX_USERS = 8  #: at most, in one process
-_HEARD_SECONDS = 5.0  #: within which a rank that has left MPI_Init hears that the job is over
+_HEARD_SECONDS = 5.0  #: that rank 0 waits until every rank has received the order to leave
 
 
 def has_losses() -> bool:
@@ -26,7 +26,7 @@ def abort(code: int) -> None:
     """End every rank of the job at once, with exit status `code`.
 
     Where a job survives the death of a rank, MPI_Abort leaves the others alive and hangs. There
-    rank 0 tells them to leave; another rank ends itself only, and rank 0 hears of that.
+    rank 0 sends them the order to leave; another rank ends only itself, and rank 0 detects that.
     """
     if not survivable():
         MPI.COMM_WORLD.Abort(code)
@@ -39,17 +39,17 @@ def abort(code: int) -> None:
                 port.dismiss()
                 port.close(timeout=0.5)
     elif 0 not in failed_ranks(MPI.COMM_WORLD):
-        code = 0  # MPI does not tell of a rank that ends with another code
+        code = 0  # MPI does not report the end of a rank with another code
     os._exit(code)
 
 
 def sign_off() -> None:
-    """Tell the launcher that this process ends in order: what MPI_Finalize does after waiting for
-    every rank, some of which may hang.
+    """Report an orderly end to the launcher. MPI_Finalize does this as well, but only after
+    waiting for every rank, some of which may hang.
 
-    Without it the launcher tells all others of a death, and where one of them has left meanwhile
-    it writes an error of its own into the job's output. Do not call this in
-    a rank whose death must be detected.
+    Without it the launcher reports a death to all other ranks, and if one of them has left
+    meanwhile it writes an error of its own into the job's output. Do not call this in a rank whose
+    death must be detected.
     """
     with contextlib.suppress(OSError, AttributeError):  # another launcher
         pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -60,6 +60,6 @@ def sign_off() -> None:
 
 
 def leave() -> NoReturn:
-    """End this process; the job goes on without it, or has ended."""
+    """End this process; the job continues without it, or has ended."""
     sign_off()
     os._exit(0)

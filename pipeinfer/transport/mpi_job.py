@@ -1,4 +1,4 @@
-"""What this process knows of its MPI job: the communicator, neighbours' bells, ports and losses."""
+"""The state of this process's MPI job: communicator, doorbells, ports and losses."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 
 ORDER_TAG = 7  #: from rank to rank, of node 0 and epoch 0
-POST_TAG = 6  #: likewise, what ranks that only draft hear and say
+POST_TAG = 6  #: likewise, messages from and to draft ranks
 MIN_SLEEP, IDLE_CAP = 30e-6, 10e-3  #: seconds of one sleep while waiting for MPI
 SHARE = 0.125  #: of the time already waited that the next sleep takes
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 class Neighbours(Struct):
-    """The ranks of this host and this rank's bell; names[rank] is the bell of a neighbour."""
+    """The doorbell of this rank and the names of those of all ranks of this host, by rank."""
 
     bell: Doorbell
     names: dict[int, str]
 
 
 class MpiJob(Struct):
-    """What one process keeps of the job it belongs to; there is one, `JOB`.
+    """The state of the one job that this process belongs to, `JOB`.
 
-    bell, bell_name: this rank's doorbell, made by `own_bell`. neighbours: made by `meet`, None
-    where ranks of this host do not ring each other. ports: every port that this process has made.
+    bell, bell_name: this rank's doorbell, made by `own_bell`.
+    neighbours: made by `meet`; None if ranks of this host do not ring each other.
+    ports: every port that this process has made.
     """
 
     bell: Doorbell | None = None
@@ -51,10 +52,10 @@ JOB = MpiJob()
 
 
 def world() -> MPI.Comm:
-    """The communicator of all ranks. Checks thread support.
+    """Return the communicator of all ranks. Raises ProtocolError without thread support.
 
-    Not a duplicate: making one is collective, and a rank that dies meanwhile would hold up the rest
-    for ever. Nobody else in this process uses MPI.
+    It is not a duplicate: making one is collective, and a rank that dies meanwhile would block the
+        others forever. Nothing else in this process uses MPI.
     """
     if MPI.Query_thread() < MPI.THREAD_FUNNELED:
         raise ProtocolError(
@@ -64,7 +65,8 @@ def world() -> MPI.Comm:
 
 
 def own_bell() -> Bell:
-    """Make this rank's doorbell, for `meet` at all ranks of its host. name: empty without one."""
+    """Make this rank's doorbell, for `meet` on all ranks of its host. The name is "" if there is
+    none."""
     name = ""
     if JOB.bell is not None:
         return Bell(JOB.bell_name, _host_id())
@@ -77,7 +79,9 @@ def own_bell() -> Bell:
 
 
 def meet(bells: Sequence[Bell]) -> None:
-    """Learn every rank's bell. Ranks of one host ring each other only where all of them have one.
+    """Store the doorbells of this host's ranks, given those of all ranks.
+
+    They are used only if every rank of this host has one.
     """
     me = MPI.COMM_WORLD.Get_rank()
     near = {rank: bell.name for rank, bell in enumerate(bells)
@@ -89,7 +93,7 @@ def meet(bells: Sequence[Bell]) -> None:
 
 
 def _host_id() -> str:
-    """The same for processes that see each other's abstract sockets."""
+    """Return an id that is equal for processes that see each other's abstract sockets."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
@@ -97,13 +101,13 @@ def _host_id() -> str:
 
 
 def survivable() -> bool:
-    """Whether the job goes on when a rank dies: asked for, and known to the library."""
+    """Whether the job continues when a rank dies: it was requested, and the library supports it."""
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")
     return asked and hasattr(MPI.Comm, "Ack_failed") and "Open MPI" in library_version()
 
 
 def fatal() -> str:
-    """Why the death of a rank ends the job, and what to do about it; empty where it does not."""
+    """Return why the death of a rank ends the job and how to change that; "" if it does not."""
     if survivable():
         return ""
     library = library_version()
@@ -115,11 +119,11 @@ def fatal() -> str:
 
 
 def failed_ranks(comm: MPI.Comm) -> set[int]:
-    """Ranks that MPI knows to be dead."""
+    """Return the ranks that MPI reports as dead."""
     dead = comm.Get_failed()
     return set(MPI.Group.Translate_ranks(dead, list(range(dead.Get_size())), comm.Get_group()))
 
 
 def library_version() -> str:
-    """The MPI library's own name and version, first line."""
+    """Return the first line of the MPI library's name and version."""
     return MPI.Get_library_version().split("\n")[0].strip(" \x00")

@@ -1,4 +1,4 @@
-"""Texts between ranks before there is a port, and the test of the links."""
+"""Messages between ranks before there is a port, and the measurement of the links."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REFUSAL = b'{"type":"Refused",'
 
 
 def introduce(comm: MPI.Comm) -> None:
-    """Exchange bells where no start-up does it along with other things."""
+    """Exchange doorbells, for programs whose start-up does not do so in another message."""
     mine = Placed((), None, (own_bell(),))
     texts = gather_json(comm, pack(mine).decode())
     if texts is None:
@@ -49,10 +49,12 @@ def introduce(comm: MPI.Comm) -> None:
 
 def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
                 instead: str | None = None) -> list[str] | None:
-    """Every rank's `text` at rank 0 (None elsewhere), without pickle; `instead` for the dead.
+    """Collect every rank's `text` at rank 0; return None elsewhere. No pickle is used.
 
-    Raises TransportTimeout or, without `instead`, RankLost naming the first rank that has not sent;
-    RankRefused for one that cannot take part.
+    timeout: seconds for all of them.
+    instead: the text that stands for a dead rank; None: raise RankLost.
+    Raises TransportTimeout or RankLost with the first rank that has not sent, RankRefused for a
+    rank that takes no part.
     """
     deadline = time.monotonic() + timeout
     if comm.Get_rank() > 0:
@@ -71,15 +73,19 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
 
 
 def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> None:
-    """A text for `receive_json` at `dest`, outside of any port. Raises TransportTimeout, RankLost.
+    """Send a text to `receive_json` at `dest`, before there is a port.
+
+    Raises TransportTimeout, RankLost.
     """
     request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=ORDER_TAG)
     _until(request.Test, comm, dest, time.monotonic() + timeout, timeout, "start-up")
 
 
 def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
-    """The next text that `source` sent to this rank. Raises TransportTimeout, RankLost, RankRefused
-    and Dismissed for the order to leave."""
+    """Return the next text that `source` has sent to this rank.
+
+    Raises TransportTimeout, RankLost, RankRefused, and Dismissed for the order to leave.
+    """
     status, start = MPI.Status(), time.monotonic()
     found: list[MPI.Message] = []
 
@@ -101,10 +107,10 @@ def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
 
 
 def refuse(comm: MPI.Comm, message: Refused, timeout: float) -> None:
-    """Let rank 0 say why this rank takes no part, and wait until that ends this process.
+    """Send rank 0 the reason why this rank takes no part, and wait until rank 0 ends the job.
 
-    For ranks without a port yet. Raises Dismissed when rank 0 has ended the job; returns when rank
-    0 is dead or does nothing for `timeout` seconds, so that this rank has to say it itself.
+    For ranks without a port yet. Raises Dismissed when rank 0 has ended the job. Returns if rank 0
+    is dead or does nothing for `timeout` seconds, so that this rank has to print the reason.
     """
     deadline = time.monotonic() + timeout
     with contextlib.suppress(ClusterError):
@@ -114,13 +120,16 @@ def refuse(comm: MPI.Comm, message: Refused, timeout: float) -> None:
 
 
 def say(comm: MPI.Comm, dest: int, message: StartMessage, timeout: float = 60.0) -> None:
-    """A message for `hear` at `dest`, outside of any port. Raises TransportTimeout, RankLost."""
+    """Send a message to `hear` at `dest`, before there is a port. Raises TransportTimeout,
+    RankLost."""
     send_json(comm, dest, pack(message).decode(), timeout)
 
 
 def hear(comm: MPI.Comm, source: int, timeout: float) -> StartMessage:
-    """The next message that `source` said to this rank. Raises TransportTimeout, RankLost,
-    ProtocolError, and Dismissed for the order to leave."""
+    """Return the next message that `source` has sent to this rank.
+
+    Raises TransportTimeout, RankLost, ProtocolError, and Dismissed for the order to leave.
+    """
     message = unpack(receive_json(comm, source, timeout).encode())
     if not isinstance(message, StartMessage):
         raise ProtocolError(f"rank {source} sent {type(message).__name__} before the job had "
@@ -138,11 +147,12 @@ class Link(Struct, frozen=True):
 
 
 def dismiss(comm: MPI.Comm, timeout: float = 60.0, *, heard: bool = False) -> bool:
-    """Rank 0 tells every other one to leave; True where all of them could be told.
+    """Rank 0: send every other rank the order to leave; return whether all could be reached.
 
-    heard: wait until each has taken the order, in `timeout` seconds together. For a rank 0 that
-    ends at once: what it sent may end with it, and a rank that has just left MPI_Init does not
-    hear of a death before that, so that it would wait for a dead rank until its deadline.
+    timeout: seconds for all together.
+    heard: wait until each has received the order. It is for a rank 0 that exits at once: its
+        messages may be lost with it, and a rank that has just left MPI_Init does not detect a
+        death before that, so it would wait for the dead rank until its deadline.
     """
     told, deadline = True, time.monotonic() + timeout
     send = comm.Issend if heard else comm.Isend
@@ -163,15 +173,15 @@ def dismiss(comm: MPI.Comm, timeout: float = 60.0, *, heard: bool = False) -> bo
 
 
 def await_dismissal(comm: MPI.Comm, timeout: float = 20.0) -> None:
-    """Ranks above 0 wait for `dismiss`, at most `timeout` s."""
+    """Ranks above 0: wait for `dismiss`, at most `timeout` seconds."""
     with contextlib.suppress(Dismissed, TransportTimeout, RankLost):
         receive_json(comm, 0, timeout)
 
 
 def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
-    """Collective: every rank bounces messages with its successor; a rank returns its own link.
+    """Measure the links between neighbouring ranks; all ranks call this together.
 
-    Raises TransportTimeout naming the neighbour that does not answer.
+    Returns this rank's own link. Raises TransportTimeout with the neighbour that does not answer.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     links = []
@@ -188,7 +198,7 @@ def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
 
 def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *, leads: bool
             ) -> float:
-    """The median round trip in seconds."""
+    """Return the median round trip in seconds."""
     frame, times = bytearray(size), []
     deadline = time.monotonic() + timeout
     for turn in range(2 * rounds):
