@@ -1,6 +1,6 @@
-"""Which layers go where: costs and sizes measured or read, the best split, and who takes over
-what.
+"""Planning of the layers: measured or read costs and sizes, the best split, replans after a
+loss.
 
-Pure but for `measure` and `planner`, which look at this rank and at model files. Must not know
-requests, transports or backends' insides.
+Pure except for `measure` and `planner`, which examine this rank and the model files. Must not
+depend on requests, transports or the insides of backends.
 """

@@ -1,6 +1,6 @@
-"""What a grid is planned for: hosts, links, a model, the load; and the times of stages on them.
+"""The input for planning a grid (hosts, links, model, load), and the times of stages on it.
 
-Pure: speeds, links and the cost of sums come from whoever calls.
+Pure: callers pass speeds, links and the cost of sums.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
 
 @dataclass(frozen=True)
 class Cluster:
-    """All that a grid is planned for. load: costs and bytes of the layers, whose costs are taken
-    for equal; hop: seconds of processor time of a message between stages; draft: seconds per guess;
-    widths: those that may be used, () for all that the cut allows; groups: of each host, () where
-    all may form a stage with all."""
+    """Everything that a grid is planned for.
+
+    load: costs and bytes of the layers; all layers are assumed to have the same cost.
+    cut: how a layer may be cut. sums: the cost of a sum. mixes: the loads to plan for.
+    hop: CPU seconds of a message between stages. draft: seconds per proposal.
+    widths: the allowed widths, () for all that the cut allows.
+    groups: of each host; hosts of different groups may not form a stage. (): no restriction.
+    """
 
     hosts: tuple[Host, ...]
     network: Network
@@ -36,23 +40,23 @@ class Cluster:
 
     @cached_property
     def n_layers(self) -> int:
-        """Of the model."""
+        """The number of layers of the model."""
         return len(self.load.costs)
 
     @cached_property
     def cost(self) -> float:
-        """Of a layer, on average."""
+        """The average cost of a layer."""
         return sum(self.load.costs) / self.n_layers
 
     def team(self, chosen: Sequence[int]) -> Team:
-        """See `teams.team`."""
+        """Return these hosts as one stage, see `teams.team`. The result is cached."""
         key = tuple(chosen)
         if key not in self._teams:
             self._teams[key] = team(self.hosts, key, self.network, self.cut, self.cost)
         return self._teams[key]
 
     def allows(self, width: int) -> bool:
-        """Whether a stage may be so wide."""
+        """Whether a stage may have this width."""
         return self.cut.allows(width) and (not self.widths or width in self.widths)
 
     def together(self, chosen: Sequence[int]) -> bool:
@@ -60,14 +64,14 @@ class Cluster:
         return not self.groups or len({self.groups[index] for index in chosen}) == 1
 
     def bytes_of(self, one: Team, n_layers: int, *, first: bool, last: bool) -> list[float]:
-        """Memory of each member of a stage."""
+        """Return the bytes of memory of each member of a stage."""
         size = sum(self.load.sizes) / self.n_layers
         ends = self.load.first_bytes * first + self.load.scratch
         return [share * n_layers * size + ends + self.load.last_bytes * last / one.width
                 for share in one.shares]
 
     def most_layers(self, one: Team, *, first: bool, last: bool) -> int:
-        """Layers that the members' memory allows."""
+        """Return the number of layers that the members' memory allows."""
         size, found = sum(self.load.sizes) / self.n_layers, float(self.n_layers)
         base = self.bytes_of(one, 0, first=first, last=last)
         for index, share, taken in zip(one.hosts, one.shares, base, strict=True):
@@ -77,7 +81,7 @@ class Cluster:
 
 
 def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> Arrangement:
-    """Stages with so many layers each, as the judge sees them."""
+    """Return stages with these numbers of layers as an arrangement for the judge."""
     end, n_embd = len(stages) - 1, cluster.cut.n_embd
     times = tuple(one.time(count, cluster.load.last_cost if k == end else 0.0, cluster.cut,
                            cluster.sums)
@@ -90,7 +94,8 @@ def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> 
 
 
 def _hop(cluster: Cluster, one: Team, two: Team) -> float:
-    """Seconds from a stage to the next: each member of it hears one of this one's."""
+    """Return the seconds from a stage to the next: each member of it receives from one of this
+    one's."""
     wires = [cluster.network.between(one.hosts[k % one.width], host)
              for k, host in enumerate(two.hosts)]
     size = 4 * cluster.cut.n_embd

@@ -1,10 +1,10 @@
-"""Which grid of ranks: how many stages, how many members each, who sits where.
+"""Chooses a grid: the number of stages, their widths, and the hosts of each.
 
-More stages let more runs be in flight; wider stages make each run's way shorter, at the price of
-two sums a layer. Contiguous groups of hosts, in a few orders of the hosts, become stages. For
-each bound on the slowest stage dynamic programming over (hosts, layers) finds the shortest way,
-hosts left out where that is better; what is fastest by the judge's tokens per second wins. Pure:
-speeds, links and the cost of sums come from whoever calls.
+More stages allow more runs in flight. Wider stages shorten the way of each run, at the cost of two
+sums per layer. Stages are contiguous groups of hosts, in a few orders of the hosts. For each bound
+on the slowest stage, dynamic programming over (hosts, layers) finds the shortest way; hosts may be
+left out. The plan with the most tokens per second, as judged, wins. Pure: callers pass speeds,
+links and the cost of sums.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from pipeinfer.planning.paths import Matrix
 from pipeinfer.planning.teams import Team
 
 _BOUNDS = 24  #: bounds on the slowest stage that are tried
-_ROWS = (1, 4)  #: rows of the runs whose way is made short
-_SWAPPED = 9  #: hosts up to which swaps of two are tried, too
+_ROWS = (1, 4)  #: rows of the runs whose way is minimised
+_SWAPPED = 9  #: swaps are tried for at most so many hosts
 _SAME = 1 + 1e-9
 
 Predict = Callable[[Arrangement], float]
 
 
 class GridPlan(Struct, frozen=True):
-    """Stages in order with the layers of each. tokens: per second, as judged; others: the speeds of
-    the best plans of other shapes, for `why`."""
+    """The stages in order, with the layers of each.
+
+    tokens: estimated tokens per second.
+    others: names and speeds of the best plans of other shapes, for `why`.
+    """
 
     cluster: Cluster
     stages: tuple[Team, ...]
@@ -44,29 +47,29 @@ class GridPlan(Struct, frozen=True):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Members of each stage."""
+        """The number of members of each stage."""
         return tuple(stage.width for stage in self.stages)
 
     @property
     def name(self) -> str:
-        """Such as 2x4, or 4,2,2 where stages differ."""
+        """The shape as text, such as 2x4, or 4,2,2 where stages differ."""
         return shape(self.widths)
 
     @property
     def arrangement(self) -> Arrangement:
-        """With its times."""
+        """The stages with their times, as the judge needs them."""
         return arrange(self.cluster, self.stages, self.layers)
 
     @property
     def memory(self) -> list[list[float]]:
-        """Bytes of each member of each stage."""
+        """The bytes of memory of each member of each stage."""
         end = len(self.stages) - 1
         return [self.cluster.bytes_of(one, count, first=k == 0, last=k == end)
                 for k, (one, count) in enumerate(zip(self.stages, self.layers, strict=True))]
 
     @property
     def options(self) -> str:
-        """What a job is started with to get this grid: hosts in the order of its stages."""
+        """The options that start a job with this grid; hosts in the order of its stages."""
         text, shares = f"--grid {self.name}", []
         for stage in self.stages:
             speeds = [1 / self.cluster.hosts[index].per_cost for index in stage.hosts]
@@ -78,7 +81,7 @@ class GridPlan(Struct, frozen=True):
         return text
 
     def why(self) -> str:
-        """One sentence for people."""
+        """Explain the plan in one sentence."""
         made = self.arrangement
         computing = sum(stage.seconds for stage in made.stages)
         sums = sum(stage.sums for stage in made.stages)
@@ -96,15 +99,16 @@ class GridPlan(Struct, frozen=True):
 
 
 def shape(widths: Sequence[int]) -> str:
-    """A grid as --grid takes it: stages x width, or the width of each stage."""
+    """Return a grid in the format of --grid: stages x width, or the width of each stage."""
     if len(set(widths)) == 1:
         return f"{len(widths)}x{widths[0]}"
     return ",".join(map(str, widths))
 
 
 def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
-    """The fastest grid. predict: tokens per second of an arrangement, instead of the judge's.
+    """Return the fastest grid.
 
+    predict: returns the tokens per second of an arrangement; None: the judge does.
     Raises PlanError when the hosts cannot hold the model.
     """
     judged = predict or (lambda made: _score(made, cluster.mixes))
@@ -128,9 +132,9 @@ def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
 
 
 def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
-    """The hosts in their order as stages of these widths, layers dealt out evenly by speed.
+    """Return the hosts in their order as stages of these widths, with layers according to speed.
 
-    Raises PlanError where that does not fit.
+    Raises PlanError if the cut, the groups or the memory do not allow it.
     """
     if not all(map(cluster.cut.allows, widths)) or sum(widths) > len(cluster.hosts):
         raise PlanError(f"this model's layers cannot be cut for {shape(widths)} on "
@@ -153,7 +157,7 @@ def _score(made: Arrangement, mixes: Sequence[LoadMix]) -> float:
 
 
 def _keep(found: dict[tuple[int, ...], GridPlan], plans: Sequence[GridPlan]) -> None:
-    """Of each shape the fastest."""
+    """Keep the fastest plan of each shape."""
     for plan in plans:
         before = found.get(plan.widths)
         if before is None or plan.tokens > before.tokens * _SAME:
@@ -164,9 +168,11 @@ def _keep(found: dict[tuple[int, ...], GridPlan], plans: Sequence[GridPlan]) -> 
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Orders in which contiguous groups are looked for: as given; by speed; and along the best
-    links from each of a few hosts. One where all are alike. Each also by groups, where there are
-    any."""
+    """Return the orders of the hosts in which contiguous groups are searched.
+
+    They are the given order, the order of speed, and chains along the best links from a few hosts;
+    only the given one if all hosts are alike. With groups, each order is also sorted by group.
+    """
     hosts, network = cluster.hosts, cluster.network
     given = tuple(range(len(hosts)))
     alike = len({(host.per_cost, host.memory, host.curve) for host in hosts}) == 1
@@ -184,7 +190,7 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
                     hosts[i].per_cost, i)))
                 left.discard(chain[-1])
             found.append(tuple(chain))
-    if len(set(cluster.groups)) > 1:  # so that those who may form a stage are neighbours
+    if len(set(cluster.groups)) > 1:  # makes hosts that may form a stage neighbours
         found += [tuple(sorted(order, key=lambda i: min(
             place for place, other in enumerate(order)
             if cluster.groups[other] == cluster.groups[i]))) for order in list(found)]
@@ -192,7 +198,7 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan], judged: Predict) -> None:
-    """Better places for two hosts of the best plans, and layers anew, as long as that helps."""
+    """Improve the best plans: swap two hosts and split the layers again, as long as that helps."""
     for widths in sorted(found, key=lambda key: -found[key].tokens)[:6]:
         better = True
         while better:
@@ -213,7 +219,8 @@ def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan], judged: Pred
 
 def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged: Predict
            ) -> GridPlan | None:
-    """Stages of these widths along an order, layers so that the slowest stage is fast."""
+    """Return stages of these widths along an order, with the layers that make the slowest stage
+    fast."""
     cuts = list(itertools.accumulate(widths, initial=0))
     if not all(cluster.together(order[a:b]) for a, b in itertools.pairwise(cuts)):
         return None
@@ -225,7 +232,8 @@ def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged
 
 
 def _level(cluster: Cluster, stages: Sequence[Team]) -> tuple[int, ...] | None:
-    """Layers for each stage so that the slowest is as fast as possible; None: they do not fit."""
+    """Return the layers of each stage that minimise the slowest stage's time; None: they do not
+    fit."""
     end, counts = len(stages) - 1, [1] * len(stages)
     most = [cluster.most_layers(one, first=k == 0, last=k == end) for k, one in enumerate(stages)]
     if sum(most) < cluster.n_layers or min(most) < 1 or len(stages) > cluster.n_layers:
@@ -244,8 +252,12 @@ def _level(cluster: Cluster, stages: Sequence[Team]) -> tuple[int, ...] | None:
 
 
 class _Group(Struct, frozen=True):
-    """Hosts start to stop - 1 of an order as one stage: fixed seconds, those of each layer, what
-    the last stage has besides, and the most layers (of the first, the last, any other stage)."""
+    """Hosts start to stop - 1 of an order as one stage.
+
+    fixed: seconds without layers. each: seconds of each layer. last: further seconds of the last
+        stage.
+    most: the most layers of the first, the last, and any other stage.
+    """
 
     start: int
     stop: int
@@ -257,7 +269,7 @@ class _Group(Struct, frozen=True):
 
 
 def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[GridPlan]:
-    """For each bound the plan with the shortest way; and regular grids of each width."""
+    """Return, for each bound, the plan with the shortest way; and regular grids of each width."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], GridPlan] = {}
 
     def add(stages: tuple[Team, ...], layers: tuple[int, ...]) -> None:
@@ -311,7 +323,7 @@ def _groups(cluster: Cluster, order: Sequence[int], rows: int) -> list[_Group]:
 
 def _shortest(cluster: Cluster, n_hosts: int, groups: Sequence[_Group], bound: float
               ) -> list[tuple[_Group, int]] | None:
-    """The stages with the least total time none of which takes longer than the bound."""
+    """Return the stages with the least total time of which none takes longer than the bound."""
     n = cluster.n_layers
     best: Matrix = np.full((n_hosts + 1, n + 1), np.inf)
     best[0, 0] = 0.0
@@ -342,9 +354,9 @@ def _shortest(cluster: Cluster, n_hosts: int, groups: Sequence[_Group], bound: f
 
 def _extend(group: _Group, here: Matrix, there: Matrix, delta: npt.NDArray[np.int64],
             came: dict[tuple[int, int], tuple[int, int, _Group | None]], bound: float) -> None:
-    """Let a group take some layers after each number of layers that has been placed.
+    """Extend every partial plan by a stage of this group with every possible number of layers.
 
-    delta: int[n + 1, n + 1]: layers between two places.
+    delta: int[n + 1, n + 1]: layers between two boundaries.
     """
     times = group.fixed + group.each * delta
     times[:, -1] += group.last

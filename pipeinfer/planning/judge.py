@@ -1,13 +1,13 @@
-"""How fast an arrangement of stages is under the load that is there.
+"""Estimates the tokens per second of an arrangement of stages under a given load.
 
-    way      seconds of a run from its issue to its result, in an empty pipeline
-    slot     seconds after which the next run may follow: the slowest stage, or the cores that
-             several stages share
+    way      seconds of a run from issue to result, in an empty pipeline
+    slot     seconds after which the next run may follow: the time of the slowest stage, or of
+             the cores that several stages share
 
-One user's plain decoding costs a way per token, so it gains by fewer stages. Several requests, a
-prompt's chunks and guesses follow each other: they cost a slot, so they gain by more stages, as
-long as these have cores of their own. A plan that is judged by one of the two alone is wrong for
-the other. Pure: seconds come from whoever measured or read them.
+A single request that decodes without speculation costs one way per token, so it gains from fewer
+stages. Several requests, the chunks of a prompt and speculative tokens follow each other: they
+cost one slot each, so they gain from more stages with cores of their own. A plan judged by only
+one of the two is wrong for the other load. Pure: callers pass measured seconds.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from pipeinfer.planning.partition import Split
 
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 CHUNK = 64  #: rows of a prompt that travel together
-LINK = 100e-6  #: seconds from a stage to the next one where nobody has measured
-_SIZES = (1, 2, 3, 4, 6, 8)  #: guesses of a run that are weighed
-_HORIZON = 32  #: guesses that a cycle is followed for one by one
+LINK = 100e-6  #: seconds from a stage to the next one if not measured
+_SIZES = (1, 2, 3, 4, 6, 8)  #: numbers of speculative tokens in a run that are compared
+_HORIZON = 32  #: speculative tokens of a cycle that are computed one by one
 _WIDEST = 8  #: rows of a run that a group of requests or a synchronous tree may have
 _GROWTH = 0.9  #: twice the threads take 1 / 2**_GROWTH of the time
-_MOST = 0.99  #: acceptance beyond which streaks are not taken for longer
+_MOST = 0.99  #: acceptance above it is treated as equal to it
 
 
 class LoadMix(Struct, frozen=True):
-    """What a pipeline is used for.
+    """A load on a pipeline.
 
-    streams: requests at once. prompt_rows: rows of prompts per output token; told so, and not as a
-    share of time, since that depends on the arrangement. acceptance: of guesses, 0 to 1.
+    streams: concurrent requests.
+    prompt_rows: prompt rows per output token. (Not a share of time, which would depend on the
+        arrangement.)
+    acceptance: of speculative tokens, 0 to 1.
+    chunk: prompt rows in one run.
     """
 
     policy: Policy = Policy.ITERATIVE
@@ -46,11 +49,13 @@ class LoadMix(Struct, frozen=True):
 
 
 class StageTime(Struct, frozen=True):
-    """What a stage takes, alone on its cores.
+    """The times of a stage, alone on its cores.
 
-    seconds: computing a run of one row. curve: (rows, time relative to one row), ascending.
-    sums: seconds of one row's run in the sums of a wide stage, each further row `row_sums` more.
-    pool: whose cores it computes on, "" where they are its own; threads: how many it keeps busy.
+    seconds: computing a run of one row.
+    curve: (rows, time relative to one row), ascending.
+    sums: seconds of the sums of a wide stage in a run of one row.
+    row_sums: seconds of the sums for each further row.
+    pool: name of the cores that it shares, "" for its own. threads: how many it keeps busy.
     """
 
     seconds: float
@@ -61,17 +66,21 @@ class StageTime(Struct, frozen=True):
     threads: float = 1.0
 
     def computing(self, rows: int) -> float:
-        """Seconds of computing, sums left out."""
+        """Return the seconds of computing, without sums."""
         return self.seconds * relative(self.curve, rows)
 
     def taken(self, rows: int) -> float:
-        """Seconds that a run of `rows` rows keeps the stage."""
+        """Return the seconds for which a run of `rows` rows occupies the stage."""
         return self.computing(rows) + self.sums + self.row_sums * (rows - 1)
 
 
 class Arrangement(Struct, frozen=True):
-    """Stages in order. link: seconds of one hop, for each further row `row_link` more; draft: per
-    guess, 0 where it costs nothing; cores: of each pool that stages share."""
+    """Stages in order, and the costs around them.
+
+    link: seconds of one hop. row_link: seconds more for each further row.
+    draft: seconds per proposal, 0 if it costs nothing.
+    cores: of each pool that stages share.
+    """
 
     stages: tuple[StageTime, ...]
     link: float = LINK
@@ -80,12 +89,12 @@ class Arrangement(Struct, frozen=True):
     cores: Mapping[str, float] = field(default_factory=dict)
 
     def way(self, rows: int = 1) -> float:
-        """See the module docstring."""
+        """Return the seconds from issue to result in an empty pipeline."""
         hops = (len(self.stages) + 1) * (self.link + self.row_link * (rows - 1))
         return sum(stage.taken(rows) for stage in self.stages) + hops
 
     def slot(self, rows: int = 1) -> float:
-        """See the module docstring."""
+        """Return the seconds after which the next run may follow."""
         work: dict[str, float] = {}
         for stage in self.stages:
             if stage.pool:
@@ -97,8 +106,11 @@ class Arrangement(Struct, frozen=True):
 
 
 def relative(curve: Curve, rows: int) -> float:
-    """Time of a run relative to one of a single row: straight lines between the curve's points,
-    the last of which goes on. Without a curve rows cost nothing more."""
+    """Return the time of a run relative to one of a single row.
+
+    It is interpolated linearly, and extrapolated beyond the last point. Without a curve further
+    rows cost nothing.
+    """
     low, high = (1, 1.0), (1, 1.0)
     for point in curve:
         low, high = high, point
@@ -110,13 +122,14 @@ def relative(curve: Curve, rows: int) -> float:
 
 
 def gain(acceptance: float) -> float:
-    """Guesses accepted in a row, on average (acceptance 0 to 1)."""
+    """Return the average number of speculative tokens accepted in a row. acceptance: 0 to 1."""
     kept = min(max(acceptance, 0.0), _MOST)
     return kept / (1 - kept)
 
 
 def tokens_per_second(arrangement: Arrangement, mix: LoadMix) -> float:
-    """Output tokens per second of all requests together, their prompts' time included."""
+    """Return the output tokens per second of all requests together, including their prompts'
+    time."""
     rate = _generating(arrangement, mix)
     if mix.prompt_rows <= 0:
         return rate
@@ -125,7 +138,7 @@ def tokens_per_second(arrangement: Arrangement, mix: LoadMix) -> float:
 
 
 def score(arrangement: Arrangement, mixes: Sequence[LoadMix]) -> float:
-    """The geometric mean of the tokens per second under each of the loads that are expected."""
+    """Return the geometric mean of the tokens per second under each of the loads."""
     logs = [math.log(max(tokens_per_second(arrangement, mix), 1e-12)) for mix in mixes]
     return math.exp(math.fsum(logs) / len(logs))
 
@@ -144,13 +157,14 @@ def _generating(arrangement: Arrangement, mix: LoadMix) -> float:
 
 
 def _in_groups(arrangement: Arrangement, streams: int, size: int) -> float:
-    """Plain decoding with `size` requests in each run."""
+    """Tokens per second of plain decoding with `size` requests in each run."""
     runs = -(-streams // size)
     return streams / max(arrangement.way(size), runs * arrangement.slot(size))
 
 
 def _in_turns(arrangement: Arrangement, acceptance: float, streams: int, size: int) -> float:
-    """Synchronous speculation with chains of `size` guesses, a run for each request."""
+    """Tokens per second of synchronous speculation with chains of `size` tokens, a run per
+    request."""
     tokens = sum(acceptance**level for level in range(size + 1))
     cycle = arrangement.way(size + 1) + size * arrangement.draft
     return streams * tokens / max(cycle, streams * arrangement.slot(size + 1))
@@ -158,11 +172,12 @@ def _in_turns(arrangement: Arrangement, acceptance: float, streams: int, size: i
 
 def _guessing(arrangement: Arrangement, acceptance: float, streams: int, size: int, join: bool
               ) -> float:
-    """Continuous speculation with runs of `size` guesses, the first of which may join the tip.
+    """Tokens per second of continuous speculation with runs of `size` speculative tokens, the
+    first of which may join the tip.
 
-    A cycle begins with an accepted token's run and ends when the first wrong guess is known. Runs
-    follow each other at slots, or as fast as the draft names guesses; those of other requests take
-    slots between, and together they cannot have more rows than there is room for.
+    A cycle begins with an accepted token's run and ends when the first wrong token is found. Runs
+    follow each other at slots, or as fast as the draft proposes; those of other requests take
+    slots between, and all together cannot have more rows than the pipeline can process.
     """
     acceptance = min(acceptance, _MOST)
     slot, per_run = streams * arrangement.slot(size), size * arrangement.draft
@@ -196,19 +211,19 @@ def _guessing(arrangement: Arrangement, acceptance: float, streams: int, size: i
 
 
 class Seat(Struct, frozen=True):
-    """Where a rank computes. cores: its own."""
+    """The place where a rank computes: host and number of own cores."""
 
     host: str
     cores: int = 1
 
 
 class Judge(Struct, frozen=True):
-    """Tells splits apart by `score`.
+    """Compares splits over ranks by `score`.
 
-    seats: of each rank. cores: of each host, as far as stages may use them. mixes: the loads that
-    count. curve: of all stages. grows: whether a rank that stays takes over the threads of ranks
-    of its host that are left out. using: threads that ranks compute with now, where those are not
-    their own.
+    seats: of each rank. cores: of each host, as far as stages may use them.
+    mixes: the loads to judge by. curve: of all stages. link, draft: see `Arrangement`.
+    grows: whether a rank takes over the threads of ranks of its host that are left out.
+    using: present threads of ranks that do not use just their own.
     """
 
     seats: Mapping[int, Seat]
@@ -221,13 +236,13 @@ class Judge(Struct, frozen=True):
     using: Mapping[int, int] = field(default_factory=dict)
 
     def threads(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Of each of these ranks when they alone hold stages."""
+        """Return the threads of each rank if these ranks alone hold stages."""
         return granted(self.seats, self.cores, ranks) if self.grows else {
             rank: self.seats[rank].cores for rank in ranks if rank in self.seats}
 
     def faster(self, rank: int, holders: Sequence[int] | None) -> float:
-        """What a rank's seconds on its own cores are multiplied by when these ranks hold stages;
-        None: as things are now."""
+        """Return the factor of a rank's seconds on its own cores if these ranks hold stages;
+        None: at present."""
         if rank not in self.seats:
             return 1.0
         own = self.seats[rank].cores
@@ -249,18 +264,18 @@ class Judge(Struct, frozen=True):
         return Arrangement(tuple(stages), self.link, draft=self.draft, cores=self.cores)
 
     def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
-        """Tokens per second, see `score`."""
+        """Return the tokens per second of a split, see `score`."""
         return score(self.arrangement(split, ranks, now=now), self.mixes)
 
     def under(self, *mixes: LoadMix) -> Judge:
-        """The same for other loads."""
+        """Return the same judge for other loads."""
         return structs.replace(self, mixes=mixes)
 
 
 def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequence[int]
             ) -> dict[int, int]:
-    """Threads of each of these ranks when they share the cores of their hosts evenly; never fewer
-    than a rank's own."""
+    """Return the threads of each rank when ranks share the cores of their hosts evenly; never
+    fewer than a rank's own."""
     found = {}
     for rank in ranks:
         if rank in seats:
@@ -271,7 +286,9 @@ def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequen
 
 
 def expected(policy: Policy, parallel: int, acceptance: float = 0.7) -> tuple[LoadMix, ...]:
-    """The loads to plan for before there is any: one user, and as many as are let in; prompts a
-    few times as long as their answers."""
+    """Return the loads to plan for before any is observed.
+
+    They are one request and `parallel` requests, with prompts twice as long as their answers.
+    """
     counts = sorted({1, max(parallel, 1)})
     return tuple(LoadMix(policy, streams, 2.0, acceptance) for streams in counts)

@@ -1,8 +1,8 @@
-"""Which link between two stages is cut, and who is left out for it.
+"""Locates a cut link between two stages, and chooses the rank to continue without.
 
-Every transaction goes through all stages in order, and each node gets it from one other, so nodes
-have received equally many but for what is under way. What has been under way for long, while both
-ends have nothing to do, will not come. Pure.
+Every transaction passes all stages in order, and each node receives it from one other node. So the
+numbers of received transactions differ only by those under way. A transaction that has been under
+way for long, while both nodes are idle, is lost. Pure.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from pipeinfer.core.grid import Grid
 
 def cut_link(grid: Grid, standings: Mapping[int, Standing], patience: float
              ) -> tuple[int, int] | None:
-    """The first link between nodes over which something has been under way for longer than
-    `patience` seconds: the node that sent it and the one that waits. None where there is none.
+    """Return the first cut link: the node that sent and the node that waits; None if there is
+    none.
 
-    standings: by node, of those that have answered. One that computes, or does not answer, tells
-    nothing of its links. The head's own links are not looked at: it hears who is there.
+    standings: the answers to the roll call, by node. A node that computes or has not answered
+        shows nothing about its links.
+    patience: seconds for which both nodes must have been idle.
+    The head's own links are not checked: it detects lost ranks itself.
     """
     for node in range(1, grid.n_nodes + 1):
         source, here = grid.predecessor(node), standings.get(node)
@@ -32,6 +34,9 @@ def cut_link(grid: Grid, standings: Mapping[int, Standing], patience: float
 
 
 def left_out(source: int, waits: int, earlier: Collection[int]) -> int:
-    """The rank to go on without, of two whose link is cut: the one that waits, unless the other is
-    at a cut link for the second time. Rank 0 stays. earlier: sources of links cut before."""
+    """Return the rank to continue without, of two whose link is cut.
+
+    It is the one that waits, unless the source has a cut link for the second time. Rank 0 stays.
+    earlier: sources of links that were cut before.
+    """
     return source if waits == 0 or (source in earlier and source != 0) else waits

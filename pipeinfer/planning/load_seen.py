@@ -1,6 +1,6 @@
-"""What a pipeline has been used for: requests at once, rows of prompts, tokens, while it worked.
+"""Observes the load of a pipeline: concurrent requests, prompt rows and tokens, while it worked.
 
-Pure: whoever watches tells times and counts.
+Pure: callers pass times and counts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.planning.judge import LoadMix
 
 _STEP = 20.0  #: seconds of work between two marks
-_MARKS = 10  #: marks that are kept: loads of longer ago do not count
+_MARKS = 10  #: stored marks: the load before the oldest does not count
 _ALIKE = 1.25  #: loads whose streams and prompts are within this factor can be compared
-_FEW_TOKENS = 64  #: a speed that rests on fewer is none
+_FEW_TOKENS = 64  #: fewer give no speed
 
 
 class Seen(Struct, frozen=True):
-    """Sums over a time: seconds with runs in flight, streams times seconds, rows of prompts, output
-    tokens."""
+    """Sums over a period: seconds with runs in flight, streams times seconds, prompt rows,
+    output tokens."""
 
     busy: float = 0.0
     streams: float = 0.0
@@ -28,23 +28,23 @@ class Seen(Struct, frozen=True):
     tokens: int = 0
 
     def since(self, then: Seen) -> Seen:
-        """What came after `then`."""
+        """Return the part after `then`."""
         return Seen(self.busy - then.busy, self.streams - then.streams,
                     self.prompts - then.prompts, self.tokens - then.tokens)
 
     @property
     def speed(self) -> float:
-        """Tokens per second of work, 0 where there were too few."""
+        """Tokens per second of work, 0 if there were too few tokens."""
         return self.tokens / self.busy if self.tokens >= _FEW_TOKENS and self.busy > 0 else 0.0
 
     def mix(self, policy: Policy, acceptance: float) -> LoadMix:
-        """As a load to plan for."""
+        """Return the observed load as a load to plan for."""
         streams = max(1, round(self.streams / self.busy)) if self.busy > 0 else 1
         prompts = self.prompts / self.tokens if self.tokens > 0 else 0.0
         return LoadMix(policy, streams, prompts, acceptance)
 
     def like(self, other: Seen) -> bool:
-        """Whether both were about the same load, so that their speeds can be compared."""
+        """Whether both loads are so similar that their speeds can be compared."""
         if not self.speed or not other.speed:
             return False
         one, two = (seen.mix(Policy.ITERATIVE, 0.0) for seen in (self, other))
@@ -53,7 +53,8 @@ class Seen(Struct, frozen=True):
 
 
 class LoadWatch(Struct):
-    """Adds up; told of every change of what is in flight. worked: seconds since the beginning."""
+    """Sums up the load; must be called at every change of the runs in flight. worked: seconds
+    with runs in flight since the beginning."""
 
     worked: float = 0.0
     _sum: Seen = field(default_factory=Seen)
@@ -62,7 +63,7 @@ class LoadWatch(Struct):
     _since: float = 0.0
 
     def running(self, streams: int, when: float) -> None:
-        """From now on so many requests have runs in flight; `when` in seconds."""
+        """Record that from `when` (seconds) on so many requests have runs in flight."""
         passed = max(0.0, when - self._since) if self._streams else 0.0
         self._sum = Seen(self._sum.busy + passed, self._sum.streams + passed * self._streams,
                          self._sum.prompts, self._sum.tokens)
@@ -70,12 +71,12 @@ class LoadWatch(Struct):
         self.worked += passed
 
     def prompt(self, rows: int) -> None:
-        """A piece of a prompt goes out."""
+        """Record prompt rows that were issued."""
         self._sum = Seen(self._sum.busy, self._sum.streams, self._sum.prompts + rows,
                          self._sum.tokens)
 
     def lately(self, tokens: int) -> Seen:
-        """Of the last minutes of work. tokens: output so far."""
+        """Return the load of the last minutes of work. tokens: output tokens so far."""
         now = Seen(self._sum.busy, self._sum.streams, self._sum.prompts, tokens)
         if not self._marks:
             self._marks.append(Seen())
@@ -85,7 +86,7 @@ class LoadWatch(Struct):
         return found
 
     def restart(self, tokens: int) -> None:
-        """Forget what was: the stages are others."""
+        """Discard the past, because the stages have changed."""
         self._sum = Seen(tokens=tokens)
         self._marks.clear()
         self._marks.append(self._sum)

@@ -1,10 +1,10 @@
-"""What this rank's machine gets through, measured once per host and remembered.
+"""Measures the speed of this rank's machine, once per host, and stores the result.
 
-Three figures: bytes per second of a plain copy by all the rank's threads, the time of runs of 1,
-2 and 4 rows through one layer of the target on the rank's own backend, and that of one row through
-its output matrix, which gets through more bytes per second than layers do. Windows are long enough
-for a processor quota of the control group to show (its period is a tenth of a second). Nothing here
-can change a token: the planner alone reads the figures. Knows no ranks but this one.
+There are three figures: bytes per second of a plain copy by all the rank's threads; the time of
+    runs of 1, 2 and 4 rows through one layer of the target on the rank's own backend; and the time
+    of one row through its output matrix, which processes more bytes per second than layers do.
+    Windows are long enough to include a CPU quota of the control group (its period is a tenth of a
+    second). No figure can change a token: only the planner reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipeinfer.models.architectures import smallest_stage
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 
-FORMAT = 3  #: part of a remembered figure's name; raise it when what is measured changes
+FORMAT = 3  #: part of the file's name; raise it when the measurement changes
 ROWS = (1, 2, 4)
 _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
@@ -46,9 +46,12 @@ _SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not w
 
 
 class Figures(Struct, frozen=True):
-    """bandwidth: bytes/s moved by a copy (read and written). seconds: rows -> time of one layer (or
-    a few that belong together) of which a row reads `layer_bytes` bytes. head: seconds of the
-    output matrix for one row, 0 if not measured.
+    """The measured speed of a rank.
+
+    bandwidth: bytes/s moved by a copy (read and written).
+    layer_bytes: bytes of the measured layer (or a few that belong together) that a row reads.
+    seconds: rows -> time of that layer.
+    head: seconds of the output matrix for one row, 0 if not measured.
     """
 
     bandwidth: float
@@ -63,16 +66,16 @@ class Figures(Struct, frozen=True):
 
     @property
     def row_cost(self) -> float:
-        """A further row's time relative to the first one's."""
+        """The time of a further row relative to the first one's."""
         return max(0.0, (self.seconds[4] / self.seconds[1] - 1) / 3)
 
     def to_json(self) -> dict[str, Any]:
-        """For the wire and the disk."""
+        """Return plain data for messages and files."""
         return structs.asdict(self)
 
 
 def from_json(data: Any) -> Figures:
-    """The inverse of `to_json`. Raises ValueError when it is not one."""
+    """Return the inverse of `to_json`. Raises ValueError for anything else."""
     try:
         seconds = {int(k): float(v) for k, v in data["seconds"].items()}
         found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds,
@@ -87,11 +90,11 @@ def from_json(data: Any) -> Figures:
 
 
 class Hollow(Struct, frozen=True):
-    """A model that this host has no file of, as far as measuring needs it.
+    """A model without a file on this host, as far as measuring needs it.
 
-    layers, reads: the middle layer `[start, stop)` and what a row reads of it, in bytes. header,
-    total: of its shard. Its weights are taken as zeros: the time of a product does not depend on
-    them.
+    layers: the middle layer `[start, stop)`. reads: bytes of it that a row reads.
+    header, total: of its shard. The weights are zeros: the time of a product does not depend on
+        them.
     """
 
     fingerprint: str
@@ -103,25 +106,25 @@ class Hollow(Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Any) -> Hollow:
-        """What has to be told about `model`, a ModelFile."""
+        """Return what has to be sent about `model`, a ModelFile."""
         start, stop = smallest_stage(model, model.n_layers // 2)
         source = ShardSource(model, start, stop)
         return cls(model.fingerprint, model.n_layers, (start, stop),
                    sum(model.layer_reads[start:stop]), source.header, source.total)
 
     def to_json(self) -> dict[str, Any]:
-        """The header as plain data for JSON; its bytes in base64."""
+        """Return plain data for JSON, with the header in base64."""
         return {**structs.asdict(self), "header": base64.b64encode(self.header).decode()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hollow:
-        """The header from what `to_json` made."""
+        """Return the inverse of `to_json`."""
         start, stop = data["layers"]
         return cls(data["fingerprint"], data["n_layers"], (start, stop), data["reads"],
                    base64.b64decode(data["header"]), data["total"])
 
     def write(self, folder: str) -> Path:
-        """The middle layer's shard, full of zeros that take no room on the disk."""
+        """Write the middle layer's shard as a sparse file of zeros; return its path."""
         path = Path(folder) / "layer.gguf"
         path.write_bytes(self.header)
         os.truncate(path, self.total)
@@ -129,10 +132,11 @@ class Hollow(Struct, frozen=True):
 
 
 def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool = False) -> Figures:
-    """This host's figures for `model` (a ModelFile or a Hollow), from the cache or measured now.
+    """Return this host's figures for a model, from the cache or measured now.
 
-    config: with the host's own settings in it. again: measure even if remembered. Raises
-    ModelError or BackendError when the layer cannot be cut out or loaded.
+    config: with the host's own settings. model: a ModelFile or a Hollow. threads: to compute with.
+    again: measure even if there are stored figures.
+    Raises ModelError or BackendError when the layer cannot be extracted or loaded.
     """
     path = cache_directory() / _name(config, model, threads)
     if not again:
@@ -144,7 +148,7 @@ def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool =
 
 
 def _name(config: ModelConfig, model: Any, threads: int) -> str:
-    """The file of everything that the figures depend on."""
+    """Return the file name: a digest of everything that the figures depend on."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.pytorch.options import torch_version
     from pipeinfer.llama.library import llama_identity
@@ -201,8 +205,8 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
 
 def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float, folder: str
                   ) -> float:
-    """What the last layer takes with the output matrix, less what a layer takes; 0 where the matrix
-    is small beside a layer, or large beside the memory."""
+    """Return the time of the output matrix: that of the last layer with it, minus a layer's
+    time. 0 if the matrix is small compared with a layer, or large compared with the memory."""
     from pipeinfer.backends.factory import llama_options
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard, shard_bytes
@@ -226,10 +230,12 @@ def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float
 
 def layer_seconds(backend: Backend, window: float | None = None, rows: Sequence[int] = ROWS
                   ) -> dict[int, float]:
-    """Rows -> seconds of a decode: the better of two windows' means, for one row; one for others.
+    """Return rows -> seconds of a decode.
 
-    Rows differ, so that those of a mixture draw different experts. The cache must be empty, and is
-    empty afterwards.
+    window: seconds of measuring. rows: the sizes of the runs. For one row it is the better of two
+        windows' means.
+    Rows differ, so that those of a mixture select different experts. The cache must be empty, and
+    is empty afterwards.
     """
     window = _WINDOW if window is None else window
     info = backend.info
@@ -255,7 +261,7 @@ def layer_seconds(backend: Backend, window: float | None = None, rows: Sequence[
 
 
 def copy_bandwidth(threads: int, rounds: int = 4) -> float:
-    """Bytes/s read and written together by `threads` copies at once; the best round."""
+    """Return the bytes/s read and written by `threads` concurrent copies; the best of `rounds`."""
     room = psutil.virtual_memory().available * _COPY_SHARE / 2
     count = max(1024, int(min(_COPY_BYTES, room) / 8 / threads))
     pairs = [(np.ones(count), np.empty(count)) for _ in range(threads)]
@@ -276,9 +282,9 @@ def try_figures(
     config: JobConfig, path: Path, fingerprint: str, threads: int,
     hollow: Mapping[str, Any] | None = None,
 ) -> Measured:
-    """What a rank answers the head: its figures, or why there are none.
+    """Return a rank's answer to the head: its figures, or why there are none.
 
-    hollow: stands in for a model that is to be distributed and has no file here.
+    hollow: replaces a model that is to be distributed and has no file here.
     """
     from pipeinfer.models.locate import open_model
 

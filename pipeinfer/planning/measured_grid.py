@@ -1,8 +1,7 @@
-"""The best grid of a job's own ranks: from the model's file and what ranks and links were measured
-at.
+"""The best grid of a job's own ranks, from the model's file and the measured ranks and links.
 
-Links are measured between neighbours in the order of ranks; two ranks further apart are taken to be
-joined by the worst link between them. Loads nothing.
+Links are measured between neighbours in the order of ranks. Two ranks further apart are assumed to
+have the worst link between them. Loads nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire
 
-_ROWS = (2, 4, 8)  #: of the curve that a measured row cost is drawn into
+_ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
 
 def cut_from(model: ModelFile | ModelDir) -> Cut:
-    """How a file's layers can be shared out. Raises UnsupportedArchitecture."""
+    """Return how a file's layers can be cut. Raises UnsupportedArchitecture."""
     sizes = sizes_of(model)
     group = sizes.heads // sizes.kv_heads
     step = math.lcm(sizes.head_block, group * sizes.value) // (group * sizes.value)
@@ -44,7 +43,8 @@ def cut_from(model: ModelFile | ModelDir) -> Cut:
 
 
 def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]:
-    """Of a layer's work, for each slice of a cut; more than 1 together where heads are repeated."""
+    """Return the share of a layer's work of each slice; more than 1 together if heads are
+    repeated."""
     sizes, whole = sizes_of(model), cut_from(model)
     found = []
     for piece in map(Slice.parse, cut):
@@ -56,8 +56,10 @@ def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]
 
 
 def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Network:
-    """Wires between ranks, by their places in `ranks`. links: source, dest, latency (seconds),
-    bandwidth (bytes/s) of neighbours."""
+    """Return the wires between ranks, by their indices in `ranks`.
+
+    links: source, dest, latency (seconds), bandwidth (bytes/s) of neighbours.
+    """
     steps = {int(link["source"]): Wire(link["latency"], link["bandwidth"]) for link in links}
     special: dict[frozenset[int], Wire] = {}
     for a, first in enumerate(ranks):
@@ -75,9 +77,10 @@ def grids_of_ranks(
     figures: Sequence[Figures | None], network: Network, mix: LoadMix, sums: SumCost,
     groups: Sequence[str] = (),
 ) -> tuple[GridPlan, GridPlan]:
-    """The best grid of these ranks, and the plain pipeline of all of them. groups: of the ranks,
-    see `Cluster`.
+    """Return the best grid of these ranks, and the plain pipeline of all of them.
 
+    figures: of each rank, None if not measured. mix: the load. sums: the cost of a sum.
+    groups: of the ranks, see `Cluster`.
     Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
     not fit.
     """

@@ -1,9 +1,9 @@
-"""Computing told apart from waiting for a core that another stage has.
+"""Separates a stage's computing time from its waiting for cores that other stages use.
 
-Stages of one host with fewer cores than threads hold each other up, and the time that a run spent
-there says little about the stage. While stages with more threads than there are cores work at
-once, each gets on at the rate of cores over threads; that is what an instant counts. Times of one
-pool come from one host's clock. Pure.
+Stages of one host with fewer cores than threads delay each other, so the duration of a run says
+little about the stage. While such stages work at the same time, each progresses at the rate of
+cores over threads; each instant counts at that rate. All times of one pool come from one host's
+clock. Pure.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from msgspec import Struct
 
 
 class Share(Struct, frozen=True):
-    """Of a stage: whose cores it computes on, and how many threads it keeps busy."""
+    """The pool of cores that a stage computes on, and the threads that it keeps busy."""
 
     pool: str
     threads: int = 1
 
 
 class Interval(Struct, frozen=True):
-    """A stage was at work; start: seconds since any epoch."""
+    """A period in which a stage worked; start: seconds since any epoch."""
 
     stage: int
     start: float
@@ -31,9 +31,9 @@ class Interval(Struct, frozen=True):
 
 def own_seconds(intervals: Sequence[Interval], shares: Sequence[Share],
                 cores: Mapping[str, float]) -> list[float]:
-    """Of each interval: what it would have taken with cores to itself.
+    """Return, for each interval, its duration if the stage had had the cores to itself.
 
-    shares: by stage. cores: of each pool; one that is missing has enough.
+    shares: by stage. cores: of each pool; a pool that is missing has enough.
     """
     found = [one.seconds for one in intervals]
     pools: dict[str, list[int]] = {}
@@ -48,7 +48,7 @@ def own_seconds(intervals: Sequence[Interval], shares: Sequence[Share],
 
 def _sweep(intervals: Sequence[Interval], shares: Sequence[Share], cores: float,
            members: Sequence[int], found: list[float]) -> None:
-    """From each start or end to the next one, with whoever is at work between."""
+    """Go from each start or end to the next one, and add the progress of the working stages."""
     starts = sorted(members, key=lambda index: intervals[index].start)
     ends: list[tuple[float, int]] = []
     own = dict.fromkeys(members, 0.0)

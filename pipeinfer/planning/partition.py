@@ -1,8 +1,9 @@
-"""Contiguous layers on ranks in a fixed order, so that the slowest stage is as fast as possible.
+"""Splits contiguous layers over ranks in a fixed order, so that the slowest stage is fastest.
 
-Exact, see `paths`. Among splits with the same slowest stage the one with the fewest stages wins,
-then the least total time, then the most even one, then the one with more layers on earlier ranks.
-Pure: costs and sizes come from whoever calls; units of cost are theirs (bytes of weights, usually).
+The result is exact, see `paths`. Among splits with the same slowest stage the one with the fewest
+stages wins, then the least total time, then the most even one, then the one with more layers on
+earlier ranks. Pure: callers pass costs and sizes, in their own unit of cost (usually bytes of
+weights).
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from pipeinfer.planning.paths import Matrix, best_path, least_maximum
 
 _GIB = 2**30
 SAME_SPEED = 1.1  #: measured speeds within this factor count as equal
-LEAVE = 1.03  #: how much faster the whole must become for a slow rank to be left out
+LEAVE = 1.03  #: least speed-up for which a slow rank is left out
 _SAME = 1e-9  #: totals that differ by less, relatively, are equal
 
 
 class Member(Struct, frozen=True):
-    """A rank that can hold a stage: `overhead + cost * per_cost` seconds, `memory` bytes.
+    """A rank that can hold a stage. A stage of it takes `overhead + cost * per_cost` seconds.
 
-    layers: a count that is set from outside (0 leaves the rank out). optional: it may be left out.
+    memory: bytes that it may fill.
+    layers: a fixed number of layers (0 leaves the rank out); None: free.
+    optional: whether the rank may be left out.
     """
 
     name: str
@@ -38,10 +41,12 @@ class Member(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """What is to be placed: per layer its cost and its bytes (weights and cache).
+    """The layers to place: for each its cost and its bytes (weights and KV cache).
 
-    first_*: what the stage with layer 0 has besides; last_*: likewise the last layer's. scratch:
-    bytes of any stage. barred: ranges `[start, stop)` that cannot be a stage; bar: why.
+    first_*: additional cost and bytes of the stage with layer 0. last_*: of that with the last
+        layer.
+    scratch: bytes of any stage.
+    barred: ranges `[start, stop)` that cannot be a stage. bar: the reason.
     """
 
     costs: tuple[float, ...]
@@ -55,18 +60,19 @@ class Load(Struct, frozen=True):
     bar: str = ""
 
     def stage_cost(self, start: int, stop: int) -> float:
-        """Cost of a stage with layers start to stop - 1."""
+        """Return the cost of a stage with layers start to stop - 1."""
         return (sum(self.costs[start:stop]) + self.first_cost * (start == 0)
                 + self.last_cost * (stop == len(self.costs)))
 
     def stage_bytes(self, start: int, stop: int) -> float:
-        """Memory of a stage with layers start to stop - 1."""
+        """Return the memory of a stage with layers start to stop - 1."""
         return (sum(self.sizes[start:stop]) + self.first_bytes * (start == 0) + self.scratch
                 + self.last_bytes * (stop == len(self.sizes)))
 
 
 class Split(Struct, frozen=True):
-    """Layers per rank in order, 0 for a rank that is left out; its seconds and bytes likewise."""
+    """The number of layers of each rank, 0 for a rank that is left out; with its seconds and
+    bytes."""
 
     counts: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -74,16 +80,16 @@ class Split(Struct, frozen=True):
 
     @property
     def slowest(self) -> float:
-        """Time of the slowest stage."""
+        """The time of the slowest stage."""
         return max(self.seconds)
 
     @property
     def total(self) -> float:
-        """Time through all stages, links left out."""
+        """The time through all stages, without links."""
         return sum(self.seconds)
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """(rank, first layer, last layer + 1) of every stage."""
+        """Return (rank, first layer, last layer + 1) of every stage."""
         found, start = [], 0
         for rank, count in enumerate(self.counts):
             if count:
@@ -93,7 +99,7 @@ class Split(Struct, frozen=True):
 
 
 def partition(load: Load, members: Sequence[Member]) -> Split:
-    """The best split. Raises PlanError: too few layers, or which rank lacks how much memory."""
+    """Return the best split. Raises PlanError: too few layers, or the rank that lacks memory."""
     n = len(load.costs)
     _check_counts(n, members)
     times = [stage_times(load, member, bounded=True) for member in members]
@@ -105,7 +111,7 @@ def partition(load: Load, members: Sequence[Member]) -> Split:
 
 
 def measure(load: Load, members: Sequence[Member], counts: Sequence[int]) -> Split:
-    """The times and sizes of a given split."""
+    """Compute the times and sizes of a given split."""
     seconds, sizes, start = [], [], 0
     for member, count in zip(members, counts, strict=True):
         stop = start + count
@@ -117,7 +123,7 @@ def measure(load: Load, members: Sequence[Member], counts: Sequence[int]) -> Spl
 
 
 def check_fits(split: Split, members: Sequence[Member]) -> None:
-    """Raises PlanError naming the rank that lacks the most memory."""
+    """Raise PlanError with the rank that lacks the most memory, if one does."""
     lacks = [size - member.memory for size, member in zip(split.sizes, members, strict=True)]
     worst = int(np.argmax(lacks))
     if lacks[worst] > 0:
@@ -129,7 +135,7 @@ def check_fits(split: Split, members: Sequence[Member]) -> None:
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes as text."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.0f} MiB"
 
 
@@ -147,7 +153,11 @@ def _check_counts(n: int, members: Sequence[Member]) -> None:
 
 
 def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
-    """[start, stop] -> seconds, inf where the rank cannot hold that; [i, i] leaves it out."""
+    """Return [start, stop] -> seconds, inf where the rank cannot hold that; [i, i] leaves it
+    out.
+
+    bounded: whether the rank's memory limits it.
+    """
     n = len(load.costs)
     cost = _ranges(load.costs, load.first_cost, load.last_cost)
     count = np.arange(n + 1)[None, :] - np.arange(n + 1)[:, None]
@@ -166,7 +176,7 @@ def stage_times(load: Load, member: Member, *, bounded: bool) -> Matrix:
 
 
 def _ranges(values: Sequence[float], first: float, last: float) -> Matrix:
-    """[start, stop] -> the sum of a range, with what the ends add."""
+    """Return [start, stop] -> the sum of a range, with the additional values of the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     matrix: Matrix = sums[None, :] - sums[:, None]
     matrix[0, :] += first
@@ -175,7 +185,8 @@ def _ranges(values: Sequence[float], first: float, last: float) -> Matrix:
 
 
 def _best_under(times: Sequence[Matrix]) -> list[int]:
-    """Counts: fewest stages, then least total, then least sum of squares, then earlier ranks."""
+    """Return counts: fewest stages, then least total, then least sum of squares, then earlier
+    ranks."""
     used = ~np.eye(times[0].shape[0], dtype=bool)
     stages = [np.where(np.isfinite(matrix), used, np.inf) for matrix in times]
     cuts = best_path([stages, times, [matrix**2 for matrix in times]], same=_SAME)
@@ -183,11 +194,11 @@ def _best_under(times: Sequence[Matrix]) -> list[int]:
 
 
 def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
-    """Why no split fits, told by the fastest split that asks nobody's memory."""
+    """Return why no split fits, based on the fastest split that ignores memory."""
     n = len(load.costs)
     times = [stage_times(load, member, bounded=False) for member in members]
     bound = least_maximum(times)
-    if not np.isfinite(bound):  # there is room enough
+    if not np.isfinite(bound):  # memory is not the reason
         return PlanError(f"these ranks cannot have a stage each: {load.bar}; or start fewer ranks")
     times = [np.where(matrix <= bound, matrix, np.inf) for matrix in times]
     split = measure(load, members, _best_under(times))
@@ -222,10 +233,11 @@ def level(speeds: Mapping[int, float]) -> dict[int, float]:
 def choose(
     load: Load, members: Sequence[Member], predict: Callable[[Split], float]
 ) -> tuple[Split, dict[int, str]]:
-    """The best split, and which members are left out and why.
+    """Return the best split, and the members that are left out, with the reason.
 
-    predict: tokens per second of a split. Members of equal speed are never left out; slower ones
-    when that is faster by LEAVE or more. Raises PlanError when all together cannot hold the model.
+    predict: returns the tokens per second of a split. Members of equal speed are never left out;
+        slower ones if that is faster by LEAVE or more. Raises PlanError when all together cannot
+        hold the model.
     """
     out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
     trial = list(members)

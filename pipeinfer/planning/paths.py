@@ -1,8 +1,8 @@
-"""Best ways through the layers: which range each rank takes, in a fixed order of ranks.
+"""Shortest paths through the layers: which range each rank takes, in a fixed order of ranks.
 
-A step is float64[n + 1, n + 1]: [start, stop] -> what it costs the next rank to take layers
-`[start, stop)`, inf where it cannot; [i, i] leaves it out. Dynamic programming over (ranks,
-layers), each step one operation on a matrix. Pure; it knows no seconds and no bytes.
+A step is float64[n + 1, n + 1]: [start, stop] -> the cost at which the next rank takes layers
+`[start, stop)`, inf if it cannot; [i, i] leaves it out. Dynamic programming over (ranks, layers),
+each step one matrix operation. Pure.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ Matrix = npt.NDArray[np.float64]
 
 
 def least_sum(steps: Sequence[Matrix]) -> float:
-    """The least sum of costs with which the ranks take all layers, inf if they cannot."""
+    """Return the least sum of costs with which the ranks take all layers, inf if they cannot."""
     return _least(steps, np.add)
 
 
 def least_maximum(steps: Sequence[Matrix]) -> float:
-    """The least possible cost of the dearest step, inf if the ranks cannot take all layers."""
+    """Return the least possible cost of the most expensive step, inf if the ranks cannot take
+    all layers."""
     return _least(steps, np.maximum)
 
 
 def best_path(keys: Sequence[Sequence[Matrix]], *, same: float = 0.0, later: bool = True
               ) -> list[int]:
-    """The boundaries between ranks, `len(steps) + 1` of them: 0, ..., n.
+    """Return the boundaries between ranks, `len(steps) + 1` of them: 0, ..., n. A path must
+    exist.
 
-    keys: sequences of steps; the path has the least sum by the first of them, among those that are
-    equal there the least by the second, and so on. same: sums that differ by less, relatively, are
-    equal. later: of paths that are equal by all keys one whose last boundaries are far back (else
-    far in front). There must be a path.
+    keys: sequences of steps. The path has the least sum by the first of them; among equals, the
+        least by the second, and so on.
+    same: relative difference below which sums are equal.
+    later: among paths that are equal by all keys, whether to choose the one whose last boundaries
+        are as late as possible, else as early as possible.
     """
     size = keys[0][0].shape[0] if keys[0] else 1
     sums = [np.full(size, np.inf) for _ in keys]

@@ -1,10 +1,10 @@
-"""What goes where: model files, layers and memory per rank, and sizes that depend on the machine.
+"""Plans which rank holds which layers, from model files, memory and measured speeds.
 
-A plan splits the layers so that the slowest stage is as fast as possible (`partition`), then sees
-whether leaving out the slowest ranks, one after another, makes the whole faster: with stage times
-whose sum with the links is L and whose largest is t, a pass that always has guesses behind it
-yields 1 + g tokens in L + g * t, where g = a / (1 - a) is how many guesses in a row are accepted on
-average. Looks at headers and at what hosts told about themselves; loads nothing, sends nothing.
+A plan splits the layers so that the slowest stage is as fast as possible (`partition`). Then it
+checks whether leaving out the slowest ranks, one after another, makes the whole faster. With stage
+times whose sum with the links is L and whose largest is t, a pass that is always followed by
+speculative tokens yields 1 + g tokens in L + g * t, where g = a / (1 - a) is the average number of
+tokens accepted in a row. Reads headers and host facts; loads nothing, sends nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import Teams, holdings
 
 ACCEPTANCE = 0.7  #: assumed where nothing is known about the draft
-WORTH = 1.1  #: how much faster the slowest stage must become for a plan to differ from equal shares
+WORTH = 1.1  #: least speed-up of the slowest stage for which a plan differs from equal shares
 _SCRATCH = 32 << 20
 
 
 def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2) -> list[float]:
-    """Each layer's cache; two bytes per element on llama.cpp (quantised caches need less)."""
+    """Each layer's KV cache; two bytes per element on llama.cpp (quantised caches need less)."""
     heads = _per_layer(model, "attention.head_count", 1)
     kv_heads = _per_layer(model, "attention.head_count_kv", 0)
     near = _per_layer(model, "attention.sliding_window_pattern", 0)
@@ -60,14 +60,14 @@ def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2) -> list[float]:
 
 
 def _per_layer(model: Any, key: str, default: int) -> list[int]:
-    """A number of each layer: metadata has one for all, or a list."""
+    """Return a number of each layer: metadata has one for all, or a list."""
     value = model.arch_get(key)
     values = value if isinstance(value, list) else [value or default] * model.n_layers
     return [int(one) for one in values]
 
 
 def _widest(model: Any) -> int:
-    """FFN columns of a layer, for what a decode needs besides."""
+    """Return the FFN columns of the widest layer, for the scratch memory of a decode."""
     return max(_per_layer(model, "feed_forward_length", 4 * model.n_embd))
 
 
@@ -99,7 +99,7 @@ class Plan(Struct, frozen=True):
 
     @property
     def held(self) -> tuple[Holding, ...]:
-        """Who holds what, in the order of nodes."""
+        """The holdings of all ranks, in the order of nodes."""
         if self.teams is None:
             return tuple(Holding(rank, start, stop) for rank, (start, stop) in zip(
                 self.ranks, self.ranges, strict=True))
@@ -114,13 +114,13 @@ class Plan(Struct, frozen=True):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """[start, stop) of each stage."""
+        """The layers [start, stop) of each stage."""
         if self.whole:
             return [(0, self.whole)] * len(self.candidates)
         return [(start, stop) for _, start, stop in self.split.ranges()]
 
     def line(self) -> str:
-        """One line for people; empty when the plan is the equal split over all ranks."""
+        """Describe the plan in one line; "" if it is the equal split over all ranks."""
         if self.whole:
             return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
         if self.teams is None and self.split.counts == self.equal.counts and not self.left_out:
@@ -139,7 +139,7 @@ class Plan(Struct, frozen=True):
 
 
 def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> int:
-    """Bytes of a weight where a rank runs torch, 0 where none does."""
+    """Return the bytes of a weight if a rank runs torch, 0 if none does."""
     from pipeinfer.backends.pytorch.options import itemsize
 
     if "torch" not in backends_of(config, model, hosts):
@@ -149,10 +149,11 @@ def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -
 
 
 def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load:
-    """What a model's stages cost (bytes of weights that a row reads) and hold.
+    """Return the cost (bytes of weights that a row reads) and the memory of a model's layers.
 
-    item_bytes: of a weight in torch's memory, where a rank runs torch (0: none does). Costs count
-    the file's bytes all the same: speeds of different backends are measured per such byte.
+    n_cells: of the KV cache. n_batch: rows of the widest run.
+    item_bytes: of a weight in torch's memory; 0: no rank runs torch. Costs are the file's bytes in
+        any case: speeds of different backends are measured per such byte.
     """
     from pipeinfer.models.architectures import barred
     from pipeinfer.models.hf_folder import torch_parts
@@ -181,10 +182,11 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
 
 
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:
-    """The load with what the output matrix really costs, in bytes of a layer that take as long.
+    """Return the load with the measured cost of the output matrix, in bytes of a layer that take
+    as long.
 
-    By its bytes a large vocabulary counts for many layers, and its stage gets none; but a product
-    with one matrix wastes no time between operations, as a layer does.
+    By its bytes a large vocabulary would count as many layers, so that its stage got none; but a
+    product with one matrix wastes no time between operations, as a layer does.
     """
     found = [one.head / one.per_byte for one in figures if one.head > 0]
     return structs.replace(load, last_cost=statistics.median(found)) if found else load
@@ -193,7 +195,8 @@ def with_head(load: Load, figures: Iterable[Figures]) -> Load:
 def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
                  hosts: Sequence[RankInfo], whole: Sequence[int] | None
                  ) -> list[int | None]:
-    """Layers per candidate where something sets them: --layers, the nodes file, roles.
+    """Return the layers of each candidate as set by --layers, the nodes file or roles; None:
+    free.
 
     whole: the nodes file's list for the whole job. Raises UsageError and PlanError.
     """
@@ -224,14 +227,14 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
 
 def estimate(split: Split, policy: Policy, link: float = LINK,
              acceptance: float = ACCEPTANCE) -> float:
-    """Tokens per second of a split, by the formula in the module docstring."""
+    """Return the tokens per second of a split, by the formula in the module docstring."""
     whole = split.total + link * (len(split.ranges()) + 1)
     guesses = 0.0 if policy is Policy.ITERATIVE else gain(acceptance)
     return (1 + guesses) / (whole + guesses * split.slowest)
 
 
 def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
-    """As many layers for each, in so far as no count is set. Raises PlanError."""
+    """Return equal numbers of layers for members without a fixed number. Raises PlanError."""
     from pipeinfer.models.shard import stage_layers
 
     free = [i for i, m in enumerate(members) if m.layers is None]
@@ -249,13 +252,13 @@ def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:
 
 
 def equal_ranges(load: Load, n_stages: int) -> list[tuple[int, int]]:
-    """`[start, stop)` of so many stages, as equal as the model allows. Raises PlanError."""
+    """Return `[start, stop)` of stages that are as equal as the model allows. Raises PlanError."""
     split = _equal(load, [Member(f"stage {i}", 1.0) for i in range(1, n_stages + 1)])
     return [(start, stop) for _, start, stop in split.ranges()]
 
 
 def _equal(load: Load, members: Sequence[Member]) -> Split:
-    """Equal shares, in so far as counts are not set and the model can be cut so."""
+    """Return equal shares, as far as counts are not fixed and the model can be cut so."""
     counts = equal_counts(len(load.costs), members)
     ends = [0, *itertools.accumulate(counts)]
     if not load.barred.isdisjoint(itertools.pairwise(ends)):
@@ -270,7 +273,10 @@ def make_plan(
     config: ClusterConfig, load: Load, members: Sequence[Member], candidates: Sequence[int],
     hosts: Sequence[RankInfo], predict: Callable[[Split], float], *, timed: bool,
 ) -> Plan:
-    """The plan for `members` (one per candidate rank); predict: see `choose`. Raises PlanError."""
+    """Return the plan for `members` (one per candidate rank).
+
+    predict: see `choose`. timed: whether the members' speeds were measured. Raises PlanError.
+    """
     try:
         return _plan_of(config, load, members, candidates, hosts, predict, timed)
     except PlanError as error:
@@ -305,7 +311,8 @@ def _plan_of(
 
 
 def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:
-    """The whole model on every candidate. Raises PlanError where it does not fit."""
+    """Return the plan with the whole model on every candidate. Raises PlanError if it does not
+    fit."""
     n = len(load.costs)
     for member in members:
         check_fits(split := measure(load, [member], [n]), [member])
@@ -326,16 +333,16 @@ def _within_hosts(
     names: Sequence[str], chosen: tuple[Split, dict[int, str]],
     predict: Callable[[Split], float],
 ) -> tuple[Split, dict[int, str]]:
-    """The choice, or one in which the ranks of each host fit its memory together.
+    """Return the choice, or one in which the ranks of each host together fit its memory.
 
-    names: the host of each member. The memory of a host that is too full is shared out evenly
-    among as many of its ranks as can work with that. Raises PlanError naming host and ranks.
+    names: the host of each member. The memory of an overfull host is divided equally among as many
+        of its ranks as can work with that. Raises PlanError with host and ranks.
     """
     name = _fullest(chosen[0], members, names)
     if name is None:
         return chosen
     if config.split != "equal":
-        for many in (True, False):  # few ranks on one host may be what others need
+        for many in (True, False):  # fewer ranks on one host may leave enough memory on others
             found = _share_out(load, members, names, chosen, predict, many=many)
             if found is not None:
                 return found
@@ -352,7 +359,10 @@ def _share_out(
     load: Load, members: Sequence[Member], names: Sequence[str],
     chosen: tuple[Split, dict[int, str]], predict: Callable[[Split], float], *, many: bool,
 ) -> tuple[Split, dict[int, str]] | None:
-    """See `_within_hosts`. many: keep as many ranks as possible rather than as few."""
+    """Divide the memory of overfull hosts, see `_within_hosts`; None if no way fits.
+
+    many: use as many ranks as possible rather than as few.
+    """
     trial = list(members)
     shared_out: set[str] = set()
     while (name := _fullest(chosen[0], members, names)) is not None:
@@ -386,7 +396,7 @@ def _need(split: Split, names: Sequence[str], name: str) -> float:
 
 
 def _fullest(split: Split, members: Sequence[Member], names: Sequence[str]) -> str | None:
-    """The host that lacks the most memory, None if all have enough."""
+    """Return the host that lacks the most memory, None if all have enough."""
     lacks = {name: _need(split, names, name) - _room(members, names, name) * (1 + 1e-9)
              for name in names}
     worst = max(lacks, key=lambda name: lacks[name])

@@ -1,12 +1,12 @@
-"""Slices of wide stages on other ranks while a job runs, where some of these have become slow.
+"""Moves slices of wide stages to other ranks while a job runs, if ranks have become slow.
 
-Slices are never cut anew, and no layer gets another cut, so no token changes. What may change is
-who holds them: two ranks swap places, or two members slices; a member takes another one's slice,
-who may hold nothing then; an idle rank takes some; layers move between neighbouring stages whose
-layers are cut alike. From the present on the best such step is taken as long as there is one, once
-for the shortest way of a run and once for the fastest slowest stage; of all arrangements on these
-two ways the one that is judged to be fastest wins. Pure: what members take comes from whoever
-measured it.
+Slices are never cut again, and no layer gets another cut, so no token changes. Only the placement
+changes: two ranks swap places, or two members swap slices; a member takes a slice of another,
+which may hold nothing then; an idle rank takes slices; layers move between neighbouring stages
+that are cut alike. From the present placement, the best such step is taken as long as there is
+one, once for the shortest way of a run and once for the fastest slowest stage. Of all placements
+on these two descents the one with the best judged speed wins. Pure: callers pass the measured
+times.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from pipeinfer.planning.wide import stages_of
 
 Rate = Callable[[Sequence[float], Sequence[Sequence[Holding]]], float]
 _STEPS = 32  #: at most, on each way
-_BETTER = 1 - 1e-3  #: times the time before, below which a step is taken
+_BETTER = 1 - 1e-3  #: a step is taken if the time falls below this multiple of the time before
 
 _Team = tuple[Holding, ...]
 _Grid = tuple[_Team, ...]
 
 
 class GridRoom(Struct, frozen=True):
-    """What limits who may hold what.
+    """The limits on placements.
 
-    shares: of a layer's work, for each slice of a cut. memory: bytes by rank. bytes_of: what a
-    holding takes. kinds: ranks of one stage are of one kind (group, backend); spares: idle ranks;
-    barred: see `Load`.
+    shares: a layer's work in each slice of a cut.
+    memory: bytes by rank. bytes_of: returns the bytes of a holding.
+    kinds: by rank; ranks of one stage have one kind (group, backend).
+    spares: idle ranks. barred: see `Load`.
     """
 
     shares: Mapping[tuple[str, ...], Sequence[float]]
@@ -47,11 +48,12 @@ class GridRoom(Struct, frozen=True):
 
 def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: GridRoom,
            rate: Rate) -> Verdict:
-    """The best arrangement by what each member computes for a run of one row now.
+    """Return the best placement by each member's present computing time for a run of one row.
 
-    seconds: by node of `held`. rate: tokens per second of stages that take so long (their slowest
-    members' computing) and have these members. An idle rank counts as one of middling speed; one
-    that is as fast as the others is left out only for much.
+    seconds: by node of `held`.
+    rate: returns the tokens per second of stages with these times (of their slowest members) and
+        members. An idle rank is assumed to have the median speed; a rank that is as fast as the
+        others is left out only for a large gain.
     """
     present = tuple(tuple(team) for team in stages_of(held))
     costs: dict[tuple[int, int], float] = {}
@@ -95,8 +97,10 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
 def _descent(present: _Grid, room: GridRoom, speeds: Mapping[int, float],
              took: Callable[[_Team], float], first: Callable[[list[float]], float]
              ) -> Iterator[_Grid]:
-    """The arrangements on the way down, the best step each time. first: what is to become less;
-    of equals, where the sum of squares is less."""
+    """Yield the placements on the way down, taking the best step each time.
+
+    first: the value to minimise; among equals, the sum of squares.
+    """
     here, known = present, {id(team): took(team) for team in present}
 
     def height(grid: _Grid) -> tuple[float, float]:
@@ -116,7 +120,7 @@ def _descent(present: _Grid, room: GridRoom, speeds: Mapping[int, float],
 
 
 def _steps(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterator[_Grid]:
-    """Every arrangement that is one step away and can be had."""
+    """Yield every allowed placement that is one step away."""
     for step in itertools.chain(_places(grid, room, speeds), _dealt(grid, room),
                                 _shifted(grid, room.barred)):
         if _allowed(grid, step, room):
@@ -124,8 +128,8 @@ def _steps(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterator
 
 
 def _allowed(before: _Grid, grid: _Grid, room: GridRoom) -> bool:
-    """Whether memory suffices and members of a stage are alike; rank 0, where it is a member, keeps
-    the first node, since its stage is a thread of the head's process."""
+    """Whether memory suffices and members of a stage are of one kind. Rank 0, if it is a member,
+    keeps the first node, since its stage is a thread of the head's process."""
     if before[0][0].rank == 0 and grid[0][0].rank != 0:
         return False
     known = {frozenset(one.rank for one in team) for team in before}
@@ -141,8 +145,8 @@ def _allowed(before: _Grid, grid: _Grid, room: GridRoom) -> bool:
 
 
 def _places(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterator[_Grid]:
-    """Two ranks in each other's place; one of them may be idle. Those of one speed would change
-    nothing, and on a large cluster they are nearly all pairs."""
+    """Yield placements with two ranks swapped, one of which may be idle. Ranks of equal speed
+    are skipped: swapping them changes nothing, and on a large cluster they are nearly all pairs."""
     ranks = [one.rank for team in grid for one in team]
     idle = [rank for rank in room.spares if rank not in ranks]
     for one, other in (*itertools.combinations(ranks, 2), *itertools.product(ranks, idle)):
@@ -155,7 +159,8 @@ def _places(grid: _Grid, room: GridRoom, speeds: Mapping[int, float]) -> Iterato
 
 
 def _dealt(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
-    """Other slices on the members of one stage; one of them may be new, or hold nothing then."""
+    """Yield placements with other slices on the members of one stage, one of which may be new or
+    end up without slices."""
     used = {one.rank for team in grid for one in team}
     idle = [rank for rank in room.spares if rank not in used]
     for at, team in enumerate(grid):
@@ -173,7 +178,8 @@ def _dealt(grid: _Grid, room: GridRoom) -> Iterator[_Grid]:
 
 
 def _with(grid: _Grid, at: int, own: Mapping[int, frozenset[int]]) -> _Grid:
-    """The grid with these slices by rank in one stage, the member with the first slice leading."""
+    """Return the grid with these slices by rank in one stage; the member with the first slice
+    leads."""
     one = grid[at][0]
     holders = sorted((tuple(sorted(slices)), rank) for rank, slices in own.items() if slices)
     team = tuple(structs.replace(one, rank=rank, member=member, slices=slices)
@@ -182,7 +188,7 @@ def _with(grid: _Grid, at: int, own: Mapping[int, frozenset[int]]) -> _Grid:
 
 
 def _shifted(grid: _Grid, barred: frozenset[tuple[int, int]]) -> Iterator[_Grid]:
-    """A layer more for one of two neighbouring stages that are cut alike."""
+    """Yield placements with a layer moved between two neighbouring stages that are cut alike."""
     for at, (left, right) in enumerate(itertools.pairwise(grid)):
         if left[0].cut != right[0].cut:
             continue

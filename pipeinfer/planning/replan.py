@@ -1,11 +1,11 @@
-"""Who takes over the layers of lost stages: as few layers moved as the memory allows.
+"""Reassigns the layers of lost stages so that as few layers move as the memory allows.
 
-A stage that lives keeps its layers where that is possible. A spare rank stands in for a lost stage
-where it can hold its layers; else the neighbours share them, and what does not fit there is passed
-on along the pipeline. Of all arrangements that move equally many layers one with the fastest
-slowest stage is taken, and of those one with the fewest stages; unless another one, for which more
-must move, is judged to be much faster. `rebalance` does not save movements, it looks for speed.
-Pure: costs, sizes and memory come from whoever calls.
+A living stage keeps its layers where possible. A spare rank replaces a lost stage if it can hold
+its layers; else the neighbours share them, and what does not fit there moves on along the
+pipeline. Among assignments that move equally many layers, one with the fastest slowest stage is
+taken, and of those one with the fewest stages; unless another one, for which more must move, is
+judged to be much faster. `rebalance` does not minimise moved layers but maximises speed. Pure:
+callers pass costs, sizes and memory.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
 _SAME = 1e-6  #: speeds that differ by less, relatively, are equal
-HEALTHY = 1.5  #: times the fastest rank's time, up to which a rank counts as fast as the others
-FOLD = 1.25  #: times the speed for which a rank that is as fast as the others is left out
-_LINE = 3  #: stages through which a line says something
+HEALTHY = 1.5  #: multiple of the fastest rank's time up to which a rank counts as equally fast
+FOLD = 1.25  #: least speed-up for which a rank that is as fast as the others is left out
+_LINE = 3  #: least number of stages for a line through their times
 _PART = 0.9  #: of a stage's time that may be overhead
-WORTH_MOVING = 1.25  #: times the speed for which more layers are moved than a loss makes necessary
+WORTH_MOVING = 1.25  #: least speed-up for which more layers move than a loss makes necessary
 
 
 class Holding(Struct, frozen=True):
     """A rank and the layers `[start, stop)` that it holds.
 
-    member: of its stage; 0 leads. cut: names of the slices of these layers, none where the layers
-    are not cut; slices: which of them the rank holds.
+    member: its number in its stage; 0 leads.
+    cut: names of the slices of these layers, none if the layers are whole.
+    slices: which of them the rank holds.
     """
 
     rank: int
@@ -59,12 +60,15 @@ class Holding(Struct, frozen=True):
 def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
            spares: Sequence[int], lost: Sequence[Holding] = (), judge: Judges | None = None
            ) -> tuple[Holding, ...]:
-    """The stages from now on, in order.
+    """Return the stages from now on, in order.
 
-    held: of the stages that live, in order of their layers. spares: living ranks without a stage;
-    more of them than lost stages are taken only where that moves fewer layers. members: memory and
-    speed of each of these ranks. judge: what tells a better arrangement of the same ranks. Raises
-    PlanError when they cannot hold the model, saying what is missing.
+    members: memory and speed of each of these ranks.
+    held: of the living stages, in order of their layers.
+    spares: living ranks without a stage. More of them than lost stages are used only if that moves
+        fewer layers.
+    lost: of the lost stages.
+    judge: finds a faster assignment of the same ranks; None: do not search.
+    Raises PlanError when the ranks cannot hold the model, with the missing memory.
     """
     missing = len(load.costs) - sum(holding.stop - holding.start for holding in held)
     best: tuple[float, tuple[Holding, ...]] | None = None
@@ -84,7 +88,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
 
 def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding, ...],
                  judge: Judges) -> tuple[Holding, ...]:
-    """These stages, or the same ranks (perhaps fewer) with other layers where that is worth it."""
+    """Return these stages, or the same ranks (perhaps fewer) with other layers if that pays."""
     ranks = [holding.rank for holding in held]
 
     def seated(chosen: Sequence[int]) -> list[Member]:
@@ -106,8 +110,8 @@ def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding,
 
 def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding]
               ) -> tuple[float, tuple[Holding, ...]] | None:
-    """Layers moved and the best stages of ranks in this order, None where they cannot hold the
-    model."""
+    """Return the number of moved layers and the best stages of ranks in this order, None if they
+    cannot hold the model."""
     n = len(load.costs)
     moved = [_moved(n, holding) for holding in order]
     times = [stage_times(load, structs.replace(
@@ -132,20 +136,21 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
 
 
 class Judges(Protocol):
-    """What `judge.Judge` does for a plan."""
+    """The part of `judge.Judge` that planning uses."""
 
     def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
-        """Tokens per second of a split whose members are these ranks; now: as they compute now."""
+        """Return the tokens per second of a split over these ranks; now: with their present
+        threads."""
 
     def faster(self, rank: int, holders: Sequence[int] | None) -> float:
-        """What a rank's seconds on its own cores are multiplied by when these hold stages; None:
-        as things are now."""
+        """Return the factor of a rank's seconds on its own cores if these ranks hold stages;
+        None: at present."""
 
 
 class Verdict(Struct, frozen=True):
-    """The best stages, and how many times as fast as now they are judged to be.
+    """The best stages, and their judged speed relative to the present one.
 
-    speeds: seconds per cost of each rank on its own cores, as measured or taken for it.
+    speeds: seconds per cost of each rank on its own cores, measured or assumed.
     """
 
     held: tuple[Holding, ...]
@@ -156,11 +161,13 @@ class Verdict(Struct, frozen=True):
 def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
               seconds: Sequence[float], spares: Sequence[int], judge: Judges,
               returning: Mapping[int, float] | None = None) -> Verdict:
-    """The best stages by what each now takes for a run.
+    """Return the best stages by the present time of each for a run.
 
-    seconds: of each stage of `held`. A spare rank, taken for one of middling speed, may stand in
-    for the slowest stage. returning: idle ranks that held layers before and may get some again,
-    with their seconds per cost then (0: not known). Ranks may be left out.
+    seconds: of each stage of `held`.
+    spares: idle ranks, assumed to have the median speed; one may replace the slowest stage.
+    returning: idle ranks that held layers before and may get some again, with their seconds per
+        cost then (0: unknown).
+    Ranks may be left out.
     """
     ranks = [holding.rank for holding in held]
     costs = [load.stage_cost(holding.start, holding.stop) for holding in held]
@@ -202,8 +209,8 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
 
 
 def _overhead(costs: Sequence[float], seconds: Sequence[float]) -> float:
-    """What any run takes on any stage, whatever its layers: where one line through all stages says
-    so. Without it a stage with a layer or two is taken for a slow rank."""
+    """Return the seconds that any run takes on any stage, whatever its layers, if the stages'
+    times fit one line. Without it a stage with a layer or two would look like a slow rank."""
     if len(costs) < _LINE or max(costs) < 2 * min(costs):
         return 0.0
     slope, level_ = np.polyfit(costs, seconds, 1)
@@ -214,7 +221,8 @@ def _overhead(costs: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def _fewer(ranks: Sequence[int], speeds: Mapping[int, float]) -> list[list[int]]:
-    """The ranks, then without the slowest of them, and so on; of equal ones the last goes."""
+    """Return the ranks, then those without the slowest, and so on; of equal ones the last is
+    removed."""
     left, found = list(ranks), []
     while left:
         found.append(list(left))
@@ -224,11 +232,11 @@ def _fewer(ranks: Sequence[int], speeds: Mapping[int, float]) -> list[list[int]]
 
 def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
                  spares: Sequence[int], lost: Sequence[Holding] | None) -> list[Holding]:
-    """The living stages with spare ranks (empty holdings) where layers are missing.
+    """Return the living stages with spare ranks (empty holdings) where layers are missing.
 
     The fastest spare goes to the gap with the most work. Further spares go to the largest gaps
-    again, for a gap that one of them cannot hold: as many as stages were lost there, at least
-    one; with None any number.
+    again, for a gap that one of them cannot hold: as many as stages were lost there, at least one;
+    with None any number.
     """
     n, at = len(load.costs), 0
     gaps: list[tuple[int, int]] = []
@@ -253,7 +261,7 @@ def _with_spares(load: Load, members: Mapping[int, Member], held: Sequence[Holdi
 
 
 def _moved(n: int, holding: Holding) -> Matrix:
-    """[start, stop] -> layers that the rank would have to load."""
+    """Return [start, stop] -> layers that the rank would have to load."""
     start, stop = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
     common = np.maximum(np.minimum(stop, holding.stop) - np.maximum(start, holding.start), 0)
     return np.asarray((stop - start) - common, np.float64)

@@ -1,9 +1,8 @@
-"""How long each stage takes for a run, lately and at its best: who has become slow.
+"""The recent and the best time of each stage for a run, which show a stage that has become slow.
 
-Runs of several rows are brought down to one row by what rows cost (`exact.Widths.curve`). The
-figure of a stage is the mean of its last runs without the few slowest, the time left out in which
-it waited for a core that another stage had (`own_time`), or its leader for the stage's other
-members. Pure; it knows no ranks, no clock and no plan.
+Runs of several rows are scaled to one row by the cost of rows (`exact_width.Widths.curve`). A
+stage's time is the mean of its last runs without the few slowest; time in which it waited for a
+core of another stage (`own_time`), or its leader for other members, is excluded. Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ import numpy as np
 from pipeinfer.core.messages import Spans
 from pipeinfer.planning.own_time import Interval, Share, own_seconds
 
-WINDOW = 64  #: runs that a figure rests on
-_FEW = 16  #: with fewer runs than that there is none
-_OTHERS = 2  #: runs without a figure (prompts) that are remembered, relative to those with one
+WINDOW = 64  #: runs whose mean is the time of a stage
+_FEW = 16  #: least number of runs for a time
+_OTHERS = 2  #: stored runs that are too wide for the curve (prompts), relative to the others
 
 
 class StagePace:
-    """Of stages 1 to `n_stages`. curve: (rows, time relative to one row), rows ascending.
+    """The times of stages 1 to `n_stages`.
 
+    curve: (rows, time relative to one row), rows ascending.
     shares, cores: which stages share which cores, see `own_seconds`; without them none do.
     """
 
@@ -41,11 +41,12 @@ class StagePace:
         self._rows, self._costs = zip(*((1, 1.0), *curve), strict=True)
 
     def saw(self, rows: int, spans: Spans) -> None:
-        """A run of `rows` rows has passed all stages. spans: as in `messages.Decode`."""
+        """Record a run of `rows` rows that has passed all stages. spans: as in
+        `messages.Decode`."""
         if len(spans) != self._n:
             return
         if rows > self._rows[-1]:
-            self._others.append(spans)  # it has no figure, but takes cores from those that do
+            self._others.append(spans)  # too wide to scale, but takes cores from other runs
             return
         self._runs.append((rows, spans))
         self._seen += 1
@@ -59,12 +60,12 @@ class StagePace:
 
     @property
     def settled(self) -> bool:
-        """Whether the figures rest on runs of this arrangement alone, as many as are looked at."""
+        """Whether the times rest on a full window of runs over the present stages."""
         return self._seen >= WINDOW
 
     @property
     def seconds(self) -> list[float]:
-        """Of each stage for a run of one row, lately; zeros until it is known."""
+        """The recent seconds of each stage for a run of one row; zeros until known."""
         if not self.known:
             return [0.0] * self._n
         if self._counted != self._seen:
@@ -86,11 +87,11 @@ class StagePace:
 
     @property
     def slowdown(self) -> list[float]:
-        """How many times as long as at its best each stage takes; 1 until that is known."""
+        """The time of each stage relative to its best; 1 until known."""
         return [now / best if 0 < best < float("inf") else 1.0
                 for now, best in zip(self.seconds, self._best, strict=True)]
 
 
 def _computed(spans: Spans) -> list[tuple[float, float]]:
-    """Start and seconds of each stage, without those that it waited for its members."""
+    """Return start and seconds of each stage, without its waits for other members."""
     return [(start, seconds - waited) for start, seconds, waited in spans]

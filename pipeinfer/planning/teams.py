@@ -1,8 +1,8 @@
-"""Ranks that hold the same layers together: each member's share, and what a sum between them costs.
+"""The members of a wide stage: each member's share of the layers, and the cost of a sum.
 
-A member computes its share of the attention, the members add up what they found, then the same for
-the feed-forward part: two sums a layer, and at each of them all wait for the slowest member. Shares
-follow speeds, in whole pieces: groups of heads, blocks of columns. Pure.
+A member computes its share of the attention, the members add up their partial results, then the
+same for the feed-forward part: two sums per layer, and in each all wait for the slowest member.
+Shares follow speeds, in whole pieces: groups of heads, blocks of columns. Pure.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ PEER = 2e-6  #: seconds; assumed
 
 
 class Host(Struct, frozen=True):
-    """A machine, or a socket of one. per_cost: seconds per unit of cost for one row, with all its
-    cores; overhead: seconds of each run; memory: bytes; curve: as in `StageTime`."""
+    """A machine, or a socket of one.
+
+    per_cost: seconds per unit of cost for one row, with all its cores.
+    overhead: seconds of each run. memory: bytes. curve: as in `StageTime`.
+    """
 
     name: str
     per_cost: float
@@ -32,26 +35,26 @@ class Host(Struct, frozen=True):
 
 
 class Wire(Struct, frozen=True):
-    """Between two hosts: seconds one way, bytes per second."""
+    """The link between two hosts: seconds one way, bytes per second."""
 
     latency: float
     bandwidth: float
 
 
 class Network(Struct, frozen=True):
-    """Wires by pairs of hosts, `usual` for those that are not named."""
+    """The wires by pairs of hosts; `usual` for pairs that are not in `special`."""
 
     usual: Wire
     special: Mapping[frozenset[int], Wire] = field(default_factory=dict)
 
     def between(self, one: int, two: int) -> Wire:
-        """The wire between two hosts, by their indices; of a host with itself: no time."""
+        """Return the wire between two hosts, given by index. A host to itself takes no time."""
         if one == two:
             return Wire(0.0, math.inf)
         return self.special.get(frozenset((one, two)), self.usual)
 
     def worst(self, hosts: Sequence[int]) -> Wire:
-        """Of any two of these hosts: an exchange waits for its slowest part."""
+        """Return the worst wire of these hosts: an exchange waits for its slowest part."""
         wires = [self.between(a, b) for k, a in enumerate(hosts) for b in hosts[k + 1:]]
         if not wires:
             return Wire(0.0, math.inf)
@@ -59,19 +62,22 @@ class Network(Struct, frozen=True):
 
 
 class SumCost(Struct, frozen=True):
-    """What a sum costs besides the wire. item: bytes of a value on the wire. exchange: seconds of
-    processor time of an exchange, peer: of each further member. See docs/wide-planning.md for
-    where the figures come from."""
+    """The cost of a sum without the wire.
+
+    item: bytes of a value on the wire.
+    exchange: CPU seconds of an exchange. peer: CPU seconds of each further member.
+    docs/wide-planning.md has the source of the figures.
+    """
 
     item: int = 4
     exchange: float = EXCHANGE
     peer: float = PEER
 
     def seconds(self, width: int, values: float, wire: Wire) -> float:
-        """Of one sum of `values` values over `width` members.
+        """Return the seconds of one sum of `values` values over `width` members.
 
-        Either each member sends all it has to every other one, or each gets a part of the rows,
-        adds it up and sends the result around: less to send, but two exchanges.
+        Either each member sends all its values to every other one, or each adds up a part of them
+        and sends the result to the others: fewer bytes, but two exchanges. The faster way counts.
         """
         if width == 1:
             return 0.0
@@ -83,12 +89,13 @@ class SumCost(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True):
-    """How a layer can be shared out.
+    """How a layer can be cut.
 
-    groups: KV groups, in the smallest numbers that end at a block of the quantisation. heads:
-    pieces of the query heads that do so: with more members than groups each takes some of one
-    group, whose keys and values several compute then. blocks: pieces of the FFN's columns.
-    attention: the part of a layer's cost that is attention, of which `kv` keys and values.
+    groups: KV groups, in the smallest units that end at a block of the quantisation.
+    heads: pieces of the query heads that do so. With more members than groups, several members
+        share a group, and each computes its keys and values.
+    blocks: pieces of the FFN's columns.
+    attention: share of a layer's cost that is attention. kv: share that is keys and values.
     """
 
     n_embd: int
@@ -105,15 +112,19 @@ class Cut(Struct, frozen=True):
         return width <= self.heads and width <= self.blocks
 
     def widths(self, most: int) -> tuple[int, ...]:
-        """All possible ones up to `most`."""
+        """Return all possible widths up to `most`."""
         return tuple(width for width in range(1, most + 1) if self.allows(width))
 
 
 class Team(Struct, frozen=True):
-    """Members of a stage. hosts: their indices; pieces, blocks: of each member; layer: seconds of
-    a layer's computing for one row; head: of the output matrix per unit of cost; attention, feed:
-    what each member computes in the two parts of a layer, as shares of the whole layer; wire: the
-    worst between them."""
+    """The members of a stage.
+
+    hosts: their indices. pieces, blocks: of each member.
+    layer: seconds of a layer's computing for one row. head: of the output matrix, per unit of
+        cost.
+    attention, feed: each member's part in the two parts of a layer, as shares of the whole layer.
+    wire: the worst between them.
+    """
 
     hosts: tuple[int, ...]
     pieces: tuple[int, ...]
@@ -128,29 +139,31 @@ class Team(Struct, frozen=True):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each member in a layer's weights."""
+        """Each member's share of a layer's weights."""
         return tuple(a + f for a, f in zip(self.attention, self.feed, strict=True))
 
     @property
     def width(self) -> int:
-        """How many members."""
+        """The number of members."""
         return len(self.hosts)
 
     def time(self, n_layers: int, last_cost: float, cut: Cut, sums: SumCost) -> StageTime:
-        """Of a stage with so many layers; last_cost: of the output matrix, 0 without it."""
+        """Return the times of a stage with so many layers. last_cost: of the output matrix, 0
+        without it."""
         one, two = (self.in_sums(n_layers, rows, cut, sums, last=last_cost > 0) for rows in (1, 2))
         seconds = self.overhead + n_layers * self.layer + last_cost * self.head
         return StageTime(seconds, self.curve, one, two - one)
 
     def in_sums(self, n_layers: int, rows: int, cut: Cut, sums: SumCost, *, last: bool) -> float:
-        """Seconds of all sums; the output's slices send their best choices only."""
+        """Return the seconds of all sums; for the output matrix one exchange that sends no whole
+        rows."""
         found = SUMS * n_layers * sums.seconds(self.width, rows * cut.n_embd, self.wire)
         return found + (sums.seconds(self.width, 0.0, self.wire) if last else 0.0)
 
 
 def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cut, cost: float
          ) -> Team:
-    """These hosts as members of one stage; cost: of a layer. The cut must allow so many."""
+    """Return these hosts as members of one stage, which the cut must allow. cost: of a layer."""
     members = [hosts[index] for index in chosen]
     speeds = [member.per_cost for member in members]
     pieces, keys = _heads(cut, speeds)
@@ -169,9 +182,9 @@ def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cu
 
 
 def _heads(cut: Cut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Pieces of the attention and groups of keys and values of each member.
+    """Return each member's pieces of the attention, and its groups of keys and values.
 
-    More members than groups: each has some of one group's query heads, and computes its keys.
+    With more members than groups, each has some query heads of one group, and computes its keys.
     """
     width = len(speeds)
     if width <= cut.groups:
@@ -186,7 +199,8 @@ def _heads(cut: Cut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:
 
 
 def shares_of(pieces: int, speeds: Sequence[float]) -> list[int]:
-    """Whole pieces for each member, at least one, so that the slowest is as fast as possible.
+    """Return whole pieces for each member, at least one, so that the slowest is as fast as
+    possible.
 
     speeds: seconds per piece. Of equal members earlier ones get more.
     """
@@ -201,6 +215,6 @@ def shares_of(pieces: int, speeds: Sequence[float]) -> list[int]:
 
 
 def _worst_curve(curves: Sequence[Curve]) -> Curve:
-    """At each width the dearest of all."""
+    """Return, for each number of rows, the highest cost of all curves."""
     rows = sorted({point[0] for curve in curves for point in curve})
     return tuple((count, max(relative(curve, count) for curve in curves)) for count in rows)

@@ -1,7 +1,8 @@
-"""Which ranks form a stage together, which slices each of them holds, and who takes over.
+"""The teams of wide stages: their ranks, the slices that each holds, and replacements after a
+loss.
 
-Slices are fixed when a job starts, and no member's loss changes them: another rank takes the very
-same ones. Pure: memory and speeds come from whoever calls.
+Slices are fixed when a job starts, and the loss of a member does not change them: another rank
+takes the very same ones. Pure: callers pass memory and speeds.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pipeinfer.planning.replan import Holding
 
 
 class Teams(Struct, frozen=True):
-    """ranks: of each stage, the leader first. shares: of each stage's slices; empty where its
-    layers stay whole."""
+    """The ranks of each stage, the leader first; and the shares of its slices, () if its layers
+    stay whole."""
 
     ranks: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[float, ...], ...]
@@ -32,9 +33,12 @@ class Teams(Struct, frozen=True):
 
 def teams_of(grid: str, slices: str, candidates: Sequence[int],
              groups: Mapping[int, str] | None = None) -> Teams | None:
-    """Teams as --grid and --slices ask for them, None where neither does. candidates: ranks that
-    may hold layers, in order; what is left of them is spare. groups: of ranks; only those of one
-    group form a stage. Raises UsageError."""
+    """Return the teams that --grid and --slices request, None if neither is given.
+
+    candidates: ranks that may hold layers, in order; those that are left over are spares.
+    groups: of ranks; only ranks of one group form a stage.
+    Raises UsageError.
+    """
     if not grid and not slices:
         return None
     widths = parse_widths(grid) if grid else (1,) * len(candidates)
@@ -57,8 +61,10 @@ def teams_of(grid: str, slices: str, candidates: Sequence[int],
 
 
 def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """The shares of each stage's slices: "4" and "4,2" count them, "3:2:2" gives shares. Raises
-    UsageError."""
+    """Return the shares of each stage's slices: "4" and "4,2" count them, "3:2:2" gives shares.
+
+    Raises UsageError.
+    """
     if not slices:
         return tuple(() if width == 1 else (1.0,) * width for width in widths)
     words = [word.strip() for word in slices.split(",")]
@@ -85,8 +91,8 @@ def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ..
 
 
 def combined(members: Mapping[int, Member], teams: Teams) -> list[Member]:
-    """Each team as one member that the layers are dealt out to: its speeds add up, and so does its
-    memory, as far as the least of its members allows."""
+    """Return each team as one member for the split of the layers: its speed is the sum of its
+    members', its memory the least of its members' times their number."""
     found = []
     for team in teams.ranks:
         here = [members[rank] for rank in team]
@@ -98,7 +104,7 @@ def combined(members: Mapping[int, Member], teams: Teams) -> list[Member]:
 
 def holdings(teams: Teams, ranges: Sequence[tuple[int, int]],
              cuts: Sequence[tuple[str, ...]]) -> tuple[Holding, ...]:
-    """Who holds what at first, stage by stage, leaders first."""
+    """Return the first holdings, stage by stage, leaders first."""
     found = []
     for team, (start, stop), cut in zip(teams.ranks, ranges, cuts, strict=True):
         dealt = deal(len(cut), len(team)) if cut else ((),)
@@ -108,7 +114,7 @@ def holdings(teams: Teams, ranges: Sequence[tuple[int, int]],
 
 
 def stages_of(held: Sequence[Holding]) -> list[list[Holding]]:
-    """Holdings by stage."""
+    """Group holdings by stage."""
     stages: list[list[Holding]] = []
     for holding in held:
         if holding.member == 0:
@@ -118,17 +124,18 @@ def stages_of(held: Sequence[Holding]) -> list[list[Holding]]:
 
 
 def widths_of(held: Sequence[Holding]) -> tuple[int, ...]:
-    """Members of each stage."""
+    """Return the number of members of each stage."""
     return tuple(map(len, stages_of(held)))
 
 
 def is_cut(held: Sequence[Holding]) -> bool:
-    """Whether a stage's layers are cut into slices."""
+    """Whether any stage's layers are cut into slices."""
     return any(holding.cut for holding in held)
 
 
 def share_of(holding: Holding) -> float:
-    """The part of its layers' weights that a rank holds, by FFN columns; 1 where they are whole."""
+    """Return the share of its layers' weights that a rank holds, by FFN columns; 1 if they are
+    whole."""
     if not holding.cut:
         return 1.0
     columns = [ff[1] - ff[0] for ff in (Slice.parse(name).ff for name in holding.cut)]
@@ -136,7 +143,8 @@ def share_of(holding: Holding) -> float:
 
 
 def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Which layers are cut into which slices, whoever holds them: what tokens depend on."""
+    """Return which layers are cut into which slices, independent of ranks: tokens depend on
+    this."""
     found: list[tuple[int, int, tuple[str, ...]]] = []
     for team in stages_of(held):
         start, stop, cut = team[0].start, team[0].stop, team[0].cut
@@ -149,13 +157,16 @@ def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]
 def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int],
            room: Callable[[int, Holding], bool], groups: Mapping[int, str] | None = None
            ) -> tuple[Holding, ...]:
-    """Who holds what when ranks are lost: every slice is held again, and none is cut anew.
+    """Return the holdings after a loss: every slice is held again, and none is cut again.
 
-    held: before, in order of nodes. A spare stands in for a lost member; else the member of the
-    same stage that has the fewest slices takes its slices, too. A stage that has nobody left is
-    joined to a neighbour whose layers are cut alike. room: whether a rank has the memory for what
-    a holding says. groups: of ranks; a spare of the lost member's group is taken first, one of
-    another group rather than none. Raises PlanError where that is not possible.
+    held: before the loss, in order of nodes.
+    lost: ranks.
+    spares: one replaces a lost member; without one, the member of the same stage with the fewest
+        slices takes its slices. A stage without any member is joined to a neighbour that is cut
+        alike.
+    room: whether a rank has the memory for a holding.
+    groups: of ranks; spares of the lost member's group are preferred.
+    Raises PlanError if that is not possible.
     """
     free = list(spares)
     near = groups or {}
@@ -187,15 +198,15 @@ def retake(held: Sequence[Holding], lost: Collection[int], spares: Sequence[int]
 
 
 class _Team(Struct):
-    """A stage before a loss, and who holds it afterwards."""
+    """A stage before a loss, and its holdings afterwards."""
 
     before: list[Holding]
     alive: list[Holding]
 
 
 def _joined(stages: list[_Team], empty: _Team, room: Callable[[int, Holding], bool]) -> bool:
-    """Give a stage without members to a neighbour, the one with fewer layers first. Whether that
-    was possible."""
+    """Join a stage without members to a neighbour, the one with fewer layers first; return
+    whether that was possible."""
     at, layers = stages.index(empty), empty.before[0]
     beside = [stages[k] for k in (at - 1, at + 1) if 0 <= k < len(stages) and stages[k].alive]
     for team in sorted(beside, key=lambda one: one.alive[0].stop - one.alive[0].start):
