@@ -1,6 +1,6 @@
-"""The one supervisor: `pipeinfer up`, and what the launch scripts hand over to.
+"""The supervisor: `pipeinfer up`, and the program to which the launch scripts hand over.
 
-Starts the launcher, owns the HTTP process, watches the job, starts it again, moves it to other
-hosts. `rules`, `changes` and `overlap` decide and know no process; the rest acts. Knows neither MPI
-nor what a request is: the HTTP process says whether one is open.
+It starts the launcher, owns the HTTP process, monitors the job, restarts it, and moves it to other
+hosts. `rules`, `changes` and `overlap` decide without processes; the other modules act. This
+package uses no MPI and handles no requests: the HTTP process reports how many are open.
 """

@@ -1,6 +1,6 @@
-"""What a server with other options changes: what waits for open requests to end, and what stays.
+"""Which changed options of a server affect open requests, and which cannot change at all.
 
-Pure: compares values of options, as `Config.values` gives them.
+Pure: compares values of options, as `Config.values` returns them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeinfer.config import options
 
-#: options that change who computes what, when, and with which guesses: no token depends on those
+#: options on which no token depends: placement, timing and speculation
 _SAME = frozenset("""
     offline draft_model hf_repo_draft draft_small threads_draft gpu_layers_draft mlock mmap
     huge_pages distribute pace_ms pace_row_ms cancel_path keep_binding split layers remeasure
@@ -21,21 +21,21 @@ _SAME = frozenset("""
 
 
 def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Options that differ, and on which tokens of an open request may depend. Keys, limits and
-    sampling are for requests to come."""
+    """Return the options that differ and on which tokens of an open request may depend. Keys,
+    limits and sampling affect later requests only."""
     later = options("serve", "sampling", "request")
     names = {name for name in {*old, *new} if old.get(name) != new.get(name)}
     return sorted(names - _SAME - set(later))
 
 
-#: options that the HTTP process has for its life
+#: options that are fixed for the life of the HTTP process
 _KEPT = ("host", "port", "ssl_cert_file", "ssl_key_file", "otlp_endpoint", "journal",
          "journal_sync", "journal_keep", "journal_size")
 
 
 def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What to say where options differ that belong to the HTTP process, which no other job
-    replaces; empty where none does."""
+    """Return an error text if options differ that belong to the HTTP process, which a new job
+    does not replace; else ""."""
     names = [name for name in _KEPT if old.get(name) != new.get(name)]
     if not names:
         return ""
@@ -46,5 +46,5 @@ def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def is_wide(values: Mapping[str, Any]) -> bool:
-    """Whether layers are cut into slices: another number of ranks may cut them otherwise."""
+    """Whether layers are cut into slices: another number of ranks may cut them differently."""
     return bool(values["grid"] or values["slices"])

@@ -1,4 +1,4 @@
-"""`pipeinfer up`, and what is said to it: `status`, `down`, `rescale`, `reload`."""
+"""The command `pipeinfer up`, and those that control it: `status`, `down`, `rescale`, `reload`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _check_head(hostfile: str) -> None:
 
 
 def _show(rank: int | None, text: str) -> None:
-    """A line of the job, as launch/run shows it."""
+    """Print a line of the job in the format of launch/run."""
     click.echo(f"[rank {rank}] {text}" if rank else text, err=True)
 
 
@@ -152,7 +152,8 @@ def _taken(folder: Folder) -> str:
 
 
 def _go_into_the_background(folder: Folder) -> None:
-    """The same command without --detach, in a session of its own, writing into its logs."""
+    """Run the same command without --detach in a session of its own, with its output in the
+    logs."""
     from pipeinfer.supervise.launcher import program
 
     words = [word for i, word in enumerate(sys.argv[1:]) if word != "--detach"
@@ -173,7 +174,7 @@ def _go_into_the_background(folder: Folder) -> None:
     raise RequestError("it did not start")
 
 
-# --- talking to it ----------------------------------------------------------------------------
+# --- commands to a supervisor -----------------------------------------------------------------
 
 
 @click.command("status")
@@ -193,7 +194,7 @@ def status_command(name: str, as_json: bool) -> None:
 
 
 def lines_of(state: dict[str, Any]) -> list[str]:
-    """A status for people."""
+    """Return the lines of a status as text."""
     starts, url = state["starts"], state["url"]
     about = f" at {url}, model {state['model']}, {state['open']} requests open" if url else ""
     if state["held"]:

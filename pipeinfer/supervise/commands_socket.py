@@ -1,7 +1,7 @@
-"""The socket over which `pipeinfer status`, `down`, `rescale` and `reload` speak to the supervisor:
-one JSON object a line; what comes back is lines of {"say": TEXT} and one last object.
+"""The socket by which `pipeinfer status`, `down`, `rescale` and `reload` control the supervisor.
 
-Knows no command, only who may call and that each gets an answer.
+A command is one JSON object in one line. The answer is lines of {"say": TEXT} and one last object.
+This module contains no command; it checks the user and ensures that each command is answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Command: TypeAlias = Callable[[dict[str, Any], Callable[[str], None]], Awaitable
 
 
 class Commands:
-    """The supervisor's end, in `folder`. known: what can be asked."""
+    """The supervisor's end of the socket, in `folder`. known: the commands by name."""
 
     def __init__(self, folder: Folder, known: Mapping[str, Command]) -> None:
         self._folder, self._known = folder, known
@@ -29,12 +29,12 @@ class Commands:
         self._open: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to accept commands."""
         self._server = await asyncio.start_unix_server(self._hear, sock=self._folder.listen(),
                                                        limit=_MOST)
 
     async def close(self) -> None:
-        """Listen no more; who waits for an answer gets none."""
+        """Stop accepting commands; commands in progress are cancelled without an answer."""
         if self._server is not None:
             self._server.close()
         for task in self._open:
@@ -75,14 +75,17 @@ class Commands:
             return {"ok": True, **await command(asked, tell)}
         except PipeinferError as error:
             return {"error": str(error)}
-        except Exception as error:  # whoever asks is told, and the job goes on
+        except Exception as error:  # the caller gets the error, and the job goes on
             return {"error": f"{type(error).__name__}: {error} (this is a bug)"}
 
 
 def call(folder: Folder, tell: Callable[[str], None], timeout: float, **asked: Any
          ) -> dict[str, Any]:
-    """Ask the supervisor of `folder` and wait for the answer; tell: hears what it says meanwhile.
-    Raises UsageError where there is none, RequestError where it refuses or does not answer."""
+    """Send a command to the supervisor of `folder`; return the answer.
+
+    tell: called with each line of progress. timeout: seconds.
+    Raises UsageError if there is no supervisor, RequestError if it refuses or does not answer.
+    """
     with folder.connect() as link:
         link.settimeout(timeout)
         try:

@@ -1,6 +1,7 @@
-"""The hosts of a job: which are asked for, which answer, and the launcher's hostfile of those.
+"""The hosts of a job: those in the hostfile, those that answer, and the launcher's hostfile of
+these.
 
-Over `doctor_hosts`, which asks; this module keeps the books.
+`doctor_hosts` contacts the hosts; this module stores the results.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from pipeinfer.nodes import HostEntry, nodes_file_beside, read_hostfile
 
 @dataclass(slots=True)
 class Roster:
-    """The hosts of `hostfile`. kind: of the launcher; out: where its hostfile goes; asked: ranks
-    that the user wants, 0 for one per slot.
+    """The hosts of `hostfile`.
 
-    used: the entries of the job that runs, or will; absent: why each of the others is not in it.
+    kind: of the launcher, openmpi or hydra.
+    out: path of the launcher's hostfile.
+    asked: requested number of ranks, 0 for one per slot.
+    ranks: number of ranks of the present or next job.
+    used: the hostfile's entries of that job.
+    absent: the reason why each of the other hosts is not used.
     """
 
     hostfile: str
@@ -33,16 +38,19 @@ class Roster:
     absent: dict[str, str] = field(default_factory=dict)
 
     def choose(self) -> list[Finding]:
-        """Ask every host; the job gets those that answer, and as many ranks as they have slots, at
-        most what is wanted. What is wrong with the others. Raises UsageError when the file cannot
-        be used, or rank 0's host is not among them."""
+        """Check every host; use those that answer.
+
+        The job gets as many ranks as these have slots, at most the requested number. Returns the
+        problems of the other hosts. Raises UsageError when the file cannot be used, or rank 0's
+        host is not among them.
+        """
         entries, gone = doctor_hosts.living(self.hostfile)
         self.take(entries)
         self.absent |= {f.what.removeprefix("host "): f.detail for f in gone}
         return gone
 
     def take(self, entries: Sequence[HostEntry]) -> None:
-        """Have the job on these hosts. Raises UsageError when they cannot be written down."""
+        """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
         write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
                  else doctor_hosts.openmpi_hostfile)
         beside = self.out.with_name(f"{self.out.name}.new")
@@ -62,7 +70,8 @@ class Roster:
 
     @property
     def missing(self) -> list[HostEntry]:
-        """Hosts that the job would have if they were there, as the file names them now."""
+        """The hosts that the job would use if they answered, according to the file's present
+        content."""
         try:
             entries = read_hostfile(self.hostfile)
         except UsageError:
@@ -74,7 +83,7 @@ class Roster:
 
     @property
     def wanted(self) -> int:
-        """Ranks that the job would have with all hosts there."""
+        """The ranks that the job would have with all hosts."""
         try:
             slots = sum(entry.slots for entry in read_hostfile(self.hostfile))
         except UsageError:
@@ -83,18 +92,18 @@ class Roster:
 
     @property
     def network(self) -> str:
-        """The one network of this host that holds all of them."""
+        """The network of this host that contains all used hosts."""
         return doctor_hosts.common_network(self.used)
 
     @property
     def nodes(self) -> str:
-        """Settings of single hosts beside the hostfile, or an empty text."""
+        """The path of the nodes file next to the hostfile, or ""."""
         beside = nodes_file_beside(self.hostfile)
         return str(beside.resolve()) if beside else ""
 
 
 def others(hostfile: str) -> list[str]:
-    """How ssh reaches the hosts of a launcher's hostfile that are not this one."""
+    """Return the ssh names of the hosts of a launcher's hostfile that are not this one."""
     here = (socket.gethostname(), "localhost")
     try:
         lines = Path(hostfile).read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
-"""The HTTP process that outlives the job, as the supervisor has it: started, asked, ended.
+"""The supervisor's handle on the HTTP process that outlives the job: start, requests, end.
 
-What it is asked goes over a socket pair, one JSON object a line: see `server.door_control`.
+Requests are JSON objects, one a line, over a socket pair: see `server.door_control`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 _ANSWER = 5.0  #: seconds for an answer
-_EVERY = 5.0  #: seconds between two looks whether it lives
-_MISSED = 4  #: answers in a row whose lack means that it hangs
-_NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: it is no part of the job; keys come with it
-_END = 15.0  #: seconds for its goodbye to clients
+_EVERY = 5.0  #: seconds between two checks whether it answers
+_MISSED = 4  #: successive missing answers after which it counts as hanging
+_NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: not part of the job; rank 0 sends the keys
+_END = 15.0  #: seconds to end the streams of clients
 
 
 class HttpDoor:
-    """Started when there is a job, and anew when it has died or hangs. environ gets PIPEINFER_DOOR.
-    say: hears a line for the user."""
+    """Starts the HTTP process with the first job, and again when it has died or hangs.
+
+    environ: of the launcher; gets PIPEINFER_DOOR. say: prints a line for the user.
+    """
 
     def __init__(self, environ: dict[str, str], say: Callable[[str], None]) -> None:
         self._environ, self._say = environ, say
@@ -35,17 +37,17 @@ class HttpDoor:
         self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._asking = asyncio.Lock()
         self._number = 0
-        self._answered = False  #: whoever asked
+        self._answered = False  #: whether it has answered any request yet
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
-        """Of the process, 0 where there is none."""
+        """The process id, 0 if there is no process."""
         alive = self._process is not None and self._process.poll() is None
         return self._process.pid if alive and self._process is not None else 0
 
     async def open(self) -> None:
-        """Have one."""
+        """Start the process unless it runs."""
         if self.pid:
             return
         self._clear()
@@ -53,7 +55,7 @@ class HttpDoor:
         path = self._folder / "door"
         ours, theirs = socket.socketpair()
         environ = {k: v for k, v in self._environ.items() if k not in _NOT_ITS}
-        with theirs:  # started by this thread: it ends with the thread that has started it
+        with theirs:  # its death signal depends on the starting thread, so start it in this one
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.server.door", str(path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
@@ -63,8 +65,10 @@ class HttpDoor:
         self._watching = asyncio.create_task(self._watch(self._process))
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill it where it answers no more, though it lives: nobody else would notice, and clients
-        would wait for ever. Before its first rank 0 it answers nothing."""
+        """Kill the process if it lives but does not answer any more: clients would wait forever.
+
+        Before the first rank 0 has entered it answers nothing.
+        """
         missed = 0
         while missed < _MISSED:
             await asyncio.sleep(_EVERY)
@@ -78,7 +82,7 @@ class HttpDoor:
         process.kill()
 
     async def ask(self, **question: Any) -> dict[str, Any]:
-        """Its answer, empty where there is none (in time)."""
+        """Send a request and return the answer, {} if there is none (in time)."""
         async with self._asking:
             if self._link is None or not self.pid:
                 return {}
@@ -97,7 +101,7 @@ class HttpDoor:
             return {}
 
     async def close(self) -> None:
-        """No job comes any more."""
+        """End the process: no further job comes."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.terminate()

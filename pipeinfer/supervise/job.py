@@ -1,6 +1,6 @@
-"""One try of a job: the launcher in a session of its own, watched until nothing of it lives.
+"""One start of a job: the launcher in a session of its own, monitored until its end.
 
-Knows processes and signals, not what the job does.
+Handles processes and signals, not the purpose of the job.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.supervise.logs import Splitter
 from pipeinfer.supervise.rules import outcome
 
-_LOOK = 0.5  #: seconds between two looks at rank 0
-_SILENT = 16  #: looks at which rank 0 was gone without a word, before the rest is ended
-_GOODBYE = 3.0  #: seconds for the launcher to end by itself when rank 0 has
-_DRAINED = 2.0  #: seconds for what was written last
+_LOOK = 0.5  #: seconds between two checks of rank 0
+_SILENT = 16  #: checks that find no rank 0 and no exit status, before the rest is ended
+_GOODBYE = 3.0  #: seconds for the launcher to end by itself after rank 0
+_DRAINED = 2.0  #: seconds to read the last output
 Line: TypeAlias = Callable[[int | None, str], None]
 
 
 class Job:
-    """A launcher that runs `command`. line: gets the lines of its output; None leaves the output
-    alone. alone: without a launcher, `command` is the one rank.
+    """A launcher that runs `command`.
 
-    It survives Ctrl-C long enough for a goodbye: the first `interrupt` asks rank 0 to finish its
-    token, or to take no more requests and let the running ones end (SIGUSR1); the second ends it.
+    environ: of the launcher.
+    line: called with each line of the output; None: the output is not redirected.
+    alone: there is no launcher; `command` is the only rank.
+
+    Ctrl-C does not end it at once: the first `interrupt` sends rank 0 SIGUSR1, so that it finishes
+    its token, or accepts no more requests and completes the running ones; the second ends the job.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], line: Line | None = None,
@@ -47,17 +50,17 @@ class Job:
         self._pending: list[signal.Signals] = []
 
     def interrupt(self, *, at_once: bool = False) -> None:
-        """Somebody wants the job to end. at_once: with the goodbye left out."""
+        """Handle a request to end the job. at_once: end it without waiting for running requests."""
         self.asked = True
         self._told += 1
         self._signal(signal.SIGUSR1 if self._told == 1 and not at_once else signal.SIGTERM)
 
     def end(self) -> None:
-        """End it; the requests that run are another job's."""
+        """End the job, because another one has its requests."""
         self._signal(signal.SIGKILL if self.alone else signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all of its session: the launcher, and ssh to hosts that are gone."""
+        """Send SIGKILL to all of its session: the launcher, and ssh to hosts that do not answer."""
         if self._process is None:
             return
         for entry in Path("/proc").iterdir():
@@ -67,7 +70,10 @@ class Job:
                         os.kill(int(entry.name), signal.SIGKILL)
 
     async def run(self) -> int:
-        """Start it and wait for its end; its exit status."""
+        """Start the job and wait for its end; return its exit status.
+
+        Raises ChildProcessError if the launcher cannot be started.
+        """
         number, path = tempfile.mkstemp(prefix="pipeinfer-status-")
         os.close(number)
         said = Path(path)
@@ -83,8 +89,9 @@ class Job:
                 secrets.unlink(missing_ok=True)
 
     def _hide_secrets(self) -> Path | None:
-        """Keep keys from the launcher, which may give its environment to every host; rank 0 finds
-        them in a file that only this user reads. The file, None for no keys."""
+        """Withhold keys from the launcher, which may pass its environment to every host. Rank 0
+        reads them from a file that only this user can read. Returns the file, None if there are
+        no keys."""
         found = {name: self._environ.pop(name) for name in SECRET_NAMES if name in self._environ}
         if not found:
             return None
@@ -129,7 +136,7 @@ class Job:
             transport.close()
 
     async def _watch(self, process: subprocess.Popen[bytes], said: Path) -> None:
-        """End the launcher when rank 0 has gone without it: it waits for hosts that are gone."""
+        """End the launcher if rank 0 has ended without it: it waits for lost hosts."""
         missed = 0
         while missed < _SILENT:
             words = said.read_text(encoding="ascii", errors="replace").split()
@@ -154,7 +161,7 @@ def _alive(words: Sequence[str]) -> bool:
     try:
         os.kill(int(words[0]), 0)
     except (IndexError, ValueError):
-        return True  # half a line
+        return True  # the line is not complete yet
     except ProcessLookupError:
         return False
     except OSError:

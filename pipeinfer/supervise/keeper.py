@@ -1,5 +1,5 @@
-"""What `pipeinfer up` does beside its loop: looks at the server, notices hosts that are back and
-has the job moved there (`moves`), obeys commands, reports."""
+"""The supervisor of `pipeinfer up`: monitors the server, detects hosts that are back and moves
+the job there (`moves`), executes commands, reports its state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import asyncio
 import os
 import time
 from typing import Any
+
+from typing_extensions import override
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
@@ -19,15 +21,19 @@ from pipeinfer.supervise.serving import Serving, command_of
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Running
 
-_LOOK = 1.0  #: seconds between two looks at the server
-_QUIET = 5.0  #: seconds without an open request that make a quiet moment
+_LOOK = 1.0  #: seconds between two checks of the server
+_QUIET = 5.0  #: seconds without an open request after which the job may move by itself
 
 
 class Keeper(Mover):
-    """The supervisor of `pipeinfer up`. left: the number and hosts of a job that a supervisor here
-    has left behind, "" for none; every: seconds after which missing hosts are asked again, 0
-    for never; auto: whether the job moves by itself at a quiet moment; overlap: whether it is
-    there twice meanwhile."""
+    """The supervisor of `pipeinfer up`.
+
+    left: the id and hosts of a job that an earlier supervisor in this folder has left, ("", []) if
+        none.
+    every: seconds between two checks of missing hosts, 0 for never.
+    auto: whether the job moves by itself when no request is open.
+    overlap: whether both jobs run at the same time during a move.
+    """
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell, *,
                  left: tuple[str, list[str]], every: float, auto: bool,
@@ -42,7 +48,7 @@ class Keeper(Mover):
         self._written: dict[str, Any] = {}
 
     async def run(self) -> int:
-        """The exit status of the last job."""
+        """Run jobs until the end; return the exit status of the last one."""
         commands = Commands(self._folder, {
             "status": self._status, "down": self._down, "rescale": self._rescale,
             "reload": self._reload})
@@ -61,27 +67,27 @@ class Keeper(Mover):
 
     # --- the loop's events --------------------------------------------------------------------
 
+    @override
     def begun(self) -> dict[str, Any]:
-        """A job is about to start."""
         row = super().begun()
         self._seen = {}
         self._back.clear()
         self._write()
         return row
 
+    @override
     async def ended(self, running: Running, status: int, lived: float) -> bool:
-        """A job has ended; whether the next one follows at once."""
         follows = await super().ended(running, status, lived)
         self._write()
         return follows
 
+    @override
     async def paused(self, status: int, verdict: Again) -> None:
-        """There is a pause before the next job."""
         del status
         self._phase = f"starting again in {verdict.pause:.0f} s, {verdict.left} more after that"
         self._write()
 
-    # --- looking ------------------------------------------------------------------------------
+    # --- monitoring ---------------------------------------------------------------------------
 
     async def _tend(self) -> None:
         while True:
@@ -111,7 +117,7 @@ class Keeper(Mover):
             self._quiet_since = time.monotonic()
 
     async def _ask_missing(self) -> None:
-        """Hosts that the job could have, and those whose ranks it has lost."""
+        """Check the missing hosts that are due, and those whose ranks were lost."""
         if not self._ready.is_set() or self._busy.locked():
             return
         now, roster = time.monotonic(), self._serving.roster
@@ -145,7 +151,11 @@ class Keeper(Mover):
             await self._with_hosts(self.say, 0, 1.0, self._overlap)
 
     async def _with_hosts(self, tell: Tell, ranks: int, wait: float, overlap: Overlap) -> str:
-        """Move to the hosts that answer now, with so many ranks (0: as many as were wanted)."""
+        """Move the job to the hosts that answer now; return the outcome in words.
+
+        tell: called with each line of progress. ranks: number of ranks, 0 for as many as before.
+        wait: seconds for open requests to end, if they must. overlap: see `Change`.
+        """
         async with self._only():
             serving, roster = self._serving, self._serving.roster
             before = (roster.asked if roster else serving.ranks, serving.place)
@@ -168,7 +178,7 @@ class Keeper(Mover):
                 said = await self._move(tell, Change(
                     f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
                     wait=wait))
-                for host in self._back:  # lost again at once, it counts as lost once more
+                for host in self._back:  # a further loss counts anew and lengthens the next wait
                     self._comeback.present(host)
                 self._back.clear()
                 return said
@@ -244,7 +254,7 @@ class Keeper(Mover):
                 "starts": self._history, "logs": str(self._folder.path / "logs")}
 
     def _loading(self) -> dict[str, Any]:
-        """The next job, while it loads beside the one that serves."""
+        """Return the next job's row of the history while it loads alongside the serving one."""
         row = self._next.running.row if self._next is not None else {}
         return {name: row[name] for name in ("at", "ranks", "words") if name in row}
 

@@ -1,6 +1,6 @@
 """The command line that starts the ranks: mpirun of Open MPI, mpiexec of MPICH, or no launcher.
 
-What launch/run, launch/ssh and launch/hydra do, for an installed package as well.
+It does the same as launch/run, launch/ssh and launch/hydra, and works for an installed package.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A program that starts ranks. kind: how it is spoken to."""
+    """A program that starts ranks. kind: whose options it takes."""
 
     path: str
     kind: Kind
 
     def command(self, ranks: int, words: Sequence[str], environ: dict[str, str], hosts: str = "",
                 network: str = "") -> list[str]:
-        """What starts `pipeinfer WORDS` on so many ranks, with output by rank. hosts: a hostfile
-        of its kind; network: of this host, such as 10.0.0.0/24. Adds to `environ`."""
+        """Return the command line that starts `pipeinfer WORDS` on so many ranks, with output by
+        rank.
+
+        hosts: a hostfile in the launcher's format. network: of this host, such as 10.0.0.0/24.
+        Adds variables to `environ`.
+        """
         more = shlex.split(environ.get("PIPEINFER_MPIRUN_ARGS", ""))
         network = environ.get("PIPEINFER_IF") or network
         if network == "all":
@@ -77,9 +81,12 @@ class Launcher:
 
 
 def find(environ: dict[str, str]) -> Launcher | None:
-    """The launcher: PIPEINFER_MPIRUN, the one on PATH, or the one beside this Python; None where
-    there is none. One that is no part of this Python's installation brings its own library, and
-    `environ` gets MPI4PY_LIBMPI. Raises UsageError for one that cannot be driven."""
+    """Return the launcher: PIPEINFER_MPIRUN, that on PATH, or that next to this Python; None if
+    none.
+
+    A launcher that is not part of this Python's installation has its own MPI library; `environ`
+    gets MPI4PY_LIBMPI then. Raises UsageError for an unknown launcher.
+    """
     beside = Path(sys.executable).with_name("mpirun")
     path = environ.get("PIPEINFER_MPIRUN") or shutil.which("mpirun") or (
         str(beside) if beside.exists() else None)
@@ -107,27 +114,27 @@ def find(environ: dict[str, str]) -> Launcher | None:
 
 
 def settings() -> dict[str, str]:
-    """This process's environment for a launcher: nothing of an outer job, and the settings for MPI
-    unless others are set."""
+    """Return this process's environment for a launcher: without variables of an outer job, with
+    the settings for MPI unless others are set."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER)}
     return mpi_settings() | environ
 
 
 def name_terminal(environ: dict[str, str]) -> None:
-    """Rank 0 may write to the terminal past its launcher, which has a session of its own."""
+    """Let rank 0 write to the terminal directly, as its launcher has a session of its own."""
     if sys.stderr.isatty():
         environ["PIPEINFER_TERMINAL"] = f"{socket.gethostname()}:{os.ttyname(2)}"
 
 
 def passed_names(environ: dict[str, str]) -> list[str]:
-    """Variables that every rank needs: PATH, ours, and the settings of the MPI library; no keys,
-    which rank 0 has otherwise (`job`)."""
+    """Return the variables that every rank needs: PATH, ours, and the MPI library's. Keys are
+    not among them; rank 0 gets these in another way (`job`)."""
     return [name for name in sorted(environ) if name in _PASSED or (
         name.startswith(_PASSED_FROM) and not name.startswith(_KEPT)
         and name not in (*SECRET_NAMES, SECRETS))]
 
 
 def program() -> list[str]:
-    """This installation's pipeinfer."""
+    """Return the command of this installation's pipeinfer."""
     script = Path(sys.executable).with_name("pipeinfer")
     return [str(script)] if script.exists() else [sys.executable, "-P", "-m", "pipeinfer"]

@@ -1,4 +1,5 @@
-"""What the ranks say, one file a rank, each kept from growing: the launcher's tagged output, split.
+"""Logs of the ranks, one file per rank, of limited size, split from the launcher's tagged
+output.
 
 Open MPI's `--output tag` writes `[1,0]<stdout>: text`, MPICH's `-prepend-rank` `[0] text`.
 """
@@ -32,8 +33,10 @@ class _Private(RotatingFileHandler):
 
 
 class Logs:
-    """`rank-N.log`, `launcher.log`, `up.log` in a folder. show: gets every line, too, with the
-    number of its rank (None: the launcher's)."""
+    """`rank-N.log`, `launcher.log` and `up.log` in a folder.
+
+    show: called with every line and the number of its rank (None: the launcher's).
+    """
 
     def __init__(self, folder: Path, show: Callable[[int | None, str], None]) -> None:
         self._folder, self._show = folder, show
@@ -41,7 +44,7 @@ class Logs:
         self._errors: dict[int, str] = {}
 
     def line(self, start: int, rank: int | None, text: str) -> None:
-        """A line of a rank of the job that was started as the so-manyth: two may be there."""
+        """Log a line of a rank. start: number of the job, since two jobs may run at a time."""
         if text.startswith(_ERROR):
             self._errors.setdefault(start, text.removeprefix(_ERROR))
             if len(self._errors) > _STARTS:
@@ -50,12 +53,12 @@ class Logs:
         self._show(rank, text)
 
     def error(self, start: int) -> str:
-        """The first error that a rank of that start has named; empty without one, and for starts of
-        long ago."""
+        """Return the first error that a rank of that job has printed; "" if none, and for jobs
+        of long ago."""
         return self._errors.get(start, "")
 
     def write(self, name: str, text: str) -> None:
-        """A line of whoever logs under `name`."""
+        """Append a line to the log `name`."""
         if name not in self._files:
             try:
                 file = _Private(self._folder / f"{name}.log", maxBytes=MOST_BYTES,
@@ -67,21 +70,21 @@ class Logs:
         self._files[name].handle(logging.LogRecord(name, logging.INFO, "", 0, text, None, None))
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
 
 class Splitter:
-    """Makes lines of a stream's bytes. line: gets each with its rank."""
+    """Splits a stream's bytes into lines. line: called with each line and its rank."""
 
     def __init__(self, line: Callable[[int | None, str], None]) -> None:
         self._line = line
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Bytes as they come."""
+        """Handle bytes of the stream."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MOST_LINE:
             lines.append(self._rest)
@@ -90,7 +93,7 @@ class Splitter:
             self._tell(line)
 
     def close(self) -> None:
-        """The stream has ended."""
+        """Handle the end of the stream."""
         if self._rest:
             self._tell(self._rest)
         self._rest = b""

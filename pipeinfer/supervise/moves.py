@@ -1,9 +1,9 @@
-"""Moving the job of `pipeinfer up` to other hosts or options: the next job loads beside the one
-that serves and takes over when it is ready; where memory does not allow that, the one that serves
-ends first.
+"""Moves the job of `pipeinfer up` to other hosts or options. The next job loads alongside the
+serving one and takes over when it is ready; if memory does not allow that, the serving job ends
+first.
 
-The HTTP process keeps every client and hands open requests over; where answers could differ they
-end first. Whatever keeps the next job from serving leaves things as they were.
+The HTTP process keeps every client and passes open requests on; if answers could differ, open
+requests complete first. If the next job cannot serve, everything stays as it was.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from typing_extensions import override
+
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise import room
 from pipeinfer.supervise.http_door import HttpDoor
@@ -24,19 +26,25 @@ from pipeinfer.supervise.serving import Serving
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Running, Supervisor
 
-_END = 2.0  #: seconds for a job to end that is moved
+_END = 2.0  #: seconds for a moved job to end before it is killed
 _BEGIN = 600.0  #: seconds for the next one to be ready
-_LOOK = 0.2  #: seconds between two looks whether it is
+_LOOK = 0.2  #: seconds between two checks whether it is ready
 _HISTORY = 20
 Tell: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a move is to bring. why: for the user; undo: makes the next job what it was; words:
-    other options, None for the same; waits: why open requests end first, empty where they go on;
-    wait: for so many seconds; force: and then without them; anew: maybe with another model in the
-    same place; overlap: whether both jobs are there at a time."""
+    """A planned move.
+
+    why: reason, for the user.
+    undo: restores the settings of the job before.
+    overlap: whether both jobs run at the same time.
+    words: other options, None for the same.
+    waits: why open requests must complete first, "" if they continue.
+    wait: most seconds for that. force: continue after that with requests still open.
+    anew: whether the model may be another one under the same path.
+    """
 
     why: str
     undo: Callable[[], None]
@@ -50,8 +58,8 @@ class Change:
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """A job that loads beside the one that serves, and for what. inherits: whether it takes over,
-    once the other one has died."""
+    """A job that loads alongside the serving one, and its purpose. inherits: whether it takes
+    over after the other one has died."""
 
     running: Running
     change: Change
@@ -59,7 +67,7 @@ class _Next:
 
 
 class Mover(Supervisor):
-    """A supervisor that moves its job. folder: where its logs are."""
+    """A supervisor that can move its job. folder: where its logs are."""
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell) -> None:
         door = HttpDoor(serving.environ, say)
@@ -69,16 +77,16 @@ class Mover(Supervisor):
         self._history: list[dict[str, Any]] = []
         self._ready = asyncio.Event()
         self._busy = asyncio.Lock()
-        self._meant = False  #: the job that runs is ended to be moved
-        self._undo: Callable[[], None] | None = None  #: back to what worked
-        self._refused = ""  #: why the new ones were not taken
+        self._meant = False  #: the running job is ended in order to move
+        self._undo: Callable[[], None] | None = None  #: restores the settings that worked
+        self._refused = ""  #: why the new settings were not used
         self._next: _Next | None = None
-        self._failed_move = ""  #: why the last move was none
+        self._failed_move = ""  #: why the last move failed
         self._model: tuple[object, ...] = ()
         self._served: dict[str, Any] = {}  #: place and options of the job that serves
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Somebody wants the end."""
+        """Handle a request to end, see `Supervisor.stop`; a job that still loads is killed."""
         super().stop(at_once=at_once)
         self._phase = "ending"
         if self._next is not None:
@@ -86,15 +94,15 @@ class Mover(Supervisor):
 
     # --- the loop's events --------------------------------------------------------------------
 
+    @override
     def begun(self) -> dict[str, Any]:
-        """A job is about to start."""
         self._ready.clear()
         self._phase = "starting"
         self._take_note()
         return self._row()
 
+    @override
     async def ended(self, running: Running, status: int, lived: float) -> bool:
-        """A job has ended; whether the next one follows at once."""
         running.row |= {"exit": status, "lived": round(lived, 1), "moved": self._meant,
                         "why": self._serving.logs.error(running.row["number"])}
         if self._next is not None:
@@ -122,7 +130,7 @@ class Mover(Supervisor):
         return row
 
     def _take_note(self) -> None:
-        """What is to run now is what serves."""
+        """Record the source's present settings as those of the serving job."""
         serving, roster = self._serving, self._serving.roster
         self._served = {"ranks": serving.ranks, "words": serving.words,
                         "used": list(roster.used) if roster else []}
@@ -131,7 +139,7 @@ class Mover(Supervisor):
 
     @contextlib.asynccontextmanager
     async def _only(self) -> AsyncIterator[None]:
-        """One move at a time, and only of a job that works."""
+        """Allow one move at a time, and only of a job that is ready. Raises UsageError."""
         if self._busy.locked():
             raise UsageError("the job is being moved already: wait until that is over")
         if not self._ready.is_set() or self.asked:
@@ -145,8 +153,10 @@ class Mover(Supervisor):
                 raise
 
     async def _move(self, tell: Tell, change: Change) -> str:
-        """Have the next job instead of the one that serves; what came of it. Raises UsageError
-        where it was not done."""
+        """Replace the serving job by the next one; return the outcome in words.
+
+        Raises UsageError if that was not done.
+        """
         before = self._serving.words
         if change.words is not None:
             self._serving.use(change.words)
@@ -199,7 +209,7 @@ class Mover(Supervisor):
         return f"{said}; {count} open requests went on" if count else said
 
     def _end(self, running: Running) -> None:
-        """End a job whose requests are another one's."""
+        """End a job whose requests belong to another one."""
         def kill() -> None:
             if not running.ends.done():
                 running.job.kill()
@@ -209,8 +219,11 @@ class Mover(Supervisor):
 
     async def _until_none_is_open(self, tell: Tell, change: Change,
                                   following: _Next | None = None) -> None:
-        """Let no new request in and wait for those that run, for a time, or until the job that
-        serves has died beside `following`."""
+        """Hold new requests and wait until the open ones have ended, at most for a time, or
+        until the serving job has died while `following` loads.
+
+        Raises UsageError if requests are still open, unless the change forces the move.
+        """
         wait, told = change.wait, False
         deadline = time.monotonic() + wait
         found = await self._http.ask(op="hold", on=True)
@@ -233,7 +246,7 @@ class Mover(Supervisor):
     # --- both at a time -----------------------------------------------------------------------
 
     async def _beside(self, tell: Tell, change: Change) -> str:
-        """Start the next job, wait until it is ready, and have it take over."""
+        """Start the next job, wait until it is ready, and let it take over."""
         began, self._refused = time.monotonic(), ""
         following: _Next | None = None
         try:
@@ -260,8 +273,8 @@ class Mover(Supervisor):
         return await self._until_ready(f"{change.why}: ready", began, 0)
 
     async def _until_it_could(self, following: _Next) -> None:
-        """Wait until the next job is ready, or is not beside another one any more. Raises
-        UsageError where it does not come."""
+        """Wait until the next job is ready, or is the only one left. Raises UsageError if it
+        fails."""
         deadline, running = time.monotonic() + _BEGIN, following.running
         logs = self._folder.path / "logs"
         while self._next is following:
@@ -285,7 +298,7 @@ class Mover(Supervisor):
             await asyncio.sleep(_LOOK)
 
     async def _swap(self, following: _Next, began: float) -> str:
-        """The next job serves from now on, and the old one ends."""
+        """Let the next job serve from now on, and end the old one."""
         change, old = following.change, self.current
         found = await self._http.ask(op="swap", why=change.why, lost=False)
         if not found:  # it has been too busy to answer in time
@@ -304,7 +317,8 @@ class Mover(Supervisor):
                           int(found.get("open", 0)))
 
     async def _inherit(self, following: _Next) -> bool:
-        """The job that serves has died while the next one loads; whether that follows it."""
+        """Handle the death of the serving job while the next one loads; return whether that one
+        follows."""
         self._next = None
         follows = await self._follows(following)
         following.inherits.set_result(follows)
@@ -343,13 +357,13 @@ class Mover(Supervisor):
 
 
 def _status(running: Running) -> int:
-    """The exit status of a job that has ended, 1 where it has none."""
+    """Return the exit status of a job that has ended, 1 if it has none."""
     ends = running.ends
     return 1 if not ends.done() or ends.cancelled() or ends.exception() else ends.result()
 
 
 def identity(path: str) -> tuple[object, ...]:
-    """What tells whether a file is another one."""
+    """Return a value that changes if the file is replaced or modified."""
     try:
         info = Path(path).stat()
     except OSError:

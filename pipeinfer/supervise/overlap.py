@@ -1,6 +1,7 @@
-"""Whether the next job loads while the old one serves, and who goes on where one of them dies.
+"""Decides whether the next job loads while the old one serves, and which one continues if one
+dies.
 
-Pure: what is known of memory comes from the caller (`room`).
+Pure: the caller passes what is known of memory (`room`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import Literal, TypeAlias, get_args
 Overlap: TypeAlias = Literal["auto", "always", "never"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
 RESERVE = 512 << 20  #: bytes that stay free on every host
-_MORE = 1.1  #: times what was reckoned, as plans and caches of others differ a little
+_MORE = 1.1  #: times the estimate, as the actual plan and caches differ a little
 _GIB = float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A host's memory, in bytes. free: what more ranks may take, 0 for not known; need: of the next
-    job's ranks, None for not known."""
+    """A host's memory, in bytes.
+
+    free: what more ranks may take, 0 if unknown. need: of the next job's ranks, None if unknown.
+    """
 
     host: str
     free: float
@@ -28,15 +31,17 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether both jobs are there at a time; why not, or how much room there is."""
+    """Whether both jobs run at the same time; and why not, or how much memory there is."""
 
     beside: bool
     why: str
 
 
 def choose(overlap: Overlap, rooms: Sequence[Room], unknown: str = "") -> Choice:
-    """Whether the next job loads beside the old one. rooms: of its hosts; unknown: why those cannot
-    be told."""
+    """Decide whether the next job loads while the old one serves.
+
+    rooms: of its hosts. unknown: why their memory is unknown, "" if it is known.
+    """
     if overlap == "never":
         return Choice(False, "--overlap never")
     if overlap == "always":
@@ -58,7 +63,11 @@ def _with_reserve(room: Room) -> float:
 
 
 def inherits(*, reachable: bool, same: bool, open_requests: int, force: bool) -> bool:
-    """Whether the next job takes over though it still loads, because the old one has died; if not,
-    it is ended, and the old one starts again. reachable: the HTTP process, which it has entered, is
-    there; same: answers go on alike; force: nobody minds."""
+    """Whether the next job takes over although it still loads, because the old one has died. If
+    not, it is ended, and the old one is started again.
+
+    reachable: whether the HTTP process, which it has entered, answers.
+    same: whether answers continue with the same tokens.
+    force: whether open requests may end with an error.
+    """
     return reachable and (same or not open_requests or force)

@@ -1,4 +1,4 @@
-"""What the next job would need on each of its hosts, and what is free there."""
+"""The memory that the next job would need on each of its hosts, and the free memory there."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _TORCH_BYTES = 4  #: of a weight there, at most
 
 
 def rooms(config: JobConfig, ranks: int, roster: Roster | None) -> tuple[list[Room], str]:
-    """The hosts of a job with this config, and why they cannot be told where that is so. Reads the
-    models' headers and asks the hosts."""
+    """Return the memory of a job's hosts; or [] and the reason why it is unknown.
+
+    Reads the models' headers and contacts the hosts. roster: the hosts, None for this one.
+    """
     names: Sequence[str]
     if roster is None:
         names, free = [HERE] * ranks, {HERE: host.free_memory()}
@@ -44,8 +46,10 @@ def rooms(config: JobConfig, ranks: int, roster: Roster | None) -> tuple[list[Ro
 
 
 def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
-    """Bytes by host, at most, for ranks on hosts of these names. Raises PipeinferError where a
-    model is not here."""
+    """Return the most bytes by host for ranks on hosts of these names.
+
+    Raises PipeinferError if a model is not on this host.
+    """
     target, draft = model_paths(config)
     model = open_model(target)
     config = for_state(config, model)
@@ -75,7 +79,8 @@ def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
 
 
 def _unknown(config: JobConfig, names: Sequence[str], nodes: str) -> str:
-    """What hides how much memory is needed, empty for nothing. nodes: a nodes file."""
+    """Return why the needed memory is unknown, "" if it is known. nodes: path of a nodes file,
+    or ""."""
     model = config.model
     found = [(model.gpu_layers, model.device, model.backend)]
     if nodes:

@@ -1,13 +1,13 @@
-"""When a job is started again, and what its end was: decisions without a clock or a process."""
+"""Decides when a job is started again, and what its end means, without a clock or processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-SUCCESS = 600.0  #: seconds of life after which the tries are counted anew
-ALIVE = 20.0  #: seconds of life after which a failure is none of the start
-LONGEST = 30.0  #: seconds between two tries, at most
+SUCCESS = 600.0  #: seconds of life after which all restarts are available again
+ALIVE = 20.0  #: seconds of life after which a failure does not count as a failed start
+LONGEST = 30.0  #: most seconds between two starts
 INTERRUPTED = 130
 _NEVER_AGAIN = (0, 2, INTERRUPTED)  #: a normal end, what cannot be used as it is, an interrupt
 _HOUR = 3600.0
@@ -15,7 +15,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Try again after `pause` seconds; `left` more times after that."""
+    """Start again after `pause` seconds; `left` more times after that."""
 
     pause: float
     left: int
@@ -23,7 +23,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Try no more. used_up: only because no try is left."""
+    """Do not start again. used_up: only because no restart is left."""
 
     used_up: bool = False
 
@@ -32,15 +32,19 @@ Verdict: TypeAlias = Again | End
 
 
 class Patience:
-    """How often a job that fails is started again: after 1, 2, 4 ... 30 s, or after 1 s when it
-    has lived for 20; ten minutes of life count as a success."""
+    """Limits restarts of a failing job. The pauses are 1, 2, 4 ... 30 s; 1 s if the job has run
+    for 20 s. After ten minutes the job counts as successful, and all restarts are available
+    again."""
 
     def __init__(self, restarts: int) -> None:
         self._restarts = self._left = restarts
         self._pause = 1.0
 
     def after(self, status: int, lived: float, *, asked: bool) -> Verdict:
-        """What follows a job that ended with `status` after `lived` seconds. asked: by somebody."""
+        """Return what follows a job that ended with `status` after `lived` seconds.
+
+        asked: whether the user has requested the end.
+        """
         if asked or status in _NEVER_AGAIN:
             return End()
         if lived >= SUCCESS:
@@ -55,10 +59,12 @@ class Patience:
 
 
 def outcome(launcher: int, said: str, *, asked: bool) -> int:
-    """The job's exit status. launcher: the launcher's; said: what rank 0 left behind ("up" and its
-    process id while it lives, then its own exit status); asked: whether somebody ended the job.
+    """Return the job's exit status.
 
-    Where a job survives deaths, the launcher says nothing of rank 0's.
+    launcher: the launcher's exit status.
+    said: the status file of rank 0 ("up" and its process id while it lives, then its exit status).
+    asked: whether the user has ended the job.
+    Where a job survives deaths, the launcher does not report that of rank 0.
     """
     word = said.split()[0] if said.split() else ""
     if word.isdigit():
@@ -70,10 +76,10 @@ def outcome(launcher: int, said: str, *, asked: bool) -> int:
 
 
 class Comeback:
-    """When hosts that are missing are asked whether they are there again.
+    """Decides when missing hosts are checked again.
 
-    Every `every` seconds; one that keeps getting lost is left alone for longer after each loss, up
-    to an hour, since each move costs a pause. Times are those of the caller's clock.
+    The interval is `every` seconds. It doubles with each loss of the same host, up to an hour,
+    since each move costs a pause. Times are those of the caller's clock.
     """
 
     def __init__(self, every: float) -> None:
@@ -82,17 +88,17 @@ class Comeback:
         self._losses: dict[str, int] = {}
 
     def missing(self, host: str, now: float) -> None:
-        """A host is not in the job; harmless to say again."""
+        """Record that a host is not in the job; repeated calls have no effect."""
         if host not in self._due:
             count = self._losses[host] = self._losses.get(host, 0) + 1
             self._due[host] = now + min(self._every * 2 ** (count - 1), max(_HOUR, self._every))
 
     def present(self, host: str) -> None:
-        """A host is in the job."""
+        """Record that a host is in the job."""
         self._due.pop(host, None)
 
     def due(self, now: float) -> list[str]:
-        """The hosts to ask now; they are due again after the usual time."""
+        """Return the hosts to check now; they are due again after `every` seconds."""
         if self._every <= 0:
             return []
         found = [host for host, due in self._due.items() if due <= now]
@@ -101,5 +107,5 @@ class Comeback:
         return found
 
     def soon(self, now: float) -> None:
-        """Somebody wants to know: every missing host is due."""
+        """Make every missing host due now."""
         self._due = dict.fromkeys(self._due, now)

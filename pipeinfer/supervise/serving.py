@@ -1,4 +1,5 @@
-"""What `pipeinfer up` runs: `pipeinfer serve` with its options, over hosts or on this one."""
+"""The server that `pipeinfer up` runs: `pipeinfer serve` with its options, on hosts or on this
+one."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ COMMAND = "serve"
 
 
 class Serving:
-    """A server's words and ranks. environ: of its launcher; launcher: None for one rank alone;
-    roster: its hosts, None for this one."""
+    """The options and ranks of a server.
+
+    name: id of the job. words: `serve` and its options. environ: of its launcher.
+    launcher: None for a single rank. roster: its hosts, None for this one.
+    ranks: number of ranks without a roster.
+    """
 
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
@@ -36,39 +41,41 @@ class Serving:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job."""
+        """The ranks of the job."""
         return self.roster.ranks if self.roster else self._ranks
 
     @property
     def wanted(self) -> int:
-        """Ranks of the job with all hosts there."""
+        """The ranks of the job with all hosts."""
         return self.roster.wanted if self.roster else self._ranks
 
     @property
     def place(self) -> tuple[int, list[HostEntry]]:
-        """How many ranks, and on which hosts."""
+        """The number of ranks, and the hosts."""
         return self.ranks, list(self.roster.used) if self.roster else []
 
     @property
     def hostfile(self) -> str:
-        """The launcher's."""
+        """The path of the launcher's hostfile, "" if none."""
         return str(self.roster.out) if self.roster else ""
 
     def use(self, words: list[str]) -> None:
-        """Other options from the next job on."""
+        """Set other options for the next job. Raises UsageError."""
         self.words, self.config = words, config_of(words)
         self.values = self.config.values()
 
     def risky(self, words: list[str]) -> list[str]:
-        """Options of `words` because of which an open request might go on otherwise. Raises
-        UsageError for what no server takes, and for what only another HTTP process could."""
+        """Return the options of `words` on which tokens of an open request may depend.
+
+        Raises UsageError for invalid options, and for those that need another HTTP process.
+        """
         values = config_of(words).values()
         if why := kept(self.values, values):
             raise UsageError(why)
         return risky(self.values, values)
 
     def want(self, ranks: int) -> None:
-        """Another number of ranks. Raises UsageError where that needs a launcher."""
+        """Set another number of ranks. Raises UsageError if that needs a launcher."""
         if self.roster is not None:
             self.roster.asked = ranks
         elif self.launcher is None and ranks > 1:
@@ -78,7 +85,7 @@ class Serving:
             self._ranks = ranks
 
     def job(self) -> Job:
-        """The next try, with a number of its own."""
+        """Return the next job, with a number of its own."""
         self.starts += 1
         environ = self.environ | {VARIABLE: numbered(self.name, self.starts)}
         line = partial(self.logs.line, self.starts)
@@ -95,7 +102,7 @@ class Serving:
                    environ, line)
 
     def ask_hosts(self) -> list[str]:
-        """Take the hosts that answer; what there is to say."""
+        """Use the hosts that answer; return notes for the user."""
         if self.roster is None:
             return []
         lines = [f"note: {finding.what} {finding.detail}: going on without it"
@@ -106,7 +113,7 @@ class Serving:
         return lines
 
     def hosts_of(self, ranks: Sequence[int]) -> dict[str, HostEntry | None]:
-        """The hosts of these ranks; None: this one, which needs no asking."""
+        """Return the hosts of these ranks; None stands for this host, which needs no check."""
         if self.roster is None:
             return {"this host": None} if ranks else {}
         names = ranks_of(self.roster.used, self.ranks, self.roster.hostfile)
@@ -115,8 +122,10 @@ class Serving:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-    """`serve` and its options, whether or not the word was given. Raises UsageError for another
-    command."""
+    """Return `serve` and its options, whether or not the word was given.
+
+    Raises UsageError for another command.
+    """
     found = list(words)
     if not found or found[0].startswith("-"):
         found.insert(0, COMMAND)
@@ -127,7 +136,7 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def config_of(words: Sequence[str]) -> Config:
-    """What a server would make of its options. Raises UsageError."""
+    """Return the config of a server with these options. Raises UsageError."""
     try:
         return parse(words[1:], *JOB, "sampling", "serve", parallel=PARALLEL, model=AUTO).config
     except click.exceptions.Exit:

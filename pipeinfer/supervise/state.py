@@ -1,8 +1,8 @@
-"""The private folder of a supervisor: what it knows as `state.json`, its lock, its logs, the socket
-for commands.
+"""The private folder of a supervisor: its state as `state.json`, its lock, logs, and command
+socket.
 
-Only the user that owns the folder may look or command: mode 0700, and whoever is at the other end
-of the socket is asked for by the kernel.
+Only the user that owns the folder may read it or send commands: its mode is 0700, and the kernel
+reports the user at the other end of the socket.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Folder:
         self._lock = -1
 
     def make(self) -> None:
-        """Have it and its `logs`. Raises UsageError where others could write to it."""
+        """Create the folder and its `logs`. Raises UsageError if other users could write to it."""
         try:
             (self.path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -45,7 +45,7 @@ class Folder:
         self.check()
 
     def check(self) -> None:
-        """Raises UsageError unless it is this user's alone."""
+        """Raise UsageError unless only this user may write to the folder."""
         for path in (self.path.parent, self.path):
             info = path.lstat()
             if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) \
@@ -56,7 +56,7 @@ class Folder:
             self.path.chmod(0o700)
 
     def lock(self) -> bool:
-        """Be its only supervisor, until this process ends; whether that is so."""
+        """Lock the folder until this process ends; return whether that succeeded."""
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ class Folder:
 
     @property
     def alive(self) -> bool:
-        """Whether a supervisor has it."""
+        """Whether a supervisor has locked the folder."""
         try:
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -81,7 +81,7 @@ class Folder:
         return False
 
     def write(self, state: dict[str, Any]) -> None:
-        """What `read` gives. A full disk costs the report, not the job."""
+        """Store the state. A full disk costs the report, not the job."""
         beside = self.path / f"{_STATE}.new"
         with contextlib.suppress(OSError):
             number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -90,7 +90,7 @@ class Folder:
             os.replace(beside, self.path / _STATE)
 
     def read(self) -> dict[str, Any]:
-        """What was written last; empty where nothing was."""
+        """Return the state that was stored last, {} if none."""
         try:
             found = json.loads((self.path / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -100,7 +100,7 @@ class Folder:
     # --- the socket ---------------------------------------------------------------------------
 
     def listen(self) -> socket.socket:
-        """The socket for commands; once the folder is locked."""
+        """Return the socket for commands. The folder must be locked."""
         (self.path / _SOCKET).unlink(missing_ok=True)
         found = socket.socket(socket.AF_UNIX)
         with self._short() as name:
@@ -110,12 +110,15 @@ class Folder:
         return found
 
     def unlisten(self) -> None:
-        """Take no more commands. On a disk that has become read-only the name stays."""
+        """Remove the socket. If the disk has become read-only, its name stays."""
         with contextlib.suppress(OSError):
             (self.path / _SOCKET).unlink(missing_ok=True)
 
     def connect(self) -> socket.socket:
-        """A connection to the supervisor. Raises UsageError where there is none."""
+        """Return a connection to the supervisor.
+
+        Raises UsageError if there is none, or if it belongs to another user.
+        """
         if self.path.is_dir():
             self.check()
         found = socket.socket(socket.AF_UNIX)
@@ -132,7 +135,8 @@ class Folder:
 
     @contextlib.contextmanager
     def _short(self) -> Iterator[str]:
-        """A name of the socket that is short enough for one, wherever the folder is."""
+        """Yield a path of the socket that is short enough for a socket address, wherever the
+        folder is."""
         number = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
         try:
             yield f"/proc/self/fd/{number}/{_SOCKET}"
@@ -141,7 +145,7 @@ class Folder:
 
 
 def nothing(name: str) -> str:
-    """That there is no supervisor of that name, and what to do."""
+    """Return the message that there is no supervisor of that name, and what to do."""
     more = "" if name == "default" else f" --name {name}"
     others = running()
     hint = f"; running: {', '.join(others)} (--name)" if others else ""
@@ -149,7 +153,7 @@ def nothing(name: str) -> str:
 
 
 def running() -> list[str]:
-    """Names of this user's supervisors that live."""
+    """Return the names of this user's living supervisors."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in _base().iterdir()
                       if path.is_dir() and Folder(path.name).alive)
@@ -157,7 +161,7 @@ def running() -> list[str]:
 
 
 def is_ours(link: socket.socket) -> bool:
-    """Whether this user is at the other end, by the kernel."""
+    """Whether the process at the other end runs as this user, according to the kernel."""
     found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", found)[1] == os.getuid())
 

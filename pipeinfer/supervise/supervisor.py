@@ -1,7 +1,7 @@
-"""The loop of every supervisor: start the job, wait for its end, decide, start it again; or go on
-with the next one, which somebody has started beside it.
+"""The loop of every supervisor: start the job, wait for its end, decide, start it again; or
+continue with the next job, which was started alongside.
 
-What is to run comes from a `Source`; `keeper` adds what `pipeinfer up` does beside that.
+A `Source` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
 """
 
 from __future__ import annotations
@@ -29,30 +29,36 @@ _CLEAN = 15.0  #: seconds for a host to end what is left there
 
 
 class Source(Protocol):
-    """What is to run. hostfile: of the hosts that may hold leftovers, empty for none; name: the
-    number of the job, which its processes bear."""
+    """Provides the jobs of a supervisor. name: id of the job, which its processes have in their
+    environment."""
 
     name: str
 
     @property
     def hostfile(self) -> str:
-        """The launcher's, with the hosts of the last job."""
+        """The launcher's hostfile with the hosts of the last job, "" if none: they may have
+        leftovers."""
         ...
 
     def job(self) -> Job:
-        """The next try."""
+        """Return the next start of the job."""
         ...
 
     def ask_hosts(self) -> list[str]:
-        """Take the hosts that answer now; what there is to say. Raises UsageError when the job
-        cannot run on any."""
+        """Use the hosts that answer now; return notes for the user.
+
+        Raises UsageError when the job cannot run on any.
+        """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A job that was started. hosts: its other ones; began: by `time.monotonic`; ends: its exit
-    status; row: of the history."""
+    """A job that was started.
+
+    hosts: its other hosts. began: by `time.monotonic`. ends: returns its exit status.
+    row: of the history.
+    """
 
     job: Job
     hosts: list[str]
@@ -62,7 +68,12 @@ class Running:
 
 
 class Supervisor:
-    """Runs what `source` gives until that has ended for good. say: hears a line for the user."""
+    """Runs the jobs of `source` until one has ended for good.
+
+    restarts: how often a failed job is started again. door: the HTTP process, None if there is
+        none.
+    say: prints a line for the user.
+    """
 
     def __init__(self, source: Source, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None]) -> None:
@@ -70,12 +81,12 @@ class Supervisor:
         self.patience = Patience(restarts)
         self._restarts = restarts
         self.current: Running | None = None
-        self.heir: Running | None = None  #: what follows, where it was started already
-        self.asked = 0  #: how often somebody has asked for the end
+        self.heir: Running | None = None  #: the job that follows, if it was started already
+        self.asked = 0  #: number of requests to end
         self._woken = asyncio.Event()
 
     async def run(self) -> int:
-        """The exit status of the last job."""
+        """Run jobs until the end; return the exit status of the last one."""
         self._heed_signals()
         try:
             return await self._run()
@@ -84,7 +95,8 @@ class Supervisor:
                 await self.door.close()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Somebody wants the end: the first time running requests may end, then at once."""
+        """Handle a request to end: the first lets running requests complete, further ones end
+        the job at once."""
         self.asked += 1
         self._woken.set()
         for running in (self.current, self.heir):
@@ -92,24 +104,25 @@ class Supervisor:
                 running.job.interrupt(at_once=at_once)
 
     def start(self, row: dict[str, Any]) -> Running:
-        """Start what is to run now."""
+        """Start the job that the source provides now."""
         job = self.source.job()
         return Running(job, others(self.source.hostfile), time.monotonic(),
                        asyncio.create_task(job.run()), row)
 
-    # --- what `keeper` fills in ---------------------------------------------------------------
+    # --- overridden by `keeper` ---------------------------------------------------------------
 
     def begun(self) -> dict[str, Any]:
-        """A job is about to start; its row of the history."""
+        """Called before a job starts; return its row of the history."""
         return {}
 
     async def ended(self, running: Running, status: int, lived: float) -> bool:
-        """A job has ended; whether it was meant to, and the next one follows at once."""
+        """Called when a job has ended; return whether that was intended, and the next one
+        follows at once."""
         del running, status, lived
         return False
 
     async def paused(self, status: int, verdict: Again) -> None:
-        """There is a pause before the next job."""
+        """Called before the pause between two starts."""
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -151,7 +164,7 @@ class Supervisor:
                 self.say(f"error: {error}")  # they may be back soon
 
     def _heed_signals(self) -> None:
-        """What was ignored when this process started stays so: nohup."""
+        """Handle signals, except those that were ignored when this process started (nohup)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -159,8 +172,8 @@ class Supervisor:
                     number, lambda at_once: self.stop(at_once=at_once), number == signal.SIGHUP)
 
     async def clean(self, name: str, hosts: list[str]) -> None:
-        """No rank of an earlier job may hold a port, memory or a lock: here and on its hosts
-        whatever bears its number is killed. A host that does not answer has its own clock."""
+        """Kill the remaining processes of an earlier job, here and on its hosts, so that none
+        holds a port, memory or a lock. Each host has a time limit of its own."""
         await asyncio.gather(asyncio.to_thread(self._clean_here, name), *(
             asyncio.to_thread(_clean_there, host, name) for host in hosts))
 

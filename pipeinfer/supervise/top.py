@@ -1,6 +1,5 @@
-"""`pipeinfer top`: a server in the terminal, from what it tells everybody: /health, /props, /slots,
-/metrics; and, where `pipeinfer up` is here, its hosts.
-"""
+"""`pipeinfer top`: shows a server in the terminal, from its /health, /props, /slots and
+/metrics; and the hosts of `pipeinfer up`, if it runs here."""
 
 from __future__ import annotations
 
@@ -35,9 +34,13 @@ _MIB = float(1 << 20)
 
 @dataclass(slots=True)
 class Frame:
-    """What a server said at a time. state: of /health; name, facts: of /props; lanes: of /slots;
-    figures: of /metrics, by name, and by name and stage; supervisor: what `pipeinfer up` says, if
-    it is here; rate: tokens of all requests per second since the frame before."""
+    """The state of a server at one time.
+
+    state: of /health. name, facts: of /props. lanes: of /slots.
+    figures: of /metrics, by name, and by name and stage.
+    supervisor: the state of `pipeinfer up`, if it runs here.
+    rate: tokens of all requests per second since the frame before.
+    """
 
     at: float
     url: str
@@ -52,13 +55,13 @@ class Frame:
     seen: float = 0.0  #: of a clock that does not jump
 
     def figure(self, name: str, **labels: object) -> float:
-        """A figure of /metrics; 0 where it is not there."""
+        """Return a figure of /metrics; 0 if it does not exist."""
         more = "".join(f",{key}={labels[key]}" for key in sorted(labels))
         return self.figures.get(f"pipeinfer_{name}{more}", 0.0)
 
 
 def read(text: str) -> dict[str, float]:
-    """Figures of Prometheus' format, as "name,label=value,..."."""
+    """Return the figures in Prometheus' format, by "name,label=value,..."."""
     found = {}
     for family in text_string_to_metric_families(text):
         for one in family.samples:
@@ -68,8 +71,11 @@ def read(text: str) -> dict[str, float]:
 
 
 def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> Frame:
-    """Ask the server. Raises RequestError where it wants a key; one that does not answer is a frame
-    that says so."""
+    """Query the server. A server that does not answer gives a frame with the state "silent".
+
+    before: the last frame, for the rate. Raises RequestError if a key is needed or the server is
+        not pipeinfer.
+    """
     frame = Frame(time.time(), url, seen=time.monotonic())
 
     def get(path: str) -> Any:
@@ -100,7 +106,7 @@ def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> F
         if frame.figures and before.figures and new >= 0:
             frame.rate = new / (frame.seen - before.seen)
     if not frame.facts and before is not None:
-        frame.name, frame.facts = before.name, before.facts  # of the job that was
+        frame.name, frame.facts = before.name, before.facts  # of the last job
     return frame
 
 
@@ -108,7 +114,7 @@ def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> F
 
 
 def draw(frame: Frame, rates: collections.deque[float]) -> RenderableType:
-    """A frame for the terminal. rates: of the last frames."""
+    """Return a frame for the terminal. rates: of the last frames."""
     facts, parts = frame.facts, list[RenderableType]()
     good = frame.state == "ok"
     parts.append(Text.assemble(
@@ -179,7 +185,7 @@ def _stages(frame: Frame) -> Table:
 
 
 def _others(facts: Mapping[str, Any]) -> str:
-    """Ranks without a stage."""
+    """Describe the ranks without a stage."""
     hosts = {one["rank"]: one["host"] for one in facts["ranks"]}
     said = []
     if 0 in hosts and 0 not in {one["rank"] for one in facts["stages"]}:
@@ -202,7 +208,7 @@ def _lanes(frame: Frame) -> Table:
 
 
 def spark(rates: collections.deque[float]) -> str:
-    """A line of bars, the highest as high as the largest value."""
+    """Return a line of bars, the highest for the largest value."""
     most = max(rates, default=0.0)
     return "".join(_BARS[round((len(_BARS) - 1) * rate / most)] if most else " " for rate in rates)
 
@@ -218,7 +224,7 @@ def _size(count: float) -> str:
 
 
 def _clean(text: object) -> str:
-    """What a server says must not command the terminal."""
+    """Replace control characters, since a server's text must not control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
