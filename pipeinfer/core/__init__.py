@@ -1,5 +1,7 @@
-"""What everything is made of: rows, sequence operations, requests, the acceptance rule, the
-messages between ranks and their bytes, and what the scheduler and a proposer say to each other.
+"""Shared data: rows, sequence operations, requests, the acceptance rule, and messages with their
+bytes.
 
-Pure data and pure functions. Must not know models, MPI, clocks, threads or policies' decisions.
+Also the jobs and proposals that the scheduler and the proposers exchange (`drafting`). Pure data
+and pure functions: no module here may depend on models, MPI, clocks, threads or the decisions of a
+policy.
 """

@@ -1,9 +1,9 @@
-"""Messages between nodes, and their bytes.
+"""The encoding of messages between nodes.
 
 One transaction is one message: a fixed header, then columns, then (for a run that has passed a
 stage) the activations, all little-endian and readable in place. There is no pickle and no begin
-marker. This module knows no transport, rank, clock or model; it checks every count and length
-of a frame before it uses it and raises ProtocolError otherwise.
+marker. Every count and length of a frame is checked before it is used; ProtocolError otherwise.
+Independent of transports, ranks, clocks and models.
 
     header  magic "PIPE", version, op, flags, run id, parent run id,
             rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
@@ -91,19 +91,22 @@ _BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
-_VIEWS = 8  # rows look through other ids than they are stored under
+_VIEWS = 8  # rows attend to other ids than they are stored under
 _FLAGS = 15  # all of them
 _PART = int(Op.PART)
 _VERDICTS = tuple(Verdict)
 _FLOAT, _HALF = np.dtype("<f4"), np.dtype("<u2")
-_SHORT = 4  # of a PART frame: its numbers have 16 bits; the two bits below are its verdict
+_SHORT = 4  # flag of a PART frame: numbers of 16 bits; the two lower bits hold the verdict
 _MAX_SECONDS = 1e11  # since the epoch
 _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
 
 
 def encode(message: Message) -> bytes:
-    """The frame of `message`: header and body. Raises ProtocolError for what is not a message."""
+    """Return the frame of `message`, header and body.
+
+    Raises ProtocolError for an object that is not a message, and for one over the size limit.
+    """
     match message:
         case Decode():
             return _encode_decode(message)
@@ -147,7 +150,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
-    """The message in `frame`; arrays are views into it. Raises ProtocolError."""
+    """Return the message in `frame`; its arrays are views into the frame.
+
+    Raises ProtocolError for a damaged frame and for another protocol version.
+    """
     view = memoryview(frame)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"a frame of {len(view)} bytes is shorter than its header")
@@ -163,7 +169,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     body = view[HEADER_BYTES:]
     if len(body) != size or max(n_rows, n_ids, n_ops, d, n_spans) > _MAX_COUNT:
         raise ProtocolError(f"a frame announces {size} bytes and carries {len(body)}")
-    if op == _PART:  # two hundred a token
+    if op == _PART:  # first, because about two hundred such frames arrive per token
         if size != d * (2 if flags & _SHORT else 4) or n_ids or n_spans or flags > 7:
             raise ProtocolError(f"a part of a sum announces {d} numbers in {size} bytes")
         return Part(n_rows, parent_id, run_id, n_ops, _VERDICTS[flags & 3],
@@ -216,11 +222,16 @@ def check_decode(
     run: Decode, n_seq: int, n_positions: int, n_tokens: int | None = None,
     width: int | None = None, lanes: Collection[int] | None = None,
 ) -> None:
-    """Raise ProtocolError for a run that names what this stage does not have.
+    """Raise ProtocolError for a run that this stage cannot evaluate.
 
-    Sequence ids are below `n_seq`, positions below `n_positions`, tokens below `n_tokens` (the
-    vocabulary and learned masks), activations are `width` wide and there unless the run is
-    skipped, lanes are among `lanes`; None: not looked at. Costs a few microseconds for a few rows.
+    run: the run
+    n_seq: sequence ids have to be below this
+    n_positions: positions have to be below this
+    n_tokens: tokens have to be below this (the vocabulary and learned masks); None: unchecked
+    width: elements of the activations, which have to be there unless the run is skipped; None:
+        unchecked
+    lanes: the open lanes; None: unchecked
+    Costs a few microseconds for a few rows.
     """
     rows, n = run.rows, len(run.rows)
     for ids in (rows.seq_ids, rows.views or ()):
@@ -244,7 +255,7 @@ def check_decode(
 
 
 def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
-    """Raise ProtocolError for an operation on a sequence that is not one of `n_seq`."""
+    """Raise ProtocolError for an operation on a sequence id outside 0 to `n_seq - 1`."""
     for op in ops:
         match op:
             case SeqRemove(seq_id, p0, _):
@@ -276,7 +287,7 @@ def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
 
 
 class _Reader:
-    """Takes columns off a body one after the other, never past its end."""
+    """Reads columns from a body in order, never past its end."""
 
     def __init__(self, body: memoryview) -> None:
         self._body, self._at = body, 0

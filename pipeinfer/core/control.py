@@ -1,4 +1,4 @@
-"""What ranks say to each other beside runs: who is there, who holds what, how loading goes.
+"""The control messages between ranks: start-up, placement, loading, progress and reports.
 
     rank k    Hello                                     at the start, to rank 0
     rank 0    Measure -> Measured, then Placed          before any port exists
@@ -7,14 +7,13 @@
     rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
     stage     ShardWanted -> ShardOffer                 where the host has no model file
     leader    SumRegion                                 to the other members of a wide stage
-    rank 0    RollCall -> Standing                      how far each node is: is a link cut?
+    rank 0    RollCall -> Standing                      position of each node: is a link cut?
     stage     Report                                    its figures, at the end
     rank 0    DraftSetup -> DraftReady                  to ranks that only draft, of no epoch
-    rank 0    DraftJob, DraftStop -> DraftDone          what they are asked
+    rank 0    DraftJob, DraftStop -> DraftDone          drafting jobs and their results
 
-One class each; every field is checked when one arrives. A port is named by its stage and its
-member: a stage may be held by several ranks, member 0 leading. Knows no models, no transport and no
-policy.
+One class each; every field is validated on arrival. A port is named by its stage and its member:
+several ranks may hold a stage, and member 0 leads. Independent of models, transports and policies.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from pipeinfer.errors import ProtocolError
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all of these have in common."""
+    """The base class of all control messages."""
 
 
 class PortName(_Message, frozen=True):
-    """A stage (0: the head) and which of the ranks that hold it together, from 0."""
+    """A stage (0: the head), and the member of that stage, from 0."""
 
     stage: int
     member: int = 0
@@ -41,7 +40,10 @@ class PortName(_Message, frozen=True):
 
 
 class Bell(_Message, frozen=True):
-    """A rank's doorbell; name: empty without one. host: equal for ranks that can ring each other.
+    """A rank's doorbell.
+
+    name: of its socket; empty if the rank has none
+    host: equal for ranks that can ring each other
     """
 
     name: str = ""
@@ -49,8 +51,12 @@ class Bell(_Message, frozen=True):
 
 
 class Facts(_Message, frozen=True):
-    """What a process finds out about its host. Memory in bytes; cores: those of this rank,
-    cores_host: those of all ranks there."""
+    """A process's description of its host.
+
+    cores: of this rank; cores_host: of all ranks on the host
+    memory_total, memory_available: in bytes
+    features: of the processor
+    """
 
     host: str
     pid: int
@@ -66,10 +72,14 @@ class Facts(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True, tag=True):
-    """What a rank tells rank 0: versions, digest and values of its options, what its host is like.
+    """A rank's first message to rank 0: versions, options and its host.
 
-    backend: which llama.cpp library, and its version; kernels: what that was compiled for.
-    torch_missing: packages that torch stages would need.
+    backend: which llama.cpp library, and its version
+    kernels: what that library was compiled for
+    config: digest of the options
+    values: the options themselves
+    asked_backend: the backend that the rank's options name
+    torch_missing: packages that torch stages would need
     """
 
     rank: int
@@ -86,7 +96,7 @@ class Hello(_Message, frozen=True, tag=True):
 
 
 class Refused(_Message, frozen=True, tag=True):
-    """Instead of what rank 0 waits for: why this rank takes no part, which ends the job."""
+    """A rank takes no part, which ends the job. Sent in place of the awaited message."""
 
     rank: int
     host: str
@@ -95,8 +105,13 @@ class Refused(_Message, frozen=True, tag=True):
 
 
 class Measure(_Message, frozen=True, tag=True):
-    """Measure yourself on this model. settings: of this host; hollow: the model's header, for a
-    host that has no file."""
+    """An order to measure the rank on this model.
+
+    settings: of this host
+    model: path of the model
+    fingerprint: of the model
+    hollow: the model's header, for a host that has no file
+    """
 
     settings: dict[str, Any]
     model: str
@@ -105,15 +120,20 @@ class Measure(_Message, frozen=True, tag=True):
 
 
 class Measured(_Message, frozen=True, tag=True):
-    """What came of it: figures, or why there are none."""
+    """The result of a measurement: figures, or an error."""
 
     figures: dict[str, Any] | None = None
     error: str = ""
 
 
 class Meeting(_Message, frozen=True):
-    """Where the head listens for heartbeats: all its addresses, one of which a rank may reach.
-    seconds: of silence after which a rank counts as hanging."""
+    """Where the head receives heartbeats.
+
+    addresses: all of the head's; a rank may be able to reach only one of them
+    port: UDP port
+    token: shared by the job's ranks
+    seconds: of silence after which a rank counts as hanging
+    """
 
     addresses: tuple[str, ...]
     port: int
@@ -122,11 +142,16 @@ class Meeting(_Message, frozen=True):
 
 
 class TestLinks(_Message, frozen=True, tag=True):
-    """All ranks at once: bounce messages with your neighbours, and say what that took."""
+    """An order to all ranks at once: exchange messages with the neighbours and report the times."""
 
 
 class Placed(_Message, frozen=True, tag=True):
-    """Which rank holds which node, where heartbeats go, every rank's doorbell."""
+    """The first placement.
+
+    rank_of: the rank of each node
+    meeting: where heartbeats go
+    bells: every rank's doorbell
+    """
 
     rank_of: tuple[int, ...]
     meeting: Meeting | None
@@ -137,12 +162,12 @@ class Placed(_Message, frozen=True, tag=True):
 
 
 class Setup(_Message, frozen=True, tag=True):
-    """What a stage has to load, and for what.
+    """What a stage has to load, and the sizes of its cache.
 
     port: name of the port between the nodes
     widths: members of each stage of the pipeline
     model: path of the model
-    fingerprint: of the model, which the stage's file must have, too
+    fingerprint: of the model; the stage's file must have the same
     n_layers: layers of the whole model
     start: first layer of the stage
     stop: first layer after the stage
@@ -153,11 +178,11 @@ class Setup(_Message, frozen=True, tag=True):
     gaps: whether positions may leave gaps
     settings: of the host (`NodeSettings`)
     cut: names of the slices of each of these layers; none where a stage holds them whole
-    holders: which of those each member of the stage has
+    holders: which of those each member of the stage holds
     near: whether all members are on one host
     piece: the slice to fetch or cut out at the moment; "" for all of the layers
-    exact: width up to which runs are exact, as agreed on before; 0 at first
-    curve: cost of runs by rows, as agreed on before; None at first
+    exact: width up to which runs are exact, where already agreed on; 0 at first
+    curve: cost of runs by rows, where already agreed on; None at first
     vocabulary: for grammars, where the stage chooses tokens
     cores: threads that the stage may use, those of idle ranks of its host included; 0: its own
     """
@@ -186,14 +211,14 @@ class Setup(_Message, frozen=True, tag=True):
 
 
 class Receive(_Message, frozen=True, tag=True):
-    """Get what others hold, without serving it: the port is a spare's for as long as that takes."""
+    """An order to fetch what other ranks hold, without serving it; the port is for this only."""
 
     port: PortName
     setups: tuple[Setup, ...]
 
 
 class Progress(_Message, frozen=True, tag=True):
-    """How far a port is with what it is doing; done and total in units of the phase."""
+    """The progress of a port; `done` and `total` are in units of the phase."""
 
     port: PortName
     phase: str
@@ -202,10 +227,15 @@ class Progress(_Message, frozen=True, tag=True):
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """A member of a stage serves from now on. parts: the ranges of layers that it loaded apart.
-    slices: names of those that it holds. sums: how parts of sums travel ("" without any);
-    sum_seconds: of one for a single row, as measured at the start. gpu: what llama.cpp calls the
-    devices that hold its layers, "" where the processor computes."""
+    """A member of a stage has loaded its layers and serves from now on.
+
+    layers: `[start, stop)`
+    parts: the ranges of layers that it loaded separately
+    slices: names of those that it holds
+    sums: how partial results travel; "" without any
+    sum_seconds: time of one sum for a single row, measured at the start
+    gpu: llama.cpp's names of the devices that hold its layers; "" where the processor computes
+    """
 
     port: PortName
     rank: int
@@ -226,22 +256,26 @@ class Ready(_Message, frozen=True, tag=True):
     gpu: str = ""
 
     def figures(self) -> dict[str, Any]:
-        """All of it in one mapping, but for the port's name."""
+        """All fields but the port, by name."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
         del own["port"]
         return own
 
 
 class Received(_Message, frozen=True, tag=True):
-    """A spare has what others hold."""
+    """A spare has fetched what `Receive` named."""
 
     port: PortName
     rank: int
 
 
 class Pace(_Message, frozen=True, tag=True):
-    """A member of a wide stage, now and then: what `runs` runs took so far, in seconds of its own
-    computing and of waiting for the other members, who have gone through the same runs."""
+    """The times of a member of a wide stage so far, sent at intervals.
+
+    runs: number of runs, the same for all members
+    compute: seconds of its own computing
+    waited: seconds of waiting for the other members
+    """
 
     port: PortName
     runs: int
@@ -250,15 +284,22 @@ class Pace(_Message, frozen=True, tag=True):
 
 
 class RollCall(_Message, frozen=True, tag=True):
-    """The head asks how far a node is. As a transaction it is passed on from stage to stage, and
-    shows that all links are there; otherwise it overtakes what waits. number: of the question."""
+    """The head requests from a node the number of messages it has received.
+
+    Sent as a transaction, it passes from stage to stage and shows that all links work; otherwise it
+    overtakes waiting messages. number: of the request.
+    """
 
     number: int
 
 
 class Standing(_Message, frozen=True, tag=True):
-    """How far a node is. number: of the question. received: transactions of this epoch that have
-    come; idle: seconds since it was done with the last one, 0 while it works on it."""
+    """A node's answer to RollCall.
+
+    number: of the request
+    received: transactions of this epoch that have arrived
+    idle: seconds since it finished the last one; 0 while it works on it
+    """
 
     port: PortName
     number: int
@@ -267,9 +308,14 @@ class Standing(_Message, frozen=True, tag=True):
 
 
 class Report(_Message, frozen=True, tag=True):
-    """A stage's figures at its end. Seconds: busy in all, of it compute, sample and waited (for
-    other members of the stage), wasted on runs that were stopped; wall: since it began. events:
-    (run, start, end, fate, rows, waited) with --trace. more: what its process adds."""
+    """A stage's figures at its end.
+
+    busy: seconds in all, of which compute, sample, and waited (for other members of the stage)
+    wasted: seconds spent on runs that were stopped
+    wall: seconds since the stage began
+    events: (run, start, end, fate, rows, waited) with --trace
+    more: further figures of its process
+    """
 
     port: PortName
     layers: tuple[int, int]
@@ -288,7 +334,7 @@ class Report(_Message, frozen=True, tag=True):
     more: dict[str, Any]
 
     def figures(self) -> dict[str, Any]:
-        """All of it in one mapping, with the numbers of stage and member."""
+        """All fields in one mapping, with the numbers of stage and member."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
         del own["port"]
         own |= {"stage": self.port.stage, "member": self.port.member}
@@ -297,15 +343,16 @@ class Report(_Message, frozen=True, tag=True):
 
 
 class SumRegion(_Message, frozen=True, tag=True):
-    """The leader to its stage's members: the memory that they share; "": there is none, so parts
-    of sums travel as messages."""
+    """The leader's message to its members: the name of their shared memory.
+
+    name: "" if there is none; partial results then travel as messages
+    """
 
     name: str
 
 
 class ShardWanted(_Message, frozen=True, tag=True):
-    """A stage lacks these layers (piece: this slice of them) and asks what their shard is called.
-    """
+    """A stage lacks these layers (piece: this slice of them) and requests their shard's name."""
 
     port: PortName
     start: int
@@ -314,7 +361,7 @@ class ShardWanted(_Message, frozen=True, tag=True):
 
 
 class ShardOffer(_Message, frozen=True, tag=True):
-    """The shard's file name and size; bytes are asked for with ShardHave."""
+    """The shard's file name and size in bytes. The stage requests its bytes with ShardHave."""
 
     name: str
     n_bytes: int
@@ -324,13 +371,13 @@ class ShardOffer(_Message, frozen=True, tag=True):
 
 
 class DraftSetup(_Message, frozen=True, tag=True):
-    """Load these layers of the draft. `ranks` hold it together, in the order of its layers; the
-    last one is asked for guesses.
+    """An order to load these layers of the draft.
 
+    ranks: that hold the draft together, in the order of its layers; the last one receives the jobs
     model, fingerprint, n_layers: of the draft
     start, stop: the layers of this rank
     n_ctx, n_seq_max, n_batch: of its cache
-    paths: that it keeps in the cache; ids beyond are for branches
+    paths: how many paths stay in the cache; sequence ids beyond are for branches
     n_vocab: of the target
     settings: of the host (`NodeSettings`)
     vocabulary: for grammars
@@ -352,8 +399,11 @@ class DraftSetup(_Message, frozen=True, tag=True):
 
 
 class DraftReady(_Message, frozen=True, tag=True):
-    """A rank has its layers of the draft; or, with an error, it has none and takes no jobs.
-    rss: resident bytes of the process. exit_code: of the error."""
+    """A rank has loaded its layers of the draft; with an error: it has none and takes no jobs.
+
+    rss: resident bytes of the process
+    exit_code: that goes with the error
+    """
 
     rank: int
     host: str
@@ -366,9 +416,11 @@ class DraftReady(_Message, frozen=True, tag=True):
 
 
 class DraftJob(_Message, frozen=True, tag=True):
-    """See `drafting.StartDraft`. tokens: accepted ones of the lane from index `start` on; those
-    before it are known, as jobs of a lane only ever add some. The lane's parameters came as a
-    LaneOpen."""
+    """A drafting job (`drafting.StartDraft`) for a draft rank.
+
+    tokens: the lane's accepted tokens from index `start` on. The rank has those before: successive
+        jobs of a lane only append tokens. The lane's sampling parameters came as a LaneOpen.
+    """
 
     job_id: int
     lane: int
@@ -386,14 +438,18 @@ class DraftJob(_Message, frozen=True, tag=True):
 
 
 class DraftStop(_Message, frozen=True, tag=True):
-    """The job's answer is not wanted any more."""
+    """The result of this job is no longer wanted."""
 
     job_id: int
 
 
 class DraftDone(_Message, frozen=True, tag=True):
-    """A job has ended. proposals: None where it was stopped; else (parent, token, confidence,
-    alternative) each. rows, seconds: what it evaluated, and how long that took."""
+    """A job has ended.
+
+    proposals: (parent, token, confidence, alternative) each; None where the job was stopped
+    rows: that it evaluated
+    seconds: that it took
+    """
 
     job_id: int
     proposals: tuple[tuple[int, int, float, bool], ...] | None
@@ -405,7 +461,12 @@ class DraftDone(_Message, frozen=True, tag=True):
 
 
 class Place(_Message, frozen=True, tag=True):
-    """A new epoch: which rank holds which node, and who is lost."""
+    """A new epoch.
+
+    rank_of: the rank of each node
+    epoch: its number
+    lost: ranks that are lost
+    """
 
     rank_of: tuple[int, ...]
     epoch: int
@@ -413,11 +474,11 @@ class Place(_Message, frozen=True, tag=True):
 
 
 class Leave(_Message, frozen=True, tag=True):
-    """The job goes on, or ends, without you."""
+    """An order to leave the job, whether the job goes on or ends."""
 
 
 class Rehearse(_Message, frozen=True, tag=True):
-    """Hold nothing, and keep in the page cache what others hold."""
+    """An order to hold no layers, but to read other ranks' shards into the page cache."""
 
     setups: tuple[Setup, ...]
 
@@ -435,15 +496,15 @@ _decoder = msgspec.json.Decoder(Control)
 
 
 def pack(message: Control) -> bytes:
-    """The message as JSON, for `unpack`."""
+    """Return the message as JSON, for `unpack`."""
     return _encoder.encode(message)
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Control:
-    """The message of `pack`. Raises ProtocolError that names the field which is wrong."""
+    """Return the message that `pack` encoded. Raises ProtocolError that names the wrong field."""
     try:
         message: Control = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        words = " ".join(str(error).split())  # it may name a field of the sender's making
+        words = " ".join(str(error).split())  # may quote a field name that the sender chose
         raise ProtocolError(f"a control message is damaged: {words}") from error
     return message

@@ -1,4 +1,4 @@
-"""What the scheduler and a proposer say to each other."""
+"""The data that the scheduler and a proposer exchange: drafting jobs and proposals."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeinfer.core.types import SamplingParams
 
 
 class Prefix(Sequence[int]):
-    """The first `length` tokens of a list that only ever grows, as they are now and stay.
+    """A view of the first `length` tokens of a list to which tokens are only ever appended.
 
-    Nothing is copied, and another thread may read it while the list grows.
+    Nothing is copied, and another thread may read the view while the list grows.
     """
 
     __slots__ = ("_length", "_tokens")
@@ -52,16 +52,28 @@ class Prefix(Sequence[int]):
 
 
 class StartDraft(Struct, frozen=True):
-    """Ask for proposals below a path.
+    """A drafting job: request proposals below a path.
 
-    The path is the first `base` accepted tokens of the lane followed by `suffix`; `accepted`
-    is a view of the lane's tokens up to now. max_depth bounds the levels, max_tokens the
-    tokens in all; max_tokens 0 only brings the draft's cache up to the path. alternatives: how many
-    alternatives of a drafted token are wanted besides. stop_ids are never proposed: they end the
-    output when the target chooses them. shift: by how much the target's positions exceed those of
-    the path. pool: whose other answers may be guessed from, 0 for nobody's. free_only: no model is
-    to be evaluated for it. free_max, free_min: max_tokens and p_min of proposers that evaluate no
-    model; 0 and None: theirs are no others.
+    The path is the first `base` tokens of `accepted`, followed by `suffix`.
+
+    job_id: by which results and `StopDraft` refer to the job
+    lane: the lane's number for proposers (`Lane.path_id`)
+    accepted: the lane's accepted tokens at the time of the job
+    base: how many of them belong to the path
+    suffix: speculative tokens after them
+    params: the lane's sampling parameters
+    max_tokens: most proposals; 0: only bring the draft's cache up to the path
+    max_depth: most levels below the path
+    branches: most paths of the tree of proposals
+    p_min: least confidence of a proposal
+    p_split: least confidence of an alternative
+    stop_ids: never proposed; they end the output when the target chooses them
+    alternatives: how many alternatives of a drafted token are wanted, too
+    shift: by how much the target's positions exceed those of the path
+    pool: answers of this pool may be copied from; 0: none
+    free_only: whether no model may be evaluated for the job
+    free_max, free_min: `max_tokens` and `p_min` for proposers that evaluate no model; 0 and None:
+        the same as for the others
     """
 
     job_id: int
@@ -84,16 +96,19 @@ class StartDraft(Struct, frozen=True):
     free_min: float | None = None
 
 
-ENOUGH = 0.6  #: a first guess of the target's own rows as likely as that needs no second opinion
-SURE = 0.95  #: a first guess as likely as that is seldom bettered by a draft
+ENOUGH = 0.6  #: least confidence of an inline proposer's first token at which no draft is queried
+SURE = 0.95  #: confidence of a first token that a draft model seldom improves on
 
 
 class Proposal(Struct, frozen=True):
-    """A drafted token: `parent` indexes an earlier proposal of the batch, -1 is the tip.
+    """A proposed token.
 
-    confidence: estimated probability that the target chooses it, given that its parent is.
-    alternative: a second or later choice, below which nothing was drafted; these follow the others.
-    paid: only proposers that evaluated a model named it.
+    parent: index of the earlier proposal that it follows; -1: it follows the job's path
+    token: vocabulary id
+    confidence: estimated probability that the target chooses the token, given its parent
+    alternative: whether it is a second or later choice. Nothing is drafted below alternatives, and
+        they come after all other proposals
+    paid: whether only proposers that evaluated a model returned it
     """
 
     parent: int

@@ -1,8 +1,8 @@
-"""Which node is which member of which stage.
+"""The numbering of a pipeline's nodes by stage and member.
 
-A stage is held by one rank, or by several that share its layers as slices and sum up partial
-results: a wide stage. The nodes of a pipeline of plain stages are its stages; members of wide ones
-are counted stage by stage. Pure.
+One rank holds a stage, or several ranks share its layers as slices and all-reduce their partial
+results: a wide stage. Node 0 is the head. In a pipeline of plain stages the nodes 1, 2, ... are the
+stages; with wide stages, members are counted stage by stage. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pipeinfer.errors import ProtocolError, UsageError
 
 
 class Grid(Struct, frozen=True):
-    """widths: members of each stage, in order. Node 0 is the head, which is no stage.
+    """The stages of a pipeline and the members of each.
 
-    Member 0 of a stage leads it: it alone is told of cancellations and answers the head.
+    widths: number of members of each stage, in order
+
+    Node 0 is the head, which is not a stage. Member 0 leads its stage: only it receives
+    cancellations and sends results to the head.
     """
 
     widths: tuple[int, ...]
@@ -31,17 +34,17 @@ class Grid(Struct, frozen=True):
 
     @property
     def n_stages(self) -> int:
-        """Stages of the pipeline."""
+        """The number of stages."""
         return len(self.widths)
 
     @property
     def n_nodes(self) -> int:
-        """Members of all stages together; their nodes are 1 to this."""
+        """The number of members of all stages together; their nodes are 1 to this."""
         return sum(self.widths)
 
     @property
     def is_wide(self) -> bool:
-        """Whether a stage has more than one member."""
+        """Whether any stage has more than one member."""
         return self.n_nodes > self.n_stages
 
     def members(self, stage: int) -> range:
@@ -50,16 +53,16 @@ class Grid(Struct, frozen=True):
         return range(first, first + self.widths[stage - 1])
 
     def leader(self, stage: int) -> int:
-        """The node that leads a stage; 0 is the head's."""
+        """The node that leads a stage; for stage 0 the head's node, 0."""
         return self.members(stage)[0] if stage else 0
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The nodes that lead stages 1, 2, ..."""
+        """The leaders' nodes, of stages 1, 2, ..."""
         return tuple(1 + before for before in itertools.accumulate((0, *self.widths[:-1])))
 
     def name(self, node: int) -> PortName:
-        """Stage and member of a node. Raises ProtocolError for one that there is not."""
+        """The stage and member of a node. Raises ProtocolError if there is no such node."""
         left = node - 1
         for stage, width in enumerate(self.widths, 1):
             if 0 <= left < width:
@@ -75,8 +78,11 @@ class Grid(Struct, frozen=True):
         return self.members(name.stage)[name.member]
 
     def successors(self, node: int) -> tuple[int, ...]:
-        """The members of the next stage that get their rows from this node: each gets them from
-        one. The head's are all of the first stage; the last stage's are none."""
+        """The nodes of the next stage to which this node sends rows.
+
+        Each member receives its rows from one node. The head sends to all members of the first
+        stage. The last stage has no successors. Raises ProtocolError if there is no such node.
+        """
         if not node:
             return tuple(self.members(1))
         name = self.name(node)
@@ -87,7 +93,7 @@ class Grid(Struct, frozen=True):
                      if i % width == name.member)
 
     def predecessor(self, node: int) -> int:
-        """The node that this one gets its rows from."""
+        """The node from which this one receives its rows. Raises ProtocolError as `name` does."""
         name = self.name(node)
         if name.stage == 1:
             return 0
@@ -96,7 +102,12 @@ class Grid(Struct, frozen=True):
 
 
 def parse_widths(text: str, option: str = "--grid") -> tuple[int, ...]:
-    """Members of each stage from "2x4" (stages x members) or "4,3,1". Raises UsageError."""
+    """Return the number of members of each stage from the text of an option.
+
+    text: "2x4" (stages x members) or "4,3,1" (members of each stage)
+    option: name of the option, for the error message
+    Raises UsageError for any other text.
+    """
     words = text.lower().split("x") if "x" in text.lower() else text.split(",")
     if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
         raise UsageError(f"{option} {text}: give stages x members, such as 2x4, or the members "
@@ -112,8 +123,12 @@ def parse_widths(text: str, option: str = "--grid") -> tuple[int, ...]:
 
 
 def deal(n_slices: int, n_members: int) -> tuple[tuple[int, ...], ...]:
-    """Slices 0 to `n_slices - 1` on members, in order, as evenly as possible. Raises UsageError
-    where a member would get none."""
+    """Distribute the slices of a stage over its members, in order and as evenly as possible.
+
+    n_slices: the slices are 0 to `n_slices - 1`
+    n_members: members of the stage
+    Returns the slices of each member. Raises UsageError where a member would get none.
+    """
     if n_slices < n_members:
         raise UsageError(f"{n_slices} slices for {n_members} members: every member of a stage "
                          "needs at least one; raise --slices")
@@ -124,8 +139,14 @@ def deal(n_slices: int, n_members: int) -> tuple[tuple[int, ...], ...]:
 
 def grouped(widths: Sequence[int], candidates: Sequence[int], groups: Mapping[int, str]
             ) -> tuple[tuple[int, ...], ...] | None:
-    """Ranks of stages with these widths, each of one group, as early ranks as possible in the order
-    of the stages; None where there are none."""
+    """Assign ranks to stages so that the members of each stage are of one group.
+
+    widths: members of each stage
+    candidates: ranks in order of preference
+    groups: the group of a rank; "" where the rank is missing
+    Returns the ranks of each stage, with the earliest ranks possible in the order of the stages;
+    None where no assignment exists.
+    """
     left: dict[str, list[int]] = {}
     for rank in candidates:
         left.setdefault(groups.get(rank, ""), []).append(rank)
@@ -153,7 +174,7 @@ def grouped(widths: Sequence[int], candidates: Sequence[int], groups: Mapping[in
 
 
 def owner_of(holders: Sequence[Sequence[int]], index: int) -> int:
-    """The member that holds a slice. Raises ProtocolError where none does."""
+    """The member that holds slice `index`. Raises ProtocolError where no member does."""
     for member, held in enumerate(holders):
         if index in held:
             return member

@@ -1,4 +1,4 @@
-"""The messages between ranks, one class each. What their bytes look like is the codec's affair."""
+"""The messages between ranks, one class each. The codec (`core.codec`) defines their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Spans: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
 class Tag(enum.IntEnum):
-    """Routing only: what shares a tag stays in order, CANCEL has its own so it can overtake."""
+    """The tags that messages are routed by.
+
+    Messages with the same tag arrive in order. CANCEL is a tag of its own, so that cancellations
+    can overtake transactions.
+    """
 
     TRANSACTION = 1
     CANCEL = 2
@@ -28,7 +32,7 @@ class Tag(enum.IntEnum):
 
 
 class Op(enum.IntEnum):
-    """Which message a frame holds."""
+    """The kind of message that a frame holds."""
 
     DECODE = 1
     CACHE_OPS = 2
@@ -49,18 +53,18 @@ class Op(enum.IntEnum):
 class Decode(Struct, frozen=True):
     """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
 
-    run_id: of this run
+    run_id: number of this run
     parent_id: the run whose cells this one continues (NO_RUN: none); a stage that skipped the
         parent skips this one, too
-    rows: what is evaluated, n rows
-    lanes: of each row the lane whose sampling parameters a row uses
+    rows: the n rows to evaluate
+    lanes: for each row, the lane whose sampling parameters it uses
     ops: operations on the cache before the rows
-    speculative: whether all rows are guesses
-    skipped: whether a stage has left it out, as it was cancelled
+    speculative: whether all rows are speculative tokens
+    skipped: whether a stage has skipped the run because it was cancelled
     hidden: float32[n, d] activations; None to the first stage, or when skipped
-    spans: for each stage passed, when it began with the run (seconds since the
-        epoch, its own clock), how many seconds it was at it (0: skipped there), and for how many
-        of them its leader waited for other members
+    spans: for each stage passed: when it began with the run (seconds since the epoch, by its own
+        clock), how many seconds it spent on the run (0: skipped there), and for how many of them
+        its leader waited for other members
     """
 
     run_id: int
@@ -97,20 +101,20 @@ class CacheOps(Struct, frozen=True):
 
 
 class LaneOpen(Struct, frozen=True):
-    """Announce a lane and the parameters its tokens are chosen with."""
+    """Announce a lane and the parameters with which its tokens are chosen."""
 
     lane: int
     params: SamplingParams
 
 
 class LaneClose(Struct, frozen=True):
-    """Forget a lane; every run that uses it has passed."""
+    """Delete a lane. Every run that uses it has passed before this message."""
 
     lane: int
 
 
 class Shutdown(Struct, frozen=True):
-    """Pass it on, report, and leave."""
+    """Pass this message on, send the report, and exit."""
 
 
 class RunFinished(Struct, frozen=True):
@@ -122,44 +126,52 @@ class RunFinished(Struct, frozen=True):
 
     @property
     def slowest(self) -> float:
-        """The longest time that a stage took for it, in seconds."""
+        """The longest time that a stage spent on the run, in seconds."""
         return max((seconds for _, seconds, _ in self.spans), default=0.0)
 
     @property
     def computed(self) -> float:
-        """The time that all stages together took for it, in seconds."""
+        """The time that all stages together spent on the run, in seconds."""
         return math.fsum(seconds for _, seconds, _ in self.spans)
 
 
 class RunCancelled(Struct, frozen=True):
-    """A run was skipped somewhere; it has no choices, and its place in the order is kept."""
+    """A stage skipped the run, so there are no choices; takes the place of RunFinished in order."""
 
     run_id: int
     spans: Spans = ()
 
 
 class Cancel(Struct, frozen=True):
-    """Runs whose rows are all dead. Advisory, idempotent, travels against the flow."""
+    """Withdraw runs whose rows are all dead.
+
+    Advisory and idempotent. Goes against the direction of the runs, or directly to every stage
+    (`policy.CancelPath`).
+    """
 
     run_ids: tuple[int, ...]
 
 
 class Verdict(enum.IntEnum):
-    """What a member of a wide stage says of a run in the header of its part."""
+    """Whether a run goes on, from a member of a wide stage in the header of its `Part`."""
 
     GO = 0
-    SKIP = 1  #: the leader: nobody begins with it
-    STOP = 2  #: the leader: everybody leaves it here
-    FAILED = 3  #: any member: it cannot go on
+    SKIP = 1  #: from the leader: no member starts the run
+    STOP = 2  #: from the leader: every member stops at this sum
+    FAILED = 3  #: from any member: it cannot go on
 
 
 class Part(Struct, frozen=True, eq=False):
-    """What a member of a wide stage has of one sum, or a verdict without it.
+    """A member's partial results for one sum of a wide stage, or a verdict without them.
 
-    member: which sends it. turn: counts the sums of an epoch, equally at all members. run_id: the
-    run it belongs to. place: which sum of the model (`layer_probe.place_of`), so that none is taken
-    for another. data: float32, or uint16 with the bits of shorter floats; the member's slices one
-    after the other.
+    member: the sender
+    turn: number of this sum within the epoch; all members count alike
+    run_id: the run that the sum belongs to
+    place: which sum of the model this is (`layer_probe.place_of`), so that members notice when they
+        are at different sums
+    verdict: whether the run goes on
+    data: float32, or uint16 with the bits of shorter floats; the member's slices one after the
+        other
     """
 
     member: int
@@ -181,7 +193,15 @@ class Part(Struct, frozen=True, eq=False):
 
 
 class WorkerFailed(Struct, frozen=True):
-    """A node's last words: where it failed, in which run, and its traceback."""
+    """The last message of a node that failed.
+
+    node: where it failed
+    host: of the node
+    run_id: the run during which it failed
+    summary: the error in one line
+    traceback: of the error
+    exit_code: for the process
+    """
 
     node: int
     host: str
@@ -192,7 +212,10 @@ class WorkerFailed(Struct, frozen=True):
 
 
 class ShardHave(Struct, frozen=True):
-    """A stage has the first `offset` bytes of its shard; the first time also their BLAKE2b."""
+    """A stage has the first `offset` bytes of its shard and requests those that follow.
+
+    digest: BLAKE2b of the bytes that it has; in the first such message only
+    """
 
     node: int
     offset: int
@@ -200,14 +223,14 @@ class ShardHave(Struct, frozen=True):
 
 
 class ShardChunk(Struct, frozen=True):
-    """Bytes of a shard from `offset` on. Decoded, `data` is a view into the frame."""
+    """Bytes of a shard from `offset` on. After decoding, `data` is a view into the frame."""
 
     offset: int
     data: bytes | memoryview
 
 
 class ShardEnd(Struct, frozen=True):
-    """All of a shard was sent; its BLAKE2b."""
+    """The whole shard was sent; `digest` is its BLAKE2b."""
 
     digest: bytes
 

@@ -1,7 +1,8 @@
 """The noise of the acceptance rule: standard Gumbel, a hash of (key, position, token id).
 
-Nothing is drawn: whoever asks, whenever, gets the same noise. Where only the few highest of many
-perturbed scores matter, `contenders` finds them without taking two logarithms per token.
+There is no generator with a state: equal arguments give equal noise, in any process and at any
+time. Where only the few highest of many perturbed scores matter, `contenders` finds them without
+taking two logarithms per token.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _STEP_TOKEN = _U64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _BITS = 53  #: of a hash that become noise
 _DROPPED = _U64(64 - _BITS)
-_BLOCK = 128  #: values of which the largest stands for all while the highest are looked for
+_BLOCK = 128  #: values per block; `shortlist` compares the largest of each block first
 _STRETCH = 8192  #: tokens that are hashed at a time, so that they stay in a processor's cache
-_LEADERS = 64  #: tokens whose perturbed scores say what others must reach
+_LEADERS = 64  #: tokens whose perturbed scores set the threshold for all others
 _SLACK = 1e-9  #: far more than rounding can move a score or a threshold
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -30,12 +31,16 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 def noise_key(seed: int, choice_index: int = 0, thread: tuple[int, ...] = ()) -> int:
-    """The 64-bit key of one causal thread of one choice of one request."""
+    """Return the 64-bit noise key of one causal thread of one choice of one request."""
     return _digest(f"{seed}/{choice_index}/{','.join(map(str, thread))}")
 
 
 def thread_key(key: int, thread: int) -> int:
-    """The key of a thread inside a response whose own key is `key`; thread 0 has that itself."""
+    """Return the 64-bit key of a response thread.
+
+    key: of the whole response; thread 0 has this key itself
+    thread: number of the thread
+    """
     if not thread:
         return key
     return _digest(f"{key}/{thread}")
@@ -47,7 +52,12 @@ def _digest(text: str) -> int:
 
 
 def gumbel(key: int, position: int, ids: npt.NDArray[Any]) -> Floats:
-    """Standard Gumbel noise float64[n] for tokens `ids` after the row at `position`."""
+    """Return standard Gumbel noise, float64[n], for tokens after one row.
+
+    key: 64-bit noise key
+    position: of the row
+    ids: integers[n], token ids
+    """
     hashes = _mix(_start(key, position) + ids.astype(_U64) * _STEP_TOKEN)
     uniform = ((hashes >> _DROPPED).astype(np.float64) + 0.5) * 2.0**-_BITS
     return -np.log(-np.log(uniform))
@@ -68,29 +78,37 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def shortlist(x: npt.NDArray[Any], count: int) -> Ids | None:
-    """Ids, ascending, among which the `count` largest values are, with all that equal one of them;
-    None where looking at every value is as good.
+    """Return ids, ascending, among which are the `count` largest values and all that equal one of
+    them.
+
+    x: float[V]
+    None where searching all values costs no more, or where values are not numbers.
 
     The largest of each block is a value, so the `count` largest of all are at least as large as the
-    `count`-th of those.
+    `count`-th of the blocks' largest.
     """
     blocks = len(x) // _BLOCK
     if not 0 < 2 * count <= blocks:
         return None
     maxima = x[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
     found = np.flatnonzero(x >= np.partition(maxima, blocks - count)[blocks - count])
-    return found if len(found) >= count else None  # no number is above one that is none
+    return found if len(found) >= count else None  # comparisons with NaN are false
 
 
 def contenders(x: npt.NDArray[Any], temperature: float, key: int, position: int, *, count: int = 1,
                margin: float = 0.0) -> tuple[Ids, Floats]:
-    """Tokens with the highest `x / temperature + noise`, and these scores: the `count` best, all
-    that come at most `margin` behind the best, ties included, and perhaps some more.
+    """Return the tokens with the highest `x / temperature + noise`, and these scores.
 
-    x: float[V]. count: at most 64.
+    x: float[V], logits
+    temperature: above 0
+    key: 64-bit noise key
+    position: of the row
+    count: how many of the best to return, at most 64
+    margin: all tokens whose score is at most this far behind the best are returned, too
+    The ids may include further tokens; ties are included.
     """
     ids = shortlist(x, _LEADERS)
-    # without noise no other token has more
+    # every token outside `ids` has at most this score before noise
     rest = -math.inf if ids is None else float(x[ids].min()) / temperature
     if ids is None or not math.isfinite(rest):
         every = np.arange(len(x))
@@ -119,5 +137,5 @@ def _noisier(n: int, least: float, key: int, position: int) -> Ids:
 
 @lru_cache(maxsize=4)
 def _steps(n: int) -> npt.NDArray[np.uint64]:
-    """What the ids of a vocabulary add to a hash."""
+    """The multiples of the hash constant for all ids of a vocabulary, uint64[n]."""
     return np.arange(n, dtype=_U64) * _STEP_TOKEN

@@ -11,15 +11,17 @@ class Policy(enum.StrEnum):
     ITERATIVE = "iterative"
     SPECULATIVE = "speculative"
     PIPEINFER = "pipeinfer"
-    PUBLISHED = "published"  #: PipeInfer as its paper has it, to compare with
+    PUBLISHED = "published"  #: PipeInfer by the rules of its paper, for comparisons
 
 
-#: what one would decode with: all but PUBLISHED, which is there to be compared with
+#: the policies for real use: all but PUBLISHED, which serves comparisons only
 PRACTICAL = (Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER)
 
 
 class Ablation(enum.StrEnum):
-    """A component that can be switched off (who has which: COMPONENTS); no token changes."""
+    """A component that can be switched off, without changing a token (COMPONENTS: which policy has
+    it).
+    """
 
     ASYNC = "async"
     CONTINUOUS = "continuous"

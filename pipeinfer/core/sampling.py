@@ -1,15 +1,16 @@
 """The acceptance rule: the target's choice as a pure function.
 
 A choice depends on (logits, sampling parameters, the path's tokens, key, position) and nothing
-else, so it does not matter who computes it, when, or beside which rows. A proposed token is
-accepted when it equals the choice; the text is then the same for every proposer, policy, number
-of ranks and timing. The draft applies the same rule, with the same noise, to its own logits.
+else. Which rank computes it, when, and in which batch does not matter. A proposed token is accepted
+when it equals the choice, so the text is the same for every proposer, policy, number of ranks and
+timing. The draft applies the same rule, with the same noise, to its own logits.
 
 Steps, in llama.cpp's order: logit bias, penalties, grammar, top-k, top-p, min-p, temperature; then
 the arg-max of `logit / T + Gumbel noise` in float64, ties to the lowest id (the Gumbel-max trick:
-the law is exactly the softmax). The noise is a hash of (key, position, token id), see `noise`.
+the distribution is exactly the softmax). The noise is a hash of (key, position, token id), see
+`noise`.
 
-This module keeps no state and knows no model, tree or draft.
+This module has no state and does not depend on models, trees or drafts.
 """
 
 from __future__ import annotations
@@ -24,24 +25,30 @@ from msgspec import Struct, structs
 from pipeinfer.core.noise import contenders, gumbel, shortlist
 from pipeinfer.core.types import ANY, NO_TOKEN, BoolArray, Choice, IntArray, SamplingParams
 
-_DEPTHS = (4.0, 8.0, 12.0, math.inf)  #: how far below the best logit top-p looks, in turn
-_FAR = 6.0  #: perturbed scores so far behind the best count for little
+_DEPTHS = (4.0, 8.0, 12.0, math.inf)  #: distances below the best logit that top-p tries, in order
+_FAR = 6.0  #: a token whose perturbed score is this far behind the best has a negligible share
 
 
 class Candidates(Struct, frozen=True):
-    """What is left after truncation: ids int64[k], perturbed scores float64[k], unordered."""
+    """The tokens that remain after truncation, unordered.
+
+    ids: int64[k], token ids
+    scores: float64[k], perturbed scores
+    """
 
     ids: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float64]
 
     def best(self) -> int:
-        """The id of the highest score, ties to the lowest id; NO_TOKEN of none."""
+        """The id with the highest score, ties to the lowest id; NO_TOKEN if there are no
+        candidates.
+        """
         if not self.ids.size:
             return NO_TOKEN
         return int(self.ids[self.scores == self.scores.max()].min())
 
     def ranked(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The `count` best ids and their scores, best first."""
+        """The `count` best ids, int64, and their scores, float64, best first."""
         keep = np.argsort(-self.scores, kind="stable")[:count]
         return self.ids[keep], self.scores[keep]
 
@@ -50,12 +57,17 @@ def candidates(
     logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
     allowed: BoolArray | None = None, *, count: int = 0,
 ) -> Candidates:
-    """Perturbed scores of the tokens that may follow the row at `position`.
+    """Return the perturbed scores of the tokens that may follow one row.
 
-    logits: float[V], raw. history: int32[position + 1], the path's tokens up to and with that
-    row (read only when a penalty is on, and its last token when something is banned). allowed:
-    bool[n], the tokens that a grammar allows; ids from n on are not (None: no grammar). None may
-    be left. count: with that the `count` best (at most 64) and perhaps some more are enough.
+    logits: float[n_vocab], raw
+    params: how to choose
+    history: int32[position + 1], the path's tokens up to and including the row; read only when a
+        penalty applies, and its last token when tokens are banned
+    position: of the row
+    allowed: bool[n], the tokens that a grammar allows; ids from n on are not allowed. None: no
+        grammar
+    count: how many of the best suffice, at most 64; more may be returned. 0: all are needed
+    The result may be empty.
     """
     x, ids = _left(logits, params, history, position, allowed)
     return _perturbed(x, ids, params, position, count=count)
@@ -65,9 +77,13 @@ def best_shares(
     logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
     allowed: BoolArray | None = None, *, count: int,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The `count` best of `candidates`, best first, and what share of the softmax of all scores
-    each has; with noise in them that is up to some per cent too much, as the many that are far
-    behind are left out. count: at most 64; fewer come where there are no more."""
+    """Return the ids of the `count` best of `candidates`, best first, and their shares of the
+    softmax.
+
+    Arguments as for `candidates`; count: at most 64. Returns int64[k] and float64[k], k < count
+    where fewer tokens are possible. With temperature, tokens far behind the best are left out of
+    the softmax, which makes the shares too large by up to some per cent.
+    """
     x, ids = _left(logits, params, history, position, allowed)
     if params.temperature > 0:
         found = _perturbed(x, ids, params, position, count=count, margin=_FAR)
@@ -84,10 +100,10 @@ def choose(
     logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, position: int,
     allowed: BoolArray | None = None,
 ) -> Choice:
-    """The target's choice after the row at `position`; arguments as for `candidates`.
+    """Return the target's choice after one row; arguments as for `candidates`.
 
-    The log-probabilities reported are the log-softmax of the raw logits. The token is NO_TOKEN,
-    without any, when no token is allowed.
+    The log-probabilities in the result are the log-softmax of the raw logits. Where no token is
+    allowed, the token is NO_TOKEN and there are none.
     """
     if (params.temperature <= 0 and not params.logit_bias and not params.uses_history
             and not params.bans and allowed is None):
@@ -103,7 +119,10 @@ def choose(
 
 
 def log_total(logits: npt.NDArray[Any]) -> float:
-    """What is subtracted from logits to make them log-probabilities, to seven digits."""
+    """Return the log of the sum of `exp(logits)`, which turns logits into log-probabilities.
+
+    logits: float[n_vocab]. Accurate to seven digits.
+    """
     most = logits.max()
     below = (logits - most).astype(np.float32, copy=False)
     return float(most) + math.log(float(np.exp(below).sum(dtype=np.float64)))
@@ -132,8 +151,11 @@ def _left(logits: npt.NDArray[Any], params: SamplingParams, history: IntArray, p
 
 def _perturbed(x: npt.NDArray[Any], ids: npt.NDArray[np.int64] | None, params: SamplingParams,
                position: int, *, count: int = 0, margin: float = 0.0) -> Candidates:
-    """Scores of `ids`, None: of all. count: with that the `count` best, those at most `margin`
-    behind the best, and perhaps some more are enough where there are many."""
+    """Scores of `ids` (None: of all tokens).
+
+    count: above 0 and where there are many, the `count` best and those at most `margin` behind the
+        best suffice; more may be returned.
+    """
     if ids is None and count and params.temperature > 0:
         return Candidates(*contenders(x, params.temperature, params.key, position, count=count,
                                       margin=margin))
@@ -163,8 +185,12 @@ def _without_banned(params: SamplingParams, token: int, position: int, n_vocab: 
 
 def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, count: int
               ) -> Choice:
-    """What a row names that only proposes: the `count` tokens that come first under the target's
-    rule and noise (penalties, bias and grammar left out), with the raw log-probability of each."""
+    """Return the proposals of a hint row, as a Choice.
+
+    The first `count` tokens under the target's rule and noise, without penalties, bias and grammar,
+    with their raw log-probabilities. `token` is the best of them.
+    logits: float[n_vocab], raw
+    """
     plain = structs.replace(params, repeat_last_n=0, logit_bias=())
     found = candidates(logits, plain, np.zeros(0, np.int32), position, count=count)
     ids, _ = found.ranked(count)
@@ -196,8 +222,9 @@ def _descending(x: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
 
 
 def _truncate(x: npt.NDArray[Any], params: SamplingParams) -> npt.NDArray[np.int64] | None:
-    """Indices left by top-k, top-p and min-p, applied one after the other to the remaining mass;
-    None: all."""
+    """Indices that top-k, top-p and min-p leave, each applied to what the one before left; None:
+    all.
+    """
     if params.temperature <= 0:
         return None
     ids = None

@@ -1,7 +1,7 @@
 """Plain data that every layer of pipeinfer shares: rows, sequence operations, requests.
 
-This module knows no model, no transport, no clock and no policy. All position ranges are
-half-open, `[p0, p1)`, and `END` stands for "to the end of the sequence".
+Independent of models, transports, clocks and policies. All position ranges are half-open, `[p0,
+p1)`, and `END` stands for "to the end of the sequence".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct, field
 END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
 ANY = -1  #: in `SamplingParams.bans`: every token, every position
-NO_TOKEN = -1  #: `Choice.token` where the sampling rule admits no token at all
+NO_TOKEN = -1  #: `Choice.token` where the sampling rule allows no token
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -24,7 +24,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 class Columns(NamedTuple):
-    """The numbers of rows as lists."""
+    """Tokens, positions and output flags of n rows, as lists."""
 
     tokens: list[int]
     positions: list[int]
@@ -32,18 +32,18 @@ class Columns(NamedTuple):
 
 
 class Rows:
-    """The rows of one run, column by column; nobody changes them.
+    """The rows of one run, column by column; treated as immutable.
 
     tokens: int32[n], vocabulary ids
-    positions: int32[n]
+    positions: int32[n], in tokens from the start of the text
     seq_ids: n non-empty tuples; a row's cell is stored under all of them
     outputs: bool[n], rows whose choice (or logits) is wanted
-    views: n non-empty tuples, the ids that a row looks through; None: those that it is stored under
-        (llama.cpp looks through the first of these; with the leaf-id encoding used here both
-        readings see the same cells). Only backends with `separate_views` accept anything but None
+    views: n non-empty tuples, the ids whose cells a row attends to; None: those that it is stored
+        under (llama.cpp uses the first of these; with the leaf-id encoding used here both readings
+        see the same cells). Only backends with `separate_views` accept anything but None
 
-    The numbers are there as arrays and as lists, each made when it is first asked for: numpy takes
-    microseconds for a single row. Raises ValueError for columns that differ in length.
+    The columns exist as arrays and as lists. Each form is made at its first use, because numpy
+    takes microseconds for a single row. Raises ValueError for columns that differ in length.
     """
 
     __slots__ = ("_arrays", "_lists", "seq_ids", "views")
@@ -62,7 +62,13 @@ class Rows:
     @classmethod
     def of(cls, columns: Columns, seq_ids: tuple[tuple[int, ...], ...],
            views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
-        """Rows from lists, which nobody changes from then on."""
+        """Make rows from lists, which must not be changed afterwards.
+
+        columns: tokens, positions and output flags of n rows
+        seq_ids: n non-empty tuples
+        views: as in the class
+        Raises ValueError if `views` and `seq_ids` differ in length.
+        """
         rows = cls.__new__(cls)
         rows._arrays, rows._lists, rows.seq_ids, rows.views = None, columns, seq_ids, views
         rows._check_views()
@@ -74,7 +80,7 @@ class Rows:
 
     @property
     def lists(self) -> Columns:
-        """Tokens, positions and outputs as lists."""
+        """Tokens, positions and output flags as lists."""
         if self._lists is None:
             tokens, positions, outputs = self._made()
             self._lists = Columns(tokens.tolist(), positions.tolist(), outputs.tolist())
@@ -82,17 +88,17 @@ class Rows:
 
     @property
     def tokens(self) -> IntArray:
-        """See the class."""
+        """The vocabulary ids, int32[n]."""
         return self._made()[0]
 
     @property
     def positions(self) -> IntArray:
-        """See the class."""
+        """The positions, int32[n]."""
         return self._made()[1]
 
     @property
     def outputs(self) -> BoolArray:
-        """See the class."""
+        """The output flags, bool[n]."""
         return self._made()[2]
 
     def _made(self) -> tuple[IntArray, IntArray, BoolArray]:
@@ -116,7 +122,7 @@ class Rows:
     __hash__ = None  # type: ignore[assignment]
 
     def first_positions(self) -> dict[int, int]:
-        """Each sequence id of the rows with the lowest position written under it."""
+        """The lowest position written under each sequence id, by id."""
         first: dict[int, int] = {}
         for pos, ids in zip(self.lists.positions, self.seq_ids, strict=True):
             for seq_id in ids:
@@ -126,13 +132,15 @@ class Rows:
 
 def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]],
               views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
-    """Rows from `(token, position, sequence ids, output)` tuples."""
+    """Make rows from `(token, position, sequence ids, output)` tuples; views as in `Rows`."""
     return Rows.of(Columns([r[0] for r in rows], [r[1] for r in rows], [r[3] for r in rows]),
                    tuple([r[2] for r in rows]), views)
 
 
 class SeqRemove(Struct, frozen=True):
-    """Take `seq_id` off the cells with positions in `[p0, p1)`; a cell with no id is free."""
+    """Remove `seq_id` (ALL_SEQS: every id) from the cells at `[p0, p1)`; a cell without ids is
+    free.
+    """
 
     seq_id: int
     p0: int
@@ -142,8 +150,8 @@ class SeqRemove(Struct, frozen=True):
 class SeqCopy(Struct, frozen=True):
     """Add id `dst` to the cells that carry `src` at positions in `[p0, p1)`.
 
-    Copying never removes: whoever issues it has removed that range of `dst` before, or one
-    sequence would hold two cells at one position and every reader would count both.
+    A copy never removes cells. The issuer has to remove that range of `dst` first: otherwise one
+    sequence holds two cells at one position, and attention counts both.
     """
 
     src: int
@@ -153,17 +161,22 @@ class SeqCopy(Struct, frozen=True):
 
 
 class SeqKeep(Struct, frozen=True):
-    """Drop every other id from every cell, and every cell that does not carry `seq_id`."""
+    """Remove every other id from every cell; a cell that does not carry `seq_id` becomes free."""
 
     seq_id: int
 
 
 class SeqJoin(Struct, frozen=True):
-    """Add id `dst` to all cells of `src`; those that did not carry it are from now on seen by
-    every row that looks through one of their ids, whatever the positions, and belong to the start
-    of the sequence: copies and removals have them when their range begins at 0. Of several at one
-    position those with a lower `order` (from 1) are read first; a cell keeps the order of its first
-    join. Only backends with `separate_views` can."""
+    """Add id `dst` to all cells of `src`, as *joined* cells.
+
+    Joined cells are those that did not carry `dst` before. Every row that attends to one of their
+    ids sees them, whatever the positions. They belong to the start of the sequence: copies and
+    removals include them if the range begins at 0. Only backends with `separate_views` support
+    joins.
+
+    order: from 1; of several joined cells at one position, those of a lower order are read first. A
+        cell retains the order of its first join.
+    """
 
     src: int
     dst: int
@@ -210,12 +223,12 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reads_path(self) -> bool:
-        """Whether anything of the path but its last position matters to the choice."""
+        """Whether the choice depends on tokens of the path, beyond logits and position."""
         return bool(self.grammar or self.bans) or self.uses_history
 
     @property
     def uses_history(self) -> bool:
-        """Whether the choice depends on earlier tokens of the path."""
+        """Whether a penalty applies, so that the choice depends on earlier tokens of the path."""
         return self.repeat_last_n != 0 and (
             self.repeat_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -224,9 +237,11 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choice(Struct, frozen=True):
-    """The target's choice after one row: the token, and its raw log-probability if asked for.
+    """The target's choice after one row.
 
-    The token is NO_TOKEN when a grammar allows none, or when the row's path is not in it.
+    token: its id; NO_TOKEN where a grammar allows no token, or the row's path is not in the grammar
+    logprob: its log-probability before sampling parameters apply; None if none was requested
+    top: (token id, log-probability) of the most likely tokens, the likeliest first
     """
 
     token: int
@@ -235,8 +250,16 @@ class Choice(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One prompt to continue. `eos_ids` end the output (they are not part of it). pool: answers of
-    one pool may be guessed from one another; 0: of none."""
+    """One prompt to continue.
+
+    request_id: the number by which events and instructions refer to it
+    prompt: token ids
+    max_tokens: most output tokens
+    params: how the target chooses tokens
+    eos_ids: tokens that end the output, of which they are no part
+    ignore_eos: whether `eos_ids` do not end the output
+    pool: the answer pool; prompt lookup may copy from other answers of the same pool. 0: none
+    """
 
     request_id: int
     prompt: tuple[int, ...]
@@ -252,4 +275,4 @@ class Request(Struct, frozen=True):
         return frozenset() if self.ignore_eos else self.eos_ids
 
 
-CURVE_ROWS = (2, 3, 4, 5, 8, 16)  #: widths whose time is measured
+CURVE_ROWS = (2, 3, 4, 5, 8, 16)  #: rows of the runs whose times form the measured curve
