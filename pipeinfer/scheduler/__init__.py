@@ -1,6 +1,8 @@
-"""What decides: `Scheduler.handle(event) -> instructions` over lanes, the token tree, sequence
-ids, guesses in order of their worth, prompts that are remembered, and the controller that tunes
-it.
+"""The scheduler: `Scheduler.handle(event) -> instructions`.
 
-Pure. Must not know ranks, transports, models, clocks or threads: events bring in all it needs.
+Its parts: lanes and their token trees, sequence ids, a queue of speculative tokens by probability,
+the prefix cache, and the controller that tunes the settings.
+
+Pure: no module here may depend on ranks, transports, models, clocks or threads. Events bring in all
+    data that the scheduler needs.
 """

@@ -1,9 +1,9 @@
-"""Who may start, and whose memory goes: sequence ids, cells, and prompts worth remembering.
+"""Admission and eviction: sequence ids, cells, and the prefix cache.
 
-A request starts when a lane, an id and cells for its prompt are there. Output grows beyond what
-was foreseen: then remembered prompts are dropped, least recently used first, and after them the
-youngest lane gives up its place and is replayed later, so the oldest always ends. This module
-knows no runs and no guesses; it emits cache operations through the pool.
+A request starts when a lane, a sequence id and cells for its prompt are free. When output grows
+beyond the free cells, prompts in the prefix cache are dropped, least recently used first. After
+them the youngest lane is preempted and replayed later, so the oldest request always ends.
+Independent of runs and speculation; emits cache operations through the pool.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pipeinfer.scheduler.token_tree import Node, Tree
 
 
 class Admission:
-    """Owns the sequence ids, the remembered prompts and the queue.
+    """Owns the sequence ids, the prefix cache and the queue of waiting requests.
 
-    next_lane_id: the number of the lane that is opened next.
+    limits: settings of the scheduler
+    next_lane_id: the number of the lane that is opened next
     """
 
     def __init__(self, limits: Limits, next_lane_id: int = 0) -> None:
@@ -36,22 +37,32 @@ class Admission:
         self._running: dict[int, Lane] = {}
 
     def used(self, lanes: Collection[Lane]) -> int:
-        """Cells of lanes and remembered prompts; those of guesses are budgeted apart."""
+        """The number of cells of `lanes` and of cached prompts, without those of speculative
+        tokens.
+        """
         return self.prefixes.cells + sum(lane.private_cells for lane in lanes)
 
     def at_work(self, lanes: Collection[Lane]) -> int:
-        """Cells of lanes, shared ones counted once, without prompts that are only remembered."""
+        """The number of cells of `lanes`, shared ones counted once, without prompts that are only
+        cached.
+        """
         return self.used(lanes) - self.prefixes.idle_cells
 
     def over(self, lanes: Collection[Lane]) -> bool:
-        """Whether more cells are used than there are, even without remembered prompts."""
+        """Drop cached prompts until the cells suffice; return whether they do not, even without
+        any.
+        """
         while self.limits.cells and self.used(lanes) > self.limits.cells:
             if not self._evict():
                 return True
         return False
 
     def next_lane(self, lanes: Collection[Lane]) -> Lane | None:
-        """A lane for the request that waits longest, None when it has to go on waiting."""
+        """Open a lane for the request that has waited longest.
+
+        lanes: the open lanes
+        Returns None when no request waits, or when the first one has to go on waiting.
+        """
         if not self.waiting or sum(not lane.thread for lane in lanes) >= self.limits.parallel:
             return None
         ticket = self.waiting[0]
@@ -64,7 +75,7 @@ class Admission:
         if self.limits.cells and need > block.stop:
             if lanes and need > self.prefixes.idle_cells:
                 return None
-            # What it could share may have to go as well: without it nothing would ever fit.
+            # Evict even what the request could share: else it might never fit.
             while self.used(lanes) + len(accepted) - self._known(prompt).stop + margin \
                     > self.limits.cells and self._evict():
                 pass
@@ -74,8 +85,13 @@ class Admission:
         return lane
 
     def fork(self, parent: Lane, own: Request, thread: int, keep: int) -> Lane:
-        """A lane for a thread that sees the first `keep` tokens of `parent`; its path is the prompt
-        of `own`."""
+        """Open a lane for a response thread.
+
+        parent: the lane whose first `keep` tokens the thread shares
+        own: the thread's request; its prompt is the thread's path
+        thread: number of the thread
+        keep: number of shared tokens; 0: none
+        """
         lane = self._open(parent.ticket, list(own.prompt), own, thread,
                           [jump for jump in parent.jumps if jump[0] < keep], keep)
         if keep:
@@ -85,7 +101,7 @@ class Admission:
         return lane
 
     def new_path(self) -> int:
-        """A number that no lane has, for what becomes of a lane that is cut back."""
+        """Return a number that no lane has, as the new `path_id` of a lane that was cut back."""
         self.next_lane_id += 1
         return self.next_lane_id - 1
 
@@ -106,8 +122,11 @@ class Admission:
         return lane
 
     def catch_up(self, lane: Lane) -> bool:
-        """Copy what others have computed of the lane's prompt; whether the chunk after that is
-        being computed by another lane, so that waiting for it is cheaper."""
+        """Copy the chunks of the lane's prompt that are already in the cache.
+
+        Returns whether another lane is computing the chunk that follows, so that waiting for it is
+        cheaper than computing it.
+        """
         if not self.limits.kept or lane.next_row != lane.block.stop:
             return False
         prompt, limit = lane.request.prompt, self._limit(len(lane.request.prompt))
@@ -122,7 +141,11 @@ class Admission:
         return self.prefixes.next(block, prompt, limit) is not None
 
     def shareable(self, lane: Lane, start: int, stop: int) -> Block | None:
-        """The new block of a lane that is about to compute `[start, stop)` of its prompt."""
+        """Return the new block for a chunk that `lane` is about to compute.
+
+        start, stop: the chunk is `[start, stop)` of the lane's prompt
+        None where the chunk cannot be shared, or where another lane is already computing it.
+        """
         whole = stop <= len(lane.request.prompt) and stop - start == self.limits.chunk
         if not self.limits.kept or not whole or start != lane.block.stop:
             return None
@@ -133,7 +156,9 @@ class Admission:
         return lane.block
 
     def leave(self, lane: Lane) -> None:
-        """A lane ends: its ids go, but for one that remembers what was computed of its prompt."""
+        """Close a lane and release its ids, except one that stays to cache the computed part of its
+        prompt.
+        """
         known, main = lane.block, lane.main_id
         while not known.computed and known.parent is not None:
             known = known.parent
@@ -150,7 +175,7 @@ class Admission:
             self._evict()
 
     def forget_all(self) -> None:
-        """Drop every remembered prompt."""
+        """Drop every cached prompt."""
         while self._evict():
             pass
 
@@ -173,15 +198,17 @@ class Admission:
             if self.limits.kept else root
 
     def _limit(self, n_prompt: int) -> int:
-        """Where sharing ends: the last row has to be computed for its choice."""
+        """The index where sharing ends: the last row has to be computed, because its choice is
+        needed.
+        """
         return (n_prompt - 1) // self.limits.chunk * self.limits.chunk
 
     def _reserve(self) -> None:
-        """Leave ids to lanes that may start and to prompts that may be remembered."""
+        """Reserve ids for lanes that may start and for prompts that may be cached."""
         limits, kept = self.limits, len(self.prefixes.kept)
         self.pool.reserved = limits.lanes - len(self._running) + limits.kept - kept
 
 
 def _kept(seq_id: int) -> int:
-    """The holder that a remembered id is: lanes count from 0 on."""
+    """The holder number of a cached prompt's id; lanes have the numbers from 0 on."""
     return -1 - seq_id

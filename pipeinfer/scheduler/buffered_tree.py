@@ -1,10 +1,11 @@
-"""The tree of `--policy published`: one chain, and a private sequence id for each speculative run.
+"""The token tree of `--policy published`: one chain, with a sequence id for each speculative run.
 
-PipeInfer's pipelined multibuffering of the cache (paper, section IV-C; docs/algorithms.md 4.10).
-Accepted tokens lie under the lane's first id, the canonical sequence (the front buffer), which
+This is PipeInfer's pipelined multibuffering of the cache (paper, section IV-C; docs/algorithms.md
+4.10). Accepted tokens have the lane's first id, the canonical sequence (the front buffer), which
 never changes. Each speculative run takes a further id, first in, first out (a back buffer), with
-copies of what it has to see. What is accepted is copied to the canonical sequence and from there to
-the lane's other ids; then the run's id is free again. It decides nothing about runs.
+copies of the cells that it attends to. Accepted cells are copied to the canonical sequence and from
+there to the lane's other ids; then the run's id is free again. The tree makes no decisions about
+runs.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import field
+from typing_extensions import override
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.scheduler.token_tree import Node, Tree
 
 
 class BufferedTree(Tree):
-    """See the module docstring; the frontier's first id is the canonical one.
+    """A chain of speculative tokens with an id per run; the frontier's first id is the canonical
+    one.
 
-    shares: whether runs read cells of earlier runs that are in flight. Without that
-    (multibuffering switched off) a run repeats every row of its path that is not accepted.
+    shares: whether runs attend to cells of earlier runs in flight. Without that (multibuffering
+        switched off) a run repeats every row of its path that is not accepted.
     """
 
     shares: bool = True
-    _own: dict[int, int] = field(default_factory=dict)  # ids with repeats: where those begin
+    _own: dict[int, int] = field(default_factory=dict)  # ids with repeated rows: their first pos
 
+    @override
     def rows_left(self, base: Node, width: int) -> int:
-        """See `Tree.rows_left`."""
         return width if self.shares else width - len(self._path(base))
 
+    @override
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
         """Issue the chain that begins with the first of `nodes`; nothing without a free id."""
         chain: list[Node] = []
@@ -53,21 +57,24 @@ class BufferedTree(Tree):
             node.seq_ids, node.run_id = (seq_id,), run_id
         return chain
 
+    @override
     def repeated(self, nodes: Sequence[Node]) -> list[Node]:
-        """See `Tree.repeated`."""
         base, ids = nodes[0].parent, nodes[0].seq_ids
         if base is None or ids[0] not in self._own:
             return []
         return [Node(node.token, node.pos, None, ids, NO_RUN, speculative=False, wanted=False)
                 for node in self._path(base)]
 
+    @override
     def sent(self, tip: Node) -> None:
-        """Early sharing: behind the tip's run every id of the lane has its cell."""
+        """Early sharing: after the tip's run every id of the lane has the tip's cell."""
         if self.shares:
             self.pool.propagate(self.lane, tip.seq_ids[0], tip.pos + 1)
 
     def again(self) -> Node | None:
-        """The frontier as a row of a further run, under an id that it has for itself."""
+        """Return the frontier as a row of a further run, under an id of its own; None without a
+        free id.
+        """
         here = self.frontier
         if not self.pool.available:
             return None
@@ -75,11 +82,14 @@ class BufferedTree(Tree):
         return Node(here.token, here.pos, None, (seq_id,), NO_RUN, speculative=False, hint=True)
 
     def drop(self, node: Node) -> None:
-        """What `again` gave was issued: behind its run the id is free."""
+        """Release the id of a node that `again` returned, once its run is issued."""
         self.pool.release(node.seq_ids[0], node.pos)
 
+    @override
     def step(self, token: int) -> tuple[Node | None, list[Node]]:
-        """See `Tree.step`. The survivor's cell is copied to the canonical sequence."""
+        """Accept `token` as `Tree.step` does; the survivor's cell is copied to the canonical
+        sequence.
+        """
         here = self.frontier
         survivor = here.child(token)
         dead = [n for child in here.children if child is not survivor for n in child.subtree()]
@@ -102,7 +112,7 @@ class BufferedTree(Tree):
         return survivor, dead
 
     def _path(self, base: Node) -> list[Node]:
-        """The rows from the frontier to `base`, whose results are not known."""
+        """The nodes from the frontier down to `base`."""
         path = [base]
         while path[-1] is not self.frontier:
             parent = path[-1].parent

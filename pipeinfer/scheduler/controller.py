@@ -1,11 +1,11 @@
-"""Tunes the policy while it runs, from what runs and drafts really take.
+"""The controller: tunes the policy while it runs, from the measured times of runs and drafts.
 
-The objective is accepted tokens per second. A small renewal model says what a setting brings: at
-time 0 an accepted token is issued; guesses follow as fast as the draft names them and the slowest
-stage takes them; the first wrong one ends the cycle when its predecessor's result is back, one
-pipeline latency after its issue. The expected tokens of a cycle over its expected length is the
-speed. Settings that the user gave are left alone. This module knows no clock and no cluster: it
-is told durations, and returns limits.
+The objective is accepted tokens per second, predicted by a small renewal model. At time 0 an
+accepted token is issued. Speculative tokens follow as fast as the draft proposes them and the
+slowest stage takes them. The first wrong one ends the cycle when its predecessor's result is back,
+one pipeline latency after its issue. The speed is the expected number of tokens of a cycle over its
+expected length. Settings that the user gave are left alone. Independent of clocks and clusters:
+durations come in, limits go out.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.speculation_trial import SpeculationTrial
 from pipeinfer.scheduler.turns_trial import TurnsTrial
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: guesses per micro-batch that are weighed
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: sizes of micro-batches that are compared
 _MEMORY = 0.9  #: weight of the past in a running mean
 _SWITCH = 1.03  #: how much better another setting must look
-_HORIZON = 48  #: guesses that a cycle is followed for one by one
-_LONGEST = 512  #: guesses in a row that are right, at the most
-_SAMPLES = 8  #: runs before the time on the way is believed: the first queue behind the prompt
+_HORIZON = 48  #: speculative tokens of a cycle that are simulated one by one
+_LONGEST = 512  #: assumed maximum of accepted speculative tokens in a row
+_SAMPLES = 8  #: runs before transit times are used: the first ones queue behind the prompt
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 GOOD = 0.9  #: acceptance that few drafts surpass
-_ALMOST_SURE = 0.95  #: acceptance of the longest chains that are drafted in turns
-_LISTEN = 1.0  #: a cutoff that no guess passes, but the draft goes on to be judged
-NEVER = 1.1  #: a cutoff at which the draft is not even asked
-#: without these the model above still says what a setting brings, beside other settings
+_ALMOST_SURE = 0.95  #: acceptance assumed for the longest chains with `take_turns`
+_LISTEN = 1.0  #: a cutoff that no proposal passes, while calibration of the draft goes on
+NEVER = 1.1  #: a cutoff at which no drafting jobs are started
+#: ablations with which the model's comparison of settings still holds
 TUNABLE = frozenset({Ablation.CANCEL, Ablation.ALTERNATIVES})
 
 
@@ -45,12 +45,12 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class Timing(Struct, frozen=True):
-    """What a pipeline takes, in seconds.
+    """The measured times of a pipeline, in seconds.
 
     slowest: of a run of one row at the slowest stage
     computed: of a run of one row over all stages
     curve: (rows, time of such a run relative to one row)
-    transit: the rest of a run's way (links, messages)
+    transit: the rest of a run's time (links, messages)
     draft: per drafted token
     """
 
@@ -61,54 +61,72 @@ class Timing(Struct, frozen=True):
     draft: float
 
     def slot(self, rows: int) -> float:
-        """How long the slowest stage is taken by a run."""
+        """Return the time that a run of `rows` rows occupies the slowest stage, in seconds."""
         return self.slowest * judge.relative(self.curve, rows)
 
     def latency(self, rows: int) -> float:
-        """From issue to result in an empty pipeline."""
+        """Return the time from issue to result in an empty pipeline, in seconds."""
         return self.computed * judge.relative(self.curve, rows) + self.transit
 
 
 def turns(timing: Timing, acceptance: float, most: int) -> int:
-    """How many guesses of a chain, up to `most`, bring most tokens per second where draft and
-    target take turns on the same cores; 0: plain decoding does."""
+    """Return the length of draft chain that gives the most tokens per second with `take_turns`.
+
+    timing: of the pipeline
+    acceptance: of each speculative token, given its parent
+    most: longest chain
+    0 where no chain is clearly faster than plain decoding.
+    """
     paces = _paces(timing, acceptance, most)
     best = max(range(most + 1), key=paces.__getitem__)
     return best if paces[best] > _SWITCH * paces[0] else 0
 
 
 def _paces(timing: Timing, acceptance: float, most: int) -> list[float]:
-    """Tokens per second in turns with chains of 0, 1, ... `most` guesses."""
+    """Tokens per second with `take_turns`, for chains of 0, 1, ... `most` speculative tokens."""
     levels = (acceptance**level for level in range(most + 1))
     return [expected / (timing.latency(1 + size) + size * timing.draft)
             for size, expected in enumerate(itertools.accumulate(levels))]
 
 
 def longest(timing: Timing, most: int) -> int:
-    """How many guesses, up to `most` and at least one, are drafted in turns where each of them is
-    as good as certain; which of them are issued is decided by what they turn out to be worth."""
+    """Return the longest useful chain with `take_turns` if each token is almost certain; 1 to
+    `most`.
+
+    Which of the drafted tokens are issued depends on their own probabilities.
+    """
     return turns(timing, _ALMOST_SURE, most) or 1
 
 
 def costs(curve: Curve, most: int) -> tuple[float, ...]:
-    """See `Limits.costs`, for up to `most` guesses."""
+    """Return `Limits.costs` for up to `most` speculative tokens."""
     return tuple(round(judge.relative(curve, 1 + size) - 1.0, 1) for size in range(1, most + 1))
 
 
 def least_hope(prices: tuple[float, ...], drafting: float) -> float:
-    """The cutoff for drafted tokens that goes with `costs`: what a guess costs where most share a
-    run, and twice what naming the next one does. A chain that begins with less is hardly worth its
-    rows, so the draft stops there. drafting: of a token, in times of a run of one row.
+    """Return the cutoff for drafted tokens that goes with `costs`.
 
-    Twice, because the next one is right less often than this one: on recorded texts in virtual time
-    once and three times were slower, on drafts of 45, 50 and 79 %.
+    It is the lowest cost of a row in a shared run, and twice the cost of drafting the next token. A
+    chain that begins with less is hardly worth its rows, so the draft stops there.
+
+    prices: `Limits.costs`, in runs of one row
+    drafting: time of a drafted token, in runs of one row
+
+    Twice, because the next token is right less often than this one: on recorded texts in virtual
+    time factors of one and three were slower, with drafts of 45, 50 and 79 % acceptance.
     """
     return round(min(row_price(prices) + 2.0 * drafting, _ALMOST_SURE), 2)
 
 
 def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
-    """Values of limits where draft and target take turns and every guess, up to `most`, has to be
-    worth its row. What no model was asked for has bounds without a model's time."""
+    """Return values of `Limits` for `take_turns` in which every speculative token is weighed by its
+    cost.
+
+    timing: of the pipeline
+    most: most speculative tokens of a run
+    `free_max` and `free_min`, for proposals that no model was evaluated for, contain no drafting
+    time.
+    """
     prices, share = costs(timing.curve, most), timing.draft / timing.latency(1)
     size, price = longest(timing, most), max(round(share, 3), 0.001)  # 0 would mean: do not judge
     return {"tree_max": size, "draft_max": size, "costs": prices,
@@ -118,8 +136,11 @@ def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
 
 
 def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
-    """The cutoff for drafted tokens that goes with `turns`: half of what one costs, in tokens that
-    the same time would bring; half, because those behind it may be right, too."""
+    """Return the cutoff for drafted tokens that goes with `turns`.
+
+    Half of what a token costs, in tokens that the same time would yield. Half, because the tokens
+    after it may be right, too.
+    """
     seconds = timing.latency(1 + size) + size * timing.draft
     cost = (seconds - timing.latency(1)) / size
     tokens = sum(acceptance**level for level in range(size + 1))
@@ -132,7 +153,11 @@ def linear(row_cost: float) -> Curve:
 
 
 class Setting(Struct, frozen=True):
-    """What the controller chooses between. size 0: no speculation."""
+    """A setting that the controller may choose.
+
+    size: speculative tokens per micro-batch; 0: no speculation
+    join: whether the tip is issued with the first micro-batch
+    """
 
     size: int
     join: bool = False
@@ -140,9 +165,14 @@ class Setting(Struct, frozen=True):
 
 def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 << 30,
           alternatives: int = 2, second: float = 0.4) -> float:
-    """Expected tokens per second of a setting; see the module docstring.
+    """Return the expected tokens per second of a setting; see the module docstring.
 
-    second: where a first guess is wrong, how often the next alternative is right.
+    timing: of the pipeline
+    acceptance: of first proposals
+    setting: the setting
+    credit: most runs in flight
+    alternatives: most alternatives per position
+    second: how often the next alternative is right where a first proposal is wrong
     """
     if setting.size == 0:
         return 1.0 / timing.latency(1)
@@ -172,7 +202,7 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
         tokens += share * (1 + right + hits[right % depth])
         seconds += share * results[-1]
         reach *= acceptance
-    # Longer streaks go on at the pipeline's steady pace.
+    # Beyond the horizon a streak continues at the pipeline's steady rate.
     pace = max(slot, depth * timing.draft, latency / credit) / depth
     further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
     tokens += reach * (1 + _HORIZON + further)
@@ -183,10 +213,10 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
 @lru_cache(maxsize=4096)
 def _batch(acceptance: float, size: int, alternatives: int, second: float
            ) -> tuple[int, tuple[float, ...]]:
-    """What `size` rows of one run hold when they are filled best first.
+    """The composition of a run of `size` rows that is filled with the most probable tokens.
 
-    Returns the levels of first guesses among them, and for each level how likely an alternative
-    that travels along is the token where the first guess is wrong.
+    Returns the levels of first proposals among them, and for each level how likely an alternative
+    in the same run is the token where the first proposal is wrong.
     """
     offers: list[tuple[float, int, float]] = []  # probability, level, of an alternative
     for level in range(size):
@@ -205,10 +235,14 @@ def _batch(acceptance: float, size: int, alternatives: int, second: float
 
 
 def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
-    """Into how large groups 1, 2, ... `lanes` lanes are best put, a run for each group.
+    """Return the best size of decode groups for 1, 2, ... `lanes` lanes, with one run per group.
 
-    All lanes get a token per cycle: the latency of a run, or the time the slowest stage takes for
-    all of them, whichever is longer. width: most rows of a run. Index: lanes - 1.
+    timing: of the pipeline
+    width: most rows of a run
+    lanes: most lanes; the index into the result is the number of lanes minus 1
+
+    All lanes get a token per cycle. A cycle takes the latency of a run, or the time that the
+    slowest stage needs for all of them, whichever is longer.
     """
     sizes = range(1, min(width, lanes) + 1)
     costs = {size: (timing.latency(size), timing.slot(size)) for size in sizes}
@@ -222,7 +256,9 @@ def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
 
 
 def in_flight(timing: Timing, size: int) -> int:
-    """Runs that fill the pipeline without queueing before its slowest stage, and one more."""
+    """Return the number of runs that fill the pipeline without queueing at its slowest stage, plus
+    one.
+    """
     return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
 
 
@@ -238,16 +274,17 @@ class _Mean(Struct):
 
 
 class Controller(Struct):
-    """Hears of runs and drafts, and says which limits to use from now on.
+    """Records the times of runs and drafts, and returns the limits to use from now on.
 
     limits: the starting point
     pinned: names of `Limits` fields that must stay
-    curve: (rows, relative time) as stages measured it when they loaded; used until runs of so many
-        rows have come back
-    max_rows: maximum rows in flight, for which the stages' caches have room
-    trial: finds out whether guesses pay, where the draft shares processors with stages
-    draft_share: seconds of a token of the draft's models, in runs of one row; used until one has
-        been measured
+    curve: (rows, relative time) as stages measured it when they loaded; used for numbers of rows
+        that were not measured since
+    max_rows: maximum rows in flight that the stages' caches can hold
+    trial: compares decoding with and without speculation, where the draft shares processors with
+        stages
+    draft_share: time of a token of the draft's models, in runs of one row; used until one was
+        measured
     """
 
     limits: Limits
@@ -267,7 +304,7 @@ class Controller(Struct):
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to tune."""
+        """Whether the policy has anything to tune."""
         limits = self.limits
         if limits.policy is Policy.ITERATIVE:
             return limits.parallel > 1
@@ -275,17 +312,21 @@ class Controller(Struct):
 
     def run_returned(self, rows: int, slowest: float, computed: float, latency: float,
                      gaps: Sequence[float] | None = ()) -> None:
-        """A run of generated tokens came back computed by every stage; seconds.
+        """Record a run of generated tokens that every stage computed; times are in seconds.
 
-        gaps: when other requests were about, the times between stages that worked on it, head
-        first and last: they may hold queueing behind others' runs. None: prompts are on their
-        way, behind which everything queues everywhere.
+        rows: of the run
+        slowest: time of its slowest stage
+        computed: time of all stages together
+        latency: from issue to return
+        gaps: while other requests were active: the times between stages that worked on the run,
+            head first and last, which may include queueing behind other runs. Empty: no other
+            request. None: prompts are in the pipeline, so all times between stages include queueing
         """
         self._results += 1
         if self.limits.same_cores:
             slowest = computed
         if rows == 1 or not self._slowest.count:
-            # Where every tip waits for guesses no run of one row may ever come back.
+            # If every tip is issued with speculative tokens, no run of one row ever returns.
             share = judge.relative(self.curve, rows)
             self._slowest.add(slowest / share)
             self._computed.add(computed / share)
@@ -302,13 +343,13 @@ class Controller(Struct):
             del self._transit[:-_WINDOW]
 
     def drafted(self, tokens: int, seconds: float) -> None:
-        """A draft job named so many tokens in so many seconds."""
+        """Record that a drafting job proposed `tokens` tokens in `seconds` seconds."""
         if tokens:
             self._draft.add(seconds / tokens)
 
     @property
     def timing(self) -> Timing | None:
-        """What was measured, None before enough runs came back."""
+        """The measured times; None before enough runs came back."""
         if not self._slowest.count or max(len(self._transit), len(self._gaps)) < _SAMPLES:
             return None
         points = dict(self.curve)
@@ -318,31 +359,35 @@ class Controller(Struct):
         return Timing(self._slowest.value, computed, tuple(sorted(points.items())), way, draft)
 
     def _on_the_way(self) -> float:
-        """Time between stages, without queueing.
+        """Time between stages without queueing, in seconds.
 
-        In a busy pipeline runs queue before its slowest stage, always, and before others now and
-        then: so the least of each gap, and for the largest of those what the others suggest.
+        In a busy pipeline runs always queue at the slowest stage, and at others now and then. So
+        the result is the sum of the least time of each gap, where the largest of those is at most
+        their median.
         """
         alone = min(self._transit) if len(self._transit) >= _SAMPLES else math.inf
         if not self._gaps:
             return alone
         least = sorted(min(gap) for gap in zip(*self._gaps, strict=True))
-        if least[0] >= 0.0:  # else clocks differ, and only the sum means anything
+        if least[0] >= 0.0:  # else the hosts' clocks differ, and only the sum has a meaning
             least[-1] = min(least[-1], statistics.median(least))
         return min(alone, max(math.fsum(least), 0.0))
 
     def progress(self, total: int, now: float, lanes: int, key: object) -> Limits | None:
-        """What came of it all, see `SpeculationTrial.tokens`; limits for the next runs when
-        guesses begin or end because of that."""
+        """Pass the number of tokens so far to the trial, see `SpeculationTrial.tokens`.
+
+        Returns limits for the next runs if speculation starts or stops because of it, else None.
+        """
         if self.trial is None or not self.trial.tokens(total, now, lanes, key):
             return None
         return self._change({"path_min": cutoff(self.limits.credit)
                              if self.trial.speculate else NEVER})
 
     def advise(self, acceptance: float, second: float) -> Limits | None:
-        """Limits for the next runs; None: nothing changes.
+        """Return limits for the next runs; None: no change.
 
-        acceptance: of first guesses. second: of the next alternative where the first is wrong.
+        acceptance: of first proposals
+        second: how often the next alternative is right where the first proposal is wrong
         """
         if not self.active or self._results % _EVERY or (timing := self.timing) is None:
             return None
@@ -365,7 +410,7 @@ class Controller(Struct):
 
     def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
         limits, most = self.limits, min(self.limits.exact_width - 1, SIZES[-1] - 1)
-        if limits.costs:  # then each guess is weighed, and the width is for the best
+        if limits.costs:  # each token is weighed by itself, so the width is that of the best case
             wanted, likely = weighed_by(timing, most), _ALMOST_SURE
             if not (self._draft.count and limits.draft_price):
                 del wanted["draft_price"]
@@ -373,7 +418,7 @@ class Controller(Struct):
             size, likely = turns(timing, acceptance, most), acceptance
             if isinstance(self.trial, SpeculationTrial):
                 self.trial.expect(size > 0)
-            size = max(size, 1)  # whether guesses pay at all the trial finds out
+            size = max(size, 1)  # the trial decides whether speculation pays at all
             wanted = {"tree_max": size, "draft_max": size,
                       "p_min": round(least_confidence(timing, acceptance, size), 2)}
         before = limits.tree_max
@@ -383,7 +428,7 @@ class Controller(Struct):
         return self._change(wanted, timing)
 
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
-        """The limits with these values, as far as the user left them free; None: they have."""
+        """The limits with these values, except those that the user pinned; None: no change."""
         if self.limits.parallel > 1 and timing is not None:
             wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
@@ -401,14 +446,13 @@ class Controller(Struct):
         return max(2, min(in_flight(timing, size), self.max_rows // size))
 
     def _silence(self, timing: Timing) -> float:
-        """The cutoff when nothing is issued: ask the draft only where a good one would pay."""
+        """The cutoff while nothing is issued: query the draft only where a good one would pay."""
         good = max(speed(timing, 0.9, Setting(size), self._credit(timing, size))
                    for size in SIZES[:4])
         return _LISTEN if good > _SWITCH * speed(timing, 0.9, Setting(0)) else NEVER
 
     def _choose(self, timing: Timing, acceptance: float, second: float) -> Setting:
-        """The best setting among those that are free, keeping the present one unless clearly
-        beaten."""
+        """The best setting among those that are free; the present one unless clearly beaten."""
         limits = self.limits
         sizes = (limits.draft_max,) if "draft_max" in self.pinned else SIZES
         joins = (limits.join_tip,) if "join_tip" in self.pinned else (False, True)
@@ -420,7 +464,7 @@ class Controller(Struct):
                                limits.wanted_alternatives, second) for option in options}
         best = max(options, key=lambda option: value[option])
         if Setting(0) in value and value[best] < _SWITCH * value[Setting(0)]:
-            best = Setting(0)  # a gain this small is lost to what guesses get in the way of
+            best = Setting(0)  # speculative runs delay accepted tokens by more than this gain
         if self._setting in value and value[best] < _SWITCH * value[self._setting]:
             return self._setting
         self._setting = best
@@ -428,22 +472,23 @@ class Controller(Struct):
 
 
 def alternatives_for(credit: int) -> int:
-    """Second, third, ... choices that pay in a pipeline of that depth (docs/options.md)."""
+    """Return how many alternatives pay in a pipeline with this credit (docs/options.md)."""
     return 1 if credit < 12 else 2
 
 
 def cutoff(credit: int) -> float:
-    """Least probability of acceptance that deserves a slot, for a pipeline of that depth.
+    """Return the least probability of acceptance at which a token is issued, for this credit.
 
-    Found by sweeps in virtual time (docs/emulation.md): a guess of less delays better ones.
+    Found by sweeps in virtual time (docs/emulation.md): a less probable token delays better ones.
     """
     return min(max(0.4 / max(credit, 1), 0.004), 0.2)
 
 
 def gaps(issued: float, returned: float, spans: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds between stages that worked on a run, from its issue to its return.
+    """Return the times between the stages that worked on a run, from issue to return, in seconds.
 
-    spans: as in `messages.Decode`; only begin and seconds count.
+    issued, returned: times of issue and return
+    spans: as in `messages.Decode`; only begin and seconds count
     """
     ends = [issued, *[span[0] + span[1] for span in spans]]
     starts = [*[span[0] for span in spans], returned]

@@ -1,10 +1,10 @@
-"""Whether a draft's models are worth asking where they take turns with the target.
+"""A cost account for the draft's models where they take turns with the target.
 
-There a model's answer costs time in which the target would have computed. What repeats the text
-costs nothing, so the two are judged apart: what the models' guesses have brought, less the time of
-their rows and of naming them, in tokens that plain decoding would make in that time. Models that
-cost more than they bring rest, and are tried again now and then: another text may be another
-matter. This module knows no clock.
+There a model's answer costs time in which the target could have computed. Prompt lookup costs no
+such time, so the account is for models alone: tokens gained by their proposals, minus the time of
+their evaluations and of the rows that verify them, in tokens of plain decoding. When the account is
+overdrawn, the models rest for some drafting jobs and are then tried again, because the text may
+have changed. Independent of clocks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from msgspec import Struct, field
 
 from pipeinfer.scheduler.rests import Rests
 
-_MEMORY = 0.97  #: weight of the past at each question
+_MEMORY = 0.97  #: weight of the past at each job
 _LOSS = 1.0  #: tokens that a trial of the models may cost
-_KNOWN = 24  #: questions without a rest after which the next rest is a short one again
+_KNOWN = 24  #: jobs without a rest after which the next rest is a short one again
 
 
 class DraftWorth(Struct):
-    """The models' account; questions that no model was asked for do not count.
+    """The account of the draft's models; jobs that no model was evaluated for do not count.
 
-    balance: tokens, of which the past fades. rest: questions to go without the models. rests: how
-    many they are next time.
+    balance: in tokens; the past fades
+    rest: jobs to go without the models
+    rests: the lengths of successive rests
     """
 
     balance: float = 0.0
@@ -30,7 +31,9 @@ class DraftWorth(Struct):
     rests: Rests = field(default_factory=lambda: Rests(_KNOWN))
 
     def ask(self) -> bool:
-        """A question comes up: whether the models are to be asked, too."""
+        """Return whether the models take part in the next job. Starts a rest on an overdrawn
+        account.
+        """
         if self.rest:
             self.rest -= 1
             return False
@@ -40,15 +43,20 @@ class DraftWorth(Struct):
         return False
 
     def answered(self, evaluations: int, price: float) -> None:
-        """A question made a model evaluate so many tokens, each of which takes as long as `price`
-        tokens of plain decoding."""
+        """Debit a job's evaluations.
+
+        evaluations: tokens that a model evaluated
+        price: time of each, in tokens of plain decoding
+        """
         self.balance = _MEMORY * self.balance - evaluations * price
         self.rests.went()
 
     def issued(self, price: float) -> None:
-        """Guesses that only models named go out, in rows that take as long as `price` tokens."""
+        """Debit rows of speculative tokens that only models proposed; price: in tokens of plain
+        decoding.
+        """
         self.balance -= price
 
     def accepted(self) -> None:
-        """One of these was right."""
+        """Credit the account with one accepted token of these."""
         self.balance += 1.0

@@ -1,6 +1,6 @@
-"""What the scheduler hears (events) and what it wants done (instructions): plain data.
+"""The events that the scheduler handles and the instructions that it returns: plain data.
 
-Whoever executes instructions feeds what comes of them back as events; nothing here knows how.
+The part that executes the instructions (the head, or a simulation) returns their results as events.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pipeinfer.strategies.decomposers.base import Decomposer
 
 
 class Submit(Struct, frozen=True):
-    """A new request. output: tokens that it has brought before and that are not emitted again;
-    they are replayed, as after the loss of a cluster that had computed them. decompose: makes the
-    decomposer of a response with threads, None for an ordinary one."""
+    """A new request.
+
+    output: tokens that a lost cluster had computed for it; they are replayed and not emitted again
+    decompose: makes the decomposer of a response with threads; None for an ordinary response
+    """
 
     request: Request
     output: tuple[int, ...] = ()
@@ -28,17 +30,19 @@ class Submit(Struct, frozen=True):
 
 
 class RunDone(Struct, frozen=True):
-    """A run came back: the choices after its output rows, or None when it was skipped."""
+    """A run returned. choices: of its output rows, in order; None when it was skipped."""
 
     run_id: int
     choices: tuple[Choice, ...] | None
 
 
 class Drafted(Struct, frozen=True):
-    """A draft job ended with these proposals (none: nothing was confident enough).
+    """A drafting job returned these proposals (none: no token was confident enough).
 
-    rows, seconds: what it evaluated for them and how long that took. more: a better draft may
-    answer the same job later; further: this is such an answer.
+    rows: that were evaluated for them
+    seconds: that this took
+    more: whether a better draft may answer the same job later
+    further: whether this is such a later answer
     """
 
     job_id: int
@@ -57,10 +61,10 @@ class Abort(Struct, frozen=True):
 
 
 class Restart(Struct, frozen=True):
-    """The stages are others, with empty caches, and know no lane: whatever was in flight is lost.
+    """New stages with empty caches and no lanes: whatever was in flight is lost.
 
-    limits: from now on. The context, the chunk and the room of the caches are those of before.
-    reason: requests that ran end with it; empty: they are replayed.
+    limits: from now on; context, chunk and cache sizes have to stay the same
+    reason: running requests end with it; empty: they are replayed
     """
 
     limits: Limits
@@ -76,12 +80,14 @@ Event: TypeAlias = Submit | RunDone | Drafted | Abort | Restart
 class LaneStats(Struct):
     """Counters of one lane; every issued node and run is counted once.
 
-    guesses_tested: accepted positions at which a speculated child was there to be compared.
-    reused: prompt tokens that were not computed again. preempted: how often its lane was given up
-    for lack of cells and replayed. recovered: how often because stages were lost. steps: the
-    longest chain of passes through the pipeline that had to wait for one another, prompt not
-    counted (plain decoding: one per token). rows: issued, those of prompts not counted; attended:
-    cells that these rows see, all together.
+    guesses_tested: accepted positions at which a speculative child had been issued
+    reused: prompt tokens that were not computed again
+    preempted: how often its lane was preempted for lack of cells and replayed
+    recovered: how often it was replayed because stages were lost
+    steps: the longest chain of passes through the pipeline that had to wait for one another, prompt
+        not counted (plain decoding: one per token)
+    rows: issued rows, those of prompts not counted
+    attended: cells that these rows attend to, all together
     """
 
     accepted: int = 0
@@ -103,7 +109,15 @@ class LaneStats(Struct):
 
 
 class IssueRun(Struct, frozen=True):
-    """Send a run into the pipeline. lanes: that of each row."""
+    """Send a run into the pipeline.
+
+    run_id: its number
+    parent_id: the run whose cells it continues; NO_RUN: none
+    lanes: the lane of each row
+    rows: to evaluate
+    ops: sequence operations before them
+    speculative: whether all rows are speculative
+    """
 
     run_id: int
     parent_id: int
@@ -114,7 +128,7 @@ class IssueRun(Struct, frozen=True):
 
 
 class SendOps(Struct, frozen=True):
-    """Send operations that no run carries."""
+    """Send sequence operations that no run carries."""
 
     ops: tuple[SeqOp, ...]
 
@@ -127,19 +141,19 @@ class OpenLane(Struct, frozen=True):
 
 
 class CloseLane(Struct, frozen=True):
-    """Tell the stages to forget a lane."""
+    """Let the stages delete a lane."""
 
     lane: int
 
 
 class CancelRuns(Struct, frozen=True):
-    """Signal that these runs are useless."""
+    """Cancel these runs, whose results are not needed."""
 
     run_ids: tuple[int, ...]
 
 
 class StopDraft(Struct, frozen=True):
-    """The proposals of this job are no longer wanted; it need not answer."""
+    """Stop this drafting job; its proposals are no longer wanted and need not be returned."""
 
     job_id: int
 
@@ -147,8 +161,12 @@ class StopDraft(Struct, frozen=True):
 class Emit(Struct, frozen=True):
     """An output token of a request, in reading order.
 
-    Of a response with threads: the thread that brought it, and what the reader sees of it (UTF-8,
-    maybe a part of a character; text that nobody chose may be in it). None: the token's own text.
+    choice: the token and its log-probabilities
+    speculated: whether it was in flight as a speculative token
+    thread: in a decomposed response, the thread that produced it
+    text: in a decomposed response, the text that the reader sees for it: UTF-8, possibly a part of
+        a character, possibly with inserted text that the model did not choose. None: the token's
+        own text
     """
 
     request_id: int
@@ -159,7 +177,7 @@ class Emit(Struct, frozen=True):
 
 
 class Finish(Struct, frozen=True):
-    """The terminal event of a request. reason: stop, length, context, or that of an Abort."""
+    """The terminal event of a request. reason: stop, length, context, or the reason of an Abort."""
 
     request_id: int
     reason: str

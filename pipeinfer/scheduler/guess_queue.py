@@ -1,10 +1,9 @@
-"""Guesses that wait for room in the pipeline, best first.
+"""A queue of speculative tokens that wait to be issued, most probable first.
 
-Every guess of a lane that was drafted and not yet issued waits here, ordered by the estimated
-probability that it will be accepted (the product of the confidences on its way). Issuing in that
-order is the best use of a pipeline in which every run takes one slot: a second choice beside a
-doubtful token comes before the tenth token of a long guess. This module knows no runs in flight,
-limits or drafts.
+It holds every token of a lane that was drafted and not yet issued, ordered by the estimated
+probability of acceptance (the product of the confidences on its path). This is the best order for a
+pipeline in which every run takes one slot: an alternative to a doubtful token comes before the
+tenth token of a long chain. Independent of runs in flight, limits and drafts.
 """
 
 from __future__ import annotations
@@ -19,49 +18,51 @@ from msgspec import Struct, field
 
 from pipeinfer.scheduler.token_tree import PLANNED, Node
 
-_PRUNE = 256  #: entries at which decided ones are swept out
+_PRUNE = 256  #: entries beyond which decided ones are removed
 
 _Heap: TypeAlias = list[tuple[float, int, Node]]
 
 
 class GuessQueue(Struct):
-    """Planned nodes, and nodes of which no draft has said what follows (leaves), of one lane."""
+    """The planned nodes of one lane, and its leaves: nodes below which nothing was drafted yet."""
 
     _planned: _Heap = field(default_factory=list)
     _leaves: _Heap = field(default_factory=list)
     _count: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(self, nodes: Sequence[Node]) -> None:
-        """Planned nodes, parents first."""
+        """Add planned nodes, parents first."""
         for node in nodes:
             self._push(self._planned, node)
             self._push(self._leaves, node)
 
     def add_leaf(self, node: Node) -> None:
-        """An issued node below which nothing was drafted."""
+        """Add an issued node below which nothing was drafted."""
         self._push(self._leaves, node)
 
     def clear(self) -> None:
-        """Forget all guesses: every node of the tree is decided."""
+        """Remove all nodes."""
         self._planned.clear()
         self._leaves.clear()
 
     def best(self) -> Node | None:
-        """The planned node that is most likely to be accepted."""
+        """The planned node that is most likely to be accepted; None without any."""
         return _top(self._planned, _waits)
 
     def best_leaf(self) -> Node | None:
-        """The open node without drafted children that is most likely to be accepted."""
+        """The open leaf that is most likely to be accepted; None without any."""
         return _top(self._leaves, _unranked)
 
     def child(self, parent: Node, token: int) -> Node | None:
-        """The planned node that names `token` after `parent`, if any."""
+        """The planned node for `token` after `parent`; None if there is none."""
         return next((entry[2] for entry in self._planned
                      if entry[2].parent is parent and entry[2].token == token), None)
 
     def doubt(self, parent: Node, score: float) -> None:
-        """What is planned right after `parent` gets no higher a score than this, and what is
-        planned below it accordingly less."""
+        """Lower the scores of what is planned right after `parent` to at most `score`.
+
+        Scores of nodes planned below those fall by the same amount.
+        """
         lower: dict[int, float] = {}
         for _, _, node in sorted(self._planned, key=lambda entry: entry[2].pos):
             if node.parent is parent:
@@ -76,10 +77,12 @@ class GuessQueue(Struct):
             heapq.heapify(heap)
 
     def take(self, count: int, ids: int, floor: float) -> list[Node]:
-        """Up to `count` planned nodes for one run, parents first; they leave the reserve.
+        """Remove and return up to `count` planned nodes for one run, parents first.
 
-        ids: sequence ids left for branches. floor: least priority. The parents of a run's rows are
-        in the run or all in one earlier run, so that skipping stays transitive.
+        ids: sequence ids left for branches
+        floor: least priority
+        The parents of a run's rows are in the run or all in one earlier run, so that skipping stays
+        transitive.
         """
         taken: list[Node] = []
         passed: list[tuple[float, int, Node]] = []
@@ -122,7 +125,7 @@ class GuessQueue(Struct):
 
 
 def probability(score: float, frontier: Node) -> float:
-    """A score as a probability of acceptance, seen from the frontier."""
+    """Convert a score to the probability of acceptance, given that `frontier` is accepted."""
     return math.exp(min(score - frontier.score, 0.0))
 
 

@@ -1,8 +1,8 @@
-"""Hint rows in flight: rows of the target's runs that are there for what a proposer learns.
+"""Hint rows in flight: rows of the target's runs whose results are input for a proposer.
 
-Stands between the drafting half of the scheduler and an `InlineProposer`: makes nodes of its hints,
-keeps what was asked until the results are back, and tells it how the path has grown. It knows
-neither policies nor what a proposer does with a result.
+This module connects the drafting half of the scheduler with an `InlineProposer`. It makes nodes of
+the proposer's hints, stores them until their results are back, and passes accepted tokens on.
+Independent of policies and of what a proposer does with the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from pipeinfer.strategies.proposers.base import Anchor, InlineProposer
 
 
 class _Batch(Struct):
-    """Hints that were asked for together. nodes: anchors first. run: that they go out with."""
+    """Hints that were planned together.
+
+    nodes: anchors first
+    run: the run that they are issued with
+    """
 
     number: int
     nodes: list[Node]
@@ -28,9 +32,15 @@ class _Batch(Struct):
 
 
 class _Asked(Struct):
-    """key: how the proposer knows the lane. told: tokens that it has been told. planned: the last
-    batch. batches: in flight, the oldest first. at: position of the last token that had hints.
-    fresh: whether results have come in since it was asked last."""
+    """The state of one lane.
+
+    key: the proposer's number of the lane
+    told: number of tokens that were passed on to the proposer
+    planned: the last batch
+    batches: in flight, the oldest first
+    at: position of the last token that had hints
+    fresh: whether results have come in since the last proposals
+    """
 
     key: int
     told: int
@@ -41,7 +51,9 @@ class _Asked(Struct):
 
 
 class HintRows:
-    """One batch of hints per lane is in flight, or several where the proposer is `chained`."""
+    """The hint rows of all lanes: one batch per lane in flight, or several for a `chained`
+    proposer.
+    """
 
     def __init__(self, proposer: InlineProposer) -> None:
         self.proposer = proposer
@@ -49,43 +61,53 @@ class HintRows:
         self._next_batch = 0
 
     def propose(self, lane: Lane, job: StartDraft) -> tuple[Proposal, ...]:
-        """What the proposer knows below the job's path."""
+        """Return the proposer's proposals below the job's path."""
         self._tell(lane).fresh = False
         return self.proposer.propose(job)
 
     def out(self, lane: Lane) -> bool:
-        """Whether results are on their way."""
+        """Whether hints of the lane are in flight."""
         asked = self._lanes.get(lane.lane)
         return asked is not None and bool(asked.batches)
 
     def fresh(self, lane: Lane) -> bool:
-        """Whether results have come in since the proposer was asked last."""
+        """Whether results have come in since the last call of `propose`."""
         asked = self._lanes.get(lane.lane)
         return asked is not None and asked.fresh
 
     def due(self, lane: Lane) -> bool:
-        """Whether new hints may go out below the frontier: it has none, and others are not in
-        flight or do not matter."""
+        """Whether new hints may be issued below the frontier.
+
+        They may where the frontier has none, and no other hints are in flight or the proposer is
+        `chained`.
+        """
         asked, frontier = self._lanes.get(lane.lane), lane.tree.frontier
         if self.proposer.chained:
             return not frontier.hinted
         return asked is None or (not asked.batches and frontier.pos > asked.at)
 
     def plan(self, lane: Lane, anchors: Sequence[Node], last: int) -> list[Node]:
-        """Nodes for new hints below rows that are verified, parents first, none issued yet.
+        """Return nodes for new hints below rows that are verified, parents first, none issued yet.
 
-        anchors: the tip or frontier, then guesses below it. last: the highest position there is.
+        anchors: the tip or frontier, then speculative tokens below it
+        last: the highest position there is
         """
         return self._plan(lane, anchors, self.proposer.rows, last, None)
 
     def plan_below(self, lane: Lane, guesses: Sequence[Node], room: int, last: int) -> list[Node]:
-        """The same for a run of guesses alone, parents first, of which none is issued; at most
-        `room` hints. All whose parents are not among them have the same parent's run."""
+        """Return nodes for new hints below a run of speculative tokens, parents first, none issued
+        yet.
+
+        guesses: the tokens of the run, parents first; those whose parents are not among them have
+            parents of the same run
+        room: most hints
+        last: the highest position there is
+        """
         parent = guesses[0].parent
         assert parent is not None
         same = [node for node in guesses if node.parent is parent]
         inside = {id(node) for node in same}
-        for node in guesses:  # one path leads to all that hints are asked for
+        for node in guesses:  # hints need anchors that one path leads to
             if id(node.parent) in inside and id(node) not in inside:
                 inside.add(id(node))
                 same.append(node)
@@ -114,7 +136,9 @@ class HintRows:
         return [node for node in nodes[len(anchors):] if node.pos <= last]
 
     def sent(self, lane: Lane, run: Run) -> None:
-        """The planned hints went out with this run (or none was left, and their anchors did)."""
+        """Record that the planned hints, or their anchors alone where none was left, went out with
+        `run`.
+        """
         asked = self._lanes[lane.lane]
         assert asked.planned is not None
         if asked.planned.run is None:
@@ -122,9 +146,11 @@ class HintRows:
         asked.planned.run = run
 
     def send(self, lane: Lane, planned: list[Node], state: SchedulerState) -> None:
-        """Issue planned hints in a run of their own, behind that of the rows they hang below."""
+        """Issue planned hints in a run of their own, after the run of the rows that they hang
+        below.
+        """
         ready: list[Node] = []
-        for node in planned:  # a guess that they hang below may have found no room
+        for node in planned:  # their parent may have found no room in its run
             assert node.parent is not None
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)
@@ -135,8 +161,9 @@ class HintRows:
                                         speculative=True, hint=True))
 
     def back(self, lane: Lane) -> None:
-        """A run of the lane is back: the proposer hears what came of the hints that it had, and of
-        those that were skipped before."""
+        """Pass the results of a run that is back to the proposer, and those of earlier skipped
+        batches.
+        """
         asked = self._lanes.get(lane.lane)
         while asked is not None and asked.batches and (
                 run := asked.batches[0].run) is not None and not run.in_flight:
@@ -146,15 +173,15 @@ class HintRows:
                                 batch=batch.number)
 
     def closed(self, lane: Lane) -> None:
-        """Forget a lane that has ended, here and in the proposer."""
+        """Delete a lane that has ended, here and in the proposer."""
         asked = self._lanes.pop(lane.lane, None)
         if asked is not None:
             self.proposer.closed(asked.key)
 
     def _tell(self, lane: Lane) -> _Asked:
-        """Let the proposer know the whole path."""
+        """Pass the tokens that the proposer has not received yet on to it."""
         asked, tokens = self._lanes.get(lane.lane), lane.accepted
-        if asked is not None and asked.key != lane.path_id:  # it goes on from another past
+        if asked is not None and asked.key != lane.path_id:  # the lane was cut back meanwhile
             self.closed(lane)
             asked = None
         if asked is None:

@@ -1,4 +1,4 @@
-"""State of the scheduler: requests that wait, lanes that run, runs in flight. Plain data."""
+"""The scheduler's state: waiting requests, open lanes, runs in flight. Plain data."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from pipeinfer.strategies.decomposers.base import Decomposer
 
 
 class QueuedRequest(Struct, eq=False):
-    """A request on its way to a lane.
+    """A request that waits for a lane, or has one.
 
     order: of submission
-    request: what was asked for
-    output: tokens that it has brought already: it had a lane before and gave it up, or another
-        cluster's was lost
+    request: of the client
+    output: tokens that it has produced already: its lane was preempted, or its cluster was lost
     stats: its counters, over all lanes that it had
     decompose: makes the decomposer of a response with threads; None for a plain one
-    past: choices by thread that its threads have brought already
+    past: choices that its threads have produced already, by thread
     """
 
     order: int
@@ -42,14 +41,14 @@ class Run(Struct, eq=False):
     run_id: its number
     owners: the lane of each output row (of a prompt chunk without outputs: its lane)
     nodes: its output rows, in row order
-    n_rows: all rows
-    speculative: whether all rows are guesses
-    chunk: whether it is a piece of a prompt
+    n_rows: number of all rows
+    speculative: whether all rows are speculative tokens
+    chunk: whether it is a chunk of a prompt
     block: the chunk that can be shared when the run is back
-    hint: whether its rows' results are hints, wanted whatever becomes of the rows while the lane
-        lasts
-    useful: neither back nor cancelled
-    in_flight: not back
+    hint: whether its results are input for a proposer, wanted as long as the lane is open even if
+        all rows are dead
+    useful: whether it is neither back nor cancelled
+    in_flight: whether it is not back
     """
 
     run_id: int
@@ -65,24 +64,26 @@ class Run(Struct, eq=False):
 
     @property
     def guesses(self) -> int:
-        """How many of its rows are guesses, or are repeated for guesses that need them."""
+        """The number of rows that are speculative tokens, or that are repeated for speculative
+        tokens.
+        """
         if self.speculative and not self.hint:
             return self.n_rows
         return sum(node.speculative for node in self.nodes)
 
     @property
     def plain(self) -> bool:
-        """Whether it is there for accepted tokens alone."""
+        """Whether it holds accepted tokens only."""
         return not (self.speculative or self.chunk or self.hint)
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was found to be of no use while it was in flight."""
+        """Whether it was found useless while it was in flight."""
         return not self.useful
 
     @property
     def alive(self) -> bool:
-        """Whether any of its rows can still matter."""
+        """Whether the result of any of its rows can still be used."""
         if self.hint or not self.nodes:
             return not self.owners[0].done
         return any(node.alive for node in self.nodes)
@@ -94,38 +95,38 @@ class Run(Struct, eq=False):
 
 
 class Lane(Struct, eq=False):
-    """One causal thread of one request.
+    """One causal sequence of one choice of one request.
 
     The fields from `thread` to `path_id` matter for responses with threads.
 
     lane: its number
-    ticket: the request, and what it has brought before
+    ticket: the request, and what it has produced before
     tree: tokens behind the accepted ones, issued or planned
     accepted: tokens of the prompt and the output
     block: the last chunk of the prompt whose cells are shared with others
-    next_row: position of the first row that is neither issued nor copied
+    next_row: index of the first token that is neither issued nor copied
     reused: prompt tokens that were taken from the cache
     last_chunk_run: the run of the last prompt chunk
     root_issued: whether the newest accepted token was issued
-    reserve: guesses that wait for room
-    waiting_tip: an accepted token that waits for guesses to travel with
+    reserve: speculative tokens that wait to be issued
+    waiting_tip: an accepted token that waits for speculative tokens to share its run
     unsent: whether the accepted token waits for room in the pipeline
-    job: the drafting job that is under way
+    job: the drafting job in progress
     job_node: the node that the draft works below
-    warm_up: the job that brings the draft up to the prompt
-    empty: nodes below which the draft named nothing, until a result
+    warm_up: the job that brings the draft's cache up to the prompt
+    empty: nodes below which the draft proposed nothing, until a result
     runs_since_accept: runs issued since the last acceptance
     empty_since_accept: empty drafts since the last acceptance
-    useful: its useful runs in flight
+    useful: number of its useful runs in flight
     done: whether it has ended
-    thread: which thread of the response it is, 0 for the main one
+    thread: number of its response thread, 0 for the main one
     own: the request of a forked thread; None: the response's
-    base: tokens whose cells it shares with its parent
+    base: number of tokens whose cells it shares with its parent
     given: tokens up to here were inserted, not chosen by the model
     jumps: (index, by how much positions exceed indices from there on)
-    joined: cells that it got from other threads
+    joined: number of cells that it got from other threads
     closing: whether no further token is wanted
-    path_id: names its path to proposers
+    path_id: number of its path, for proposers
     step: passes through the pipeline, one after the other, that its tokens took
     """
 
@@ -166,52 +167,55 @@ class Lane(Struct, eq=False):
 
     @property
     def request(self) -> Request:
-        """The request that the lane works for: its own, or the whole response's."""
+        """The request of the lane: its own, or that of the whole response."""
         return self.own or self.ticket.request
 
     @property
     def has_threads(self) -> bool:
-        """Whether it is a thread of a response that is decomposed."""
+        """Whether it belongs to a decomposed response."""
         return self.ticket.decompose is not None
 
     @property
     def issued(self) -> int:
-        """How many of its tokens have been issued, counted from the first."""
+        """The number of its tokens that have been issued, counted from the first."""
         if not self.root_issued:
             return self.next_row
         return len(self.accepted) - (self.tree.frontier.run_id == NO_RUN)
 
     def position(self, index: int) -> int:
-        """The position of its token number `index`."""
+        """Return the position of the token at `index` of the accepted tokens."""
         if not self.jumps:
             return index
         return index + next((shift for at, shift in reversed(self.jumps) if at <= index), 0)
 
     @property
     def stats(self) -> LaneStats:
-        """Counters of the response; the lanes of one response share them."""
+        """The counters of the response, which its lanes share."""
         return self.ticket.stats
 
     @property
     def main_id(self) -> int:
-        """The sequence id that holds all accepted tokens; which one that is changes."""
+        """The sequence id that holds all accepted tokens; it changes as tokens are accepted."""
         return self.tree.frontier.seq_ids[0]
 
     @property
     def n_output(self) -> int:
-        """How many output tokens have been accepted."""
+        """The number of accepted output tokens."""
         return len(self.accepted) - len(self.request.prompt)
 
     @property
     def private_cells(self) -> int:
-        """Cells that it needs for itself alone, prompt still to be computed included."""
+        """The number of cells that it needs for itself alone, those of a prompt still to be
+        computed included.
+        """
         return len(self.accepted) - max(self.block.stop, self.base) + self.joined
 
     def next_piece(self, chunk: int, width: int) -> tuple[int, int]:
-        """Indices `[start, stop)` of the next run that brings its cache up to date.
+        """Return the indices `[start, stop)` of the next run that brings the lane's cache up to
+        date.
 
-        Chunks of what nobody chose are cut at multiples of `chunk`; output that is replayed goes
-        in runs of at most `width` rows, as it was made.
+        chunk: given tokens are cut at multiples of this
+        width: most rows of a run of replayed output, which is computed in exact runs as at first
         """
         start = self.next_row
         if start < self.given:

@@ -1,11 +1,11 @@
-"""Which prompts the stages' caches hold, in chunks, and who holds them.
+"""The prefix cache: which chunks of prompts the stages' caches hold, and for which holders.
 
-A chunk of a prompt is computed in a run of its own, cut at absolute positions, so its cells have
-the same bits in every prompt that starts alike: a later request copies them instead of computing
-them. Chunks form a trie; each knows its holders (which hold all chunks before it, too): lanes,
-and prompts that are *kept* after their request has ended, least recently used first out. A holder
-is a number that means something to the caller. This module knows no lanes, sequence ids, runs or
-cache operations.
+Each chunk of a prompt is computed in a run of its own, cut at absolute positions. So its cells have
+the same bits in every prompt that begins alike, and a later request copies them instead of
+computing them. Chunks form a trie. Each lists its holders, which hold all chunks before it, too:
+lanes, and prompts that stay cached after their request has ended (`kept`), least recently used
+first out. A holder is a number with a meaning for the caller. Independent of lanes, sequence ids,
+runs and cache operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from msgspec import Struct, field
 
 
 class Block(Struct, eq=False):
-    """One chunk of a prompt. stop: position behind it. computed: every stage has its cells."""
+    """One chunk of a prompt.
+
+    tokens: of the chunk
+    parent: the chunk before it; None for the root
+    stop: index after its last token
+    computed: whether every stage has its cells
+    holders: that have its cells
+    children: the chunks that follow, by their tokens
+    """
 
     tokens: tuple[int, ...]
     parent: Block | None
@@ -35,7 +43,7 @@ class Block(Struct, eq=False):
 
 
 class Prefixes:
-    """The trie, and what is kept of it. Invariant: a block's holders hold its parent, too."""
+    """The trie, and the cached prompts in it. Invariant: a block's holders also hold its parent."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
@@ -45,31 +53,31 @@ class Prefixes:
 
     @property
     def cells(self) -> int:
-        """Cells of all blocks, each counted once."""
+        """The number of cells of all blocks, each counted once."""
         return self._count * self.chunk
 
     @property
     def idle_cells(self) -> int:
-        """Cells of blocks that only kept prompts hold."""
+        """The number of cells of blocks that only cached prompts hold."""
         idle = {id(block) for last in self.kept.values() for block in last.chain()
                 if block.holders <= self.kept.keys()}
         return len(idle) * self.chunk
 
     def next(self, block: Block, prompt: Sequence[int], limit: int) -> Block | None:
-        """The block of `prompt` behind `block`, if it is known; it has to end by `limit`."""
+        """Return the block of `prompt` after `block` if it exists and ends at `limit` or before."""
         stop = block.stop + self.chunk
         if stop > limit:
             return None
         return block.children.get(tuple(prompt[block.stop : stop]))
 
     def match(self, block: Block, prompt: Sequence[int], limit: int) -> Block:
-        """The last computed block of `prompt` that follows `block` (or `block` itself)."""
+        """Return the last computed block of `prompt` that follows `block` (or `block` itself)."""
         while (child := self.next(block, prompt, limit)) is not None and child.computed:
             block = child
         return block
 
     def extend(self, block: Block, tokens: Sequence[int], holder: int) -> Block:
-        """A new block behind `block` that `holder`, which holds `block`, is going to compute."""
+        """Add a block after `block` that `holder`, which holds `block`, is about to compute."""
         key = tuple(tokens)
         child = Block(key, block, block.stop + len(key))
         block.children[key] = child
@@ -78,14 +86,14 @@ class Prefixes:
         return child
 
     def adopt(self, block: Block, holder: int) -> None:
-        """`holder` holds `block` and all before it from now on."""
+        """Make `holder` a holder of `block` and all blocks before it."""
         for one in block.chain():
             if holder in one.holders:
                 break
             one.holders.add(holder)
 
     def release(self, block: Block, holder: int, keep: Block | None = None) -> None:
-        """`holder`, which held up to `block`, holds only up to `keep` (None: nothing) now."""
+        """Remove `holder` from the blocks after `keep` (None: from all), up to `block`."""
         for one in list(block.chain()):
             if one is keep:
                 break
@@ -95,8 +103,10 @@ class Prefixes:
                 self._count -= 1
 
     def keep(self, block: Block, holder: int) -> list[int]:
-        """Remember `holder` for its blocks up to `block`; returns kept holders that this makes
-        superfluous, already forgotten."""
+        """Cache the blocks up to `block` for `holder`.
+
+        Returns the cached holders that this makes superfluous; they are already removed.
+        """
         covered = [other for other, last in self.kept.items()
                    if holder in last.holders]
         for other in covered:
@@ -105,14 +115,14 @@ class Prefixes:
         return covered
 
     def touch(self, block: Block) -> None:
-        """Somebody uses `block`: what is kept of it is the last to go."""
+        """Mark the cached prompts that hold `block` as the most recently used."""
         for holder in block.holders & self.kept.keys():
             self.kept.move_to_end(holder)
 
     def forget(self, holder: int) -> None:
-        """A kept prompt is not kept any more."""
+        """Remove a cached prompt."""
         self.release(self.kept.pop(holder), holder)
 
     def oldest(self) -> int | None:
-        """The kept holder that was not used for the longest time."""
+        """Return the cached holder that was least recently used; None without any."""
         return next(iter(self.kept), None)

@@ -1,4 +1,4 @@
-"""What a head asks of whoever schedules."""
+"""The interface between the head and a scheduler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeinfer.scheduler.settings import Limits
 
 
 class SchedulerLike(Protocol):
-    """Events in, instructions out.
+    """A scheduler: events in, instructions out.
 
-    runs: those in flight, by id; next_run: the id of the next one. totals: of all requests;
-    calibration: how likely guesses are right.
+    totals: counters over all requests
+    calibration: acceptance of proposals
+    next_run: the id of the next run
     """
 
     totals: LaneStats
@@ -28,21 +29,24 @@ class SchedulerLike(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting, running or in flight."""
+        """Whether nothing is waiting, running or in flight."""
 
     @property
     def concurrency(self) -> tuple[int, object]:
-        """How many requests are past their prompts, 0 while prompts are on their way; and a value
-        that changes when one comes or goes."""
+        """The number of requests past their prompts, and a value that changes when one comes or
+        goes.
+
+        The number is 0 while prompts are being computed.
+        """
 
     def handle(self, event: Event) -> Sequence[Instruction | ToNode]:
-        """Advance by one event; returns what to execute, in order."""
+        """Advance by one event; return the instructions to execute, in order."""
 
     def reconfigure(self, limits: Limits) -> None:
-        """Use other knobs from now on; only while idle."""
+        """Use other settings from now on; only while idle."""
 
     def tune(self, limits: Limits) -> None:
         """Use other sizes, credits and cutoffs from now on, at any time."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What is going on, for people."""
+        """Return the present state for display."""

@@ -1,6 +1,6 @@
-"""What `--policy published` does beside the other policies' rules (docs/algorithms.md 4.10).
+"""The rules that only `--policy published` has (docs/algorithms.md 4.10).
 
-It decides about single runs only; ids and copies are the tree's affair.
+They decide about single runs; the tree manages ids and copies.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pipeinfer.scheduler.token_tree import Node
 
 
 def repeat_tip(state: SchedulerState, lane: Lane) -> None:
-    """The paper's run of the last accepted token, where that is in flight as a guess: computed in
-    full, and of no use, for the guess's run is ahead of it."""
+    """Issue the paper's run of the last accepted token where that is in flight as a speculative
+    token.
+
+    The run is computed in full and is of no use, because the speculative run is ahead of it.
+    """
     tree, tip = lane.tree, lane.tree.frontier
     in_flight = tip.run_id >= 0 and tip.choice is None
     if lane.done or lane.closing or not in_flight or not isinstance(tree, BufferedTree):
@@ -25,9 +28,11 @@ def repeat_tip(state: SchedulerState, lane: Lane) -> None:
 
 
 def buffer_free(state: SchedulerState, lane: Lane, best: Node) -> bool:
-    """Whether a run of guesses has an id of its own, and room for the rows that it repeats.
+    """Return whether a speculative run below `best` has a free id, and room for the rows it
+    repeats.
 
-    Those of a prompt are not repeated: they were computed in wider runs."""
+    Rows of a prompt are not repeated, because they were computed in wider runs.
+    """
     if not state.limits.buffered:
         return True
     if not state.pool.available or best.parent is None:

@@ -1,16 +1,16 @@
-"""Lookahead parallelism: every node holds the whole model, and a step's rows are dealt out.
+"""Lookahead parallelism: every node holds the whole model, and each computes a part of every step.
 
 A step of lookahead decoding verifies candidates and continues the columns of a window
-(docs/algorithms.md 6.8). Here each replica gets a chunk of the columns and of the candidates, and
-evaluates the current token and the part of level 0 that its columns need besides. Only token ids
+(docs/algorithms.md 6.8). Each replica gets a contiguous part of the columns and of the candidates.
+It evaluates these, the current token, and the rows of level 0 that its columns need. Only token ids
 travel: accepted tokens that a replica has not computed are rows of its next step. A step ends when
-all replicas have answered; its tokens, the window and the pool are those of one node that does it
-all. When a replica is lost, the others begin again: they compute the prompt and what was accepted.
+all replicas have returned; its tokens, the window and the pool are the same as with one node. When
+a replica is lost, the others restart: they compute the prompt and the accepted tokens again.
 
-Takes the place of `Scheduler` before the head: the same events in; instructions out, each for one
-node. Several requests share the replicas: each has one step out at a time, which goes to the end of
-every replica's queue, so none waits for more than one step of each other. Prompts go piece by
-piece for the same reason. Pure, like the scheduler.
+`ReplicaScheduler` replaces `Scheduler` behind the head: the same events in, but each instruction is
+for one node. Several requests share the replicas. Each has one step in flight at a time, which goes
+to the end of every replica's queue, so no request waits for more than one step of each other one.
+Prompts go chunk by chunk for the same reason. Pure, like the scheduler.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import Lookahead, trie
 
-_AHEAD = 2  #: pieces of a prompt that are out at a time
+_AHEAD = 2  #: chunks of a prompt that are in flight at a time
 
 
 class _Replica(Struct):
-    """Of one request. tree: what it has computed, and this step's guesses. length: accepted tokens
-    that its frontier has reached. tops: rows whose choices continue its columns."""
+    """The state of one request on one replica.
+
+    tree: what the replica has computed, and the speculative tokens of this step
+    length: number of accepted tokens that its frontier has reached
+    tip: the accepted token that the step begins with
+    tops: rows whose choices continue its columns
+    """
 
     node: int
     pool: SequencePool
@@ -64,7 +69,7 @@ class _Replica(Struct):
 
 
 class _Queued(Struct):
-    """A request, what it has brought by now, which is not emitted again, and its figures."""
+    """A waiting request, its output so far, which is not emitted again, and its counters."""
 
     request: Request
     output: tuple[int, ...] = ()
@@ -72,9 +77,14 @@ class _Queued(Struct):
 
 
 class _Task(Struct):
-    """A request at work. replicas: what each has of it. pieces: of the prompt, not issued yet;
-    reading: runs of those that are out. waiting: runs that the step waits for. opened: `rows` knows
-    it."""
+    """A request in progress.
+
+    replicas: its state on each replica
+    pieces: chunks of the prompt that are not issued yet
+    reading: runs of chunks in flight
+    opened: whether the lookahead proposer has its lane
+    waiting: runs that the step waits for
+    """
 
     lane: int
     request: Request
@@ -88,17 +98,23 @@ class _Task(Struct):
 
     @property
     def most_cells(self) -> int:
-        """What it may come to in tokens, guesses apart."""
+        """The most tokens that it may have, without speculative ones."""
         return len(self.request.prompt) + self.request.max_tokens
 
     @property
     def n_output(self) -> int:
-        """Accepted output tokens."""
+        """The number of accepted output tokens."""
         return len(self.accepted) - len(self.request.prompt)
 
 
 class ReplicaScheduler:
-    """See the module docstring. nodes: how many replicas, `1..nodes`."""
+    """The scheduler of `--layout replicate`; see the module docstring.
+
+    limits: settings of the scheduler
+    rows: the lookahead proposer
+    nodes: number of replicas, which are the nodes `1..nodes`
+    runs: in flight, by id
+    """
 
     def __init__(self, limits: Limits, rows: Lookahead, nodes: int) -> None:
         self.limits, self.rows, self.nodes = limits, rows, nodes
@@ -115,35 +131,38 @@ class ReplicaScheduler:
         return [SequencePool(self.limits.n_ids) for _ in range(self.nodes)]
 
     def _reserve(self) -> None:
-        """Guesses leave an id to each request that may still start."""
+        """Reserve an id for each request that may still start."""
         for pool in self._pools:
             pool.reserved = max(self.limits.parallel - len(self._tasks), 0)
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting, running or in flight."""
+        """Whether nothing is waiting, running or in flight."""
         return not (self.waiting or self._tasks or self.runs)
 
     @property
     def concurrency(self) -> tuple[int, object]:
-        """See `Scheduler.concurrency`."""
+        """The number of requests in progress, and a value that changes when one comes or goes."""
         return len(self._tasks), tuple(self._tasks)
 
     def tune(self, limits: Limits) -> None:
-        """Replicas have nothing that is tuned. Raises ProtocolError."""
+        """Raise ProtocolError: replicas have no settings that are tuned."""
         del limits
         raise ProtocolError("replicas are not tuned")
 
     def reconfigure(self, limits: Limits) -> None:
-        """Use other knobs from now on; only while idle."""
+        """Use other settings from now on. Raises ProtocolError unless idle."""
         if not self.idle:
             raise ProtocolError("the scheduler can be reconfigured only while it is idle")
         self.limits = limits
         self._pools = self._new_pools()
 
     def snapshot(self) -> dict[str, Any]:
-        """What is going on, for people: as `Scheduler.snapshot`, and how many replicas there are.
-        Cells are those of one replica."""
+        """Return the present state for display, as `Scheduler.snapshot`, with the number of
+        replicas.
+
+        Cells are those of one replica.
+        """
         limits, totals = self.limits, self.totals
         return {
             "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": len(self.runs),
@@ -166,7 +185,11 @@ class ReplicaScheduler:
                 for task in self._tasks.values()]}
 
     def handle(self, event: Event) -> list[Instruction | ToNode]:
-        """Advance by one event; returns what to execute, in order."""
+        """Advance by one event; return the instructions to execute, in order.
+
+        Raises ProtocolError for a decomposed request, and for events of runs that were never
+        issued.
+        """
         match event:
             case Submit(request, output, decompose):
                 if decompose is not None:
@@ -188,12 +211,15 @@ class ReplicaScheduler:
     # --- requests -----------------------------------------------------------------------------
 
     def _has_room(self, request: Request) -> bool:
-        """Whether it may start beside those at work: all of them must fit at their longest, with
-        the candidates of a step each. The oldest always may."""
+        """Whether `request` may start now.
+
+        All requests must fit at their longest, with the candidates of a step each. The oldest
+        always may.
+        """
         limits, n_ctx, cells = self.limits, self.limits.n_ctx, self.limits.cells
         wanted = min(len(request.prompt) + request.max_tokens, n_ctx) + sum(
             min(task.most_cells, n_ctx) for task in self._tasks.values())
-        if limits.guess_rows:  # half of the cells that there are for guesses
+        if limits.guess_rows:  # half of the cells that are planned for speculative tokens
             wanted += max((1 + len(self._tasks)) * limits.exact_width - 2 * limits.guess_rows, 0)
         return not self._tasks or (len(self._tasks) < self.limits.parallel
                                    and (not cells or wanted <= cells))
@@ -207,8 +233,9 @@ class ReplicaScheduler:
             self.waiting.append(_Queued(request, output))
 
     def _restart(self, limits: Limits, reason: str) -> None:
-        """`nodes` replicas, with empty caches: the requests at work begin again with what they have
-        brought, or end, where there is a reason."""
+        """Start `nodes` replicas with empty caches: requests in progress are replayed, or end with
+        `reason`.
+        """
         tasks, self._tasks = list(self._tasks.values()), {}
         self.runs.clear()
         self._task_of.clear()
@@ -224,8 +251,10 @@ class ReplicaScheduler:
                 self.waiting.appendleft(_Queued(task.request, output, task.stats))
 
     def _open(self, queued: _Queued) -> None:
-        """Every replica computes the whole prompt; the first one's choice is the first token. What
-        was brought before follows in runs of exact rows, as those that verified it."""
+        """Let every replica compute the whole prompt; the first one's choice is the first token.
+
+        Earlier output follows in runs of at most the exact width, like those that verified it.
+        """
         request, output = queued.request, queued.output
         lane, self._next_lane = self._next_lane, self._next_lane + 1
         task = self._tasks[lane] = _Task(lane, request, [*request.prompt, *output], queued.stats)
@@ -248,8 +277,10 @@ class ReplicaScheduler:
                 self._issue_piece(task)
 
     def _issue_piece(self, task: _Task) -> None:
-        """The next piece of the prompt, to every replica; only the end of the prompt that brings
-        the first token has a result."""
+        """Issue the next chunk of the prompt to every replica.
+
+        Only the end of a prompt without earlier output has a result, on the first replica.
+        """
         start, stop = task.pieces.popleft()
         prompt = task.request.prompt
         for replica in task.replicas:
@@ -316,7 +347,7 @@ class ReplicaScheduler:
                 self._end_step(task)
 
     def _end_step(self, task: _Task) -> None:
-        """All replicas have answered: the longest match is accepted, the window moves on."""
+        """Accept the longest match once all replicas have returned, and advance the window."""
         first = task.replicas[0].tip
         assert first is not None
         assert first.choice is not None
@@ -352,7 +383,7 @@ class ReplicaScheduler:
 
     @staticmethod
     def _matched(replica: _Replica, choice: Choice) -> list[Choice]:
-        """The model's choices along the candidates of a replica, as far as they go."""
+        """The model's choices along the candidates of a replica, as far as they match."""
         found = [choice]
         node = replica.tip.child(choice.token) if replica.tip is not None else None
         while node is not None and node.choice is not None:
@@ -362,7 +393,7 @@ class ReplicaScheduler:
 
     @staticmethod
     def _was_wrong(task: _Task, best: list[Choice]) -> bool:
-        """Whether a candidate went on where the last of these choices went elsewhere."""
+        """Whether a candidate continued after the last of these choices with another token."""
         for replica in task.replicas:
             node = replica.tip
             for choice in best[:-1]:
@@ -375,7 +406,7 @@ class ReplicaScheduler:
     # --- the next step ------------------------------------------------------------------------
 
     def _step(self, task: _Task) -> None:
-        """Deal out candidates and columns in contiguous chunks."""
+        """Distribute candidates and columns over the replicas in contiguous parts."""
         request, tokens = task.request, task.accepted
         last = min(len(request.prompt) + request.max_tokens, self.limits.n_ctx)
         depth = last - 1 - len(tokens)
@@ -398,7 +429,7 @@ class ReplicaScheduler:
 
     def _issue(self, task: _Task, replica: _Replica, tails: list[tuple[int, ...]],
                columns: range) -> None:
-        """A replica's part: what it lacks of the path, its candidates, its columns."""
+        """Issue a replica's part: what it lacks of the path, its candidates, its columns."""
         tree, width = replica.tree, self.limits.exact_width
         chain = []
         for token in task.accepted[replica.length:]:
@@ -428,7 +459,7 @@ class ReplicaScheduler:
             return
         self._verify(task, replica, chain, guesses)
         ready: list[Node] = []
-        for node in hints:  # a guess that they hang below may have found no id
+        for node in hints:  # their parent may have found no free id
             assert node.parent is not None
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)
@@ -438,7 +469,7 @@ class ReplicaScheduler:
 
     def _verify(self, task: _Task, replica: _Replica, chain: list[Node], below: list[Node]
                 ) -> None:
-        """Rows of accepted tokens, and what hangs below the last of them, in one run."""
+        """Issue rows of accepted tokens, and the nodes below the last of them, in one run."""
         nodes = replica.tree.issue(below, self.next_run)
         replica.tree.widen(chain[-1], nodes)
         for node in chain[:-1]:

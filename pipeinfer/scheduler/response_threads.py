@@ -1,9 +1,9 @@
-"""Responses that are decoded in several threads: a lane for each, and what a decomposer wants done.
+"""Decomposed responses: a lane for each response thread, and execution of a decomposer's actions.
 
-A thread is a lane like any other: its own path, tree, guesses and runs. This module opens lanes for
-threads, feeds tokens that nobody chose, lets threads wait, joins what they computed, and hands out
-text in reading order. It knows no clock, thread, model or tokenizer; which threads there are is the
-decomposer's affair (`decomposers`).
+A thread is a lane like any other, with a path, a tree, speculative tokens and runs of its own. This
+module opens lanes for threads, inserts tokens that the model did not choose, holds threads back,
+joins their cells, and emits text in reading order. The decomposer (`decomposers`) decides which
+threads there are. Independent of clocks, CPU threads, models and tokenizers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Response(Struct, eq=False):
     ticket: its request
     decomposer: decides on forks and joins
     lanes: open lanes by thread
-    pending: forks that have no lane yet, each with the step that it was wanted in
-    chosen: by thread, the tokens that the model chose, with whether they had been guessed
-    past: by thread, choices that a response before this one has brought, which are chosen again
-    muted: pieces that were handed out before
+    pending: forks that have no lane yet, each with the step in which it was requested
+    chosen: by thread, the tokens that the model chose, with whether they were speculative
+    past: by thread, choices of an earlier lane of this response, which are chosen again
+    muted: number of pieces that were emitted before and are not emitted again
     settling: threads whose last row was not issued yet
-    kept: the lane of a thread that is over and waits to be joined, with what others like it brought
-    kept_threads: whose cells it has
-    step: the latest `Lane.step` of threads that are over
+    kept: the lane that holds the cells of ended threads until they are joined
+    kept_threads: the threads whose cells it has
+    step: the latest `Lane.step` of ended threads
     """
 
     ticket: QueuedRequest
@@ -64,17 +64,20 @@ class Response(Struct, eq=False):
     step: int = 0
 
     def choice(self, thread: int, choice: Choice) -> Choice:
-        """What the thread's next token is: a remembered one, else `choice`."""
+        """Return the thread's next choice: an earlier one from `past`, else `choice`."""
         past = self.past.get(thread)
         return past[len(self.chosen.get(thread, ()))] \
             if past and len(self.chosen.get(thread, ())) < len(past) else choice
 
 
 class Threads:
-    """Executes what decomposers want; see the module docstring.
+    """Executes the actions of decomposers; see the module docstring.
 
-    filling: lanes whose given tokens are not issued in full. close: takes a lane out of the
-    pipeline; its second argument says whether its runs are of no use any more.
+    state: lanes and runs, shared with the scheduler
+    speculation: of the same scheduler
+    filling: is called with lanes whose given tokens are not issued in full
+    close: takes a lane out of the pipeline; its second argument is whether its runs have become
+        useless
     """
 
     def __init__(
@@ -89,11 +92,11 @@ class Threads:
         self.responses: dict[int, Response] = {}  #: by order of submission
 
     def of(self, lane: Lane) -> Response:
-        """The response that a lane works for."""
+        """The response that a lane belongs to."""
         return self.responses[lane.ticket.order]
 
     def start(self, lane: Lane) -> None:
-        """The main thread of a response has its lane."""
+        """Create the response whose main thread has the new lane `lane`."""
         ticket = lane.ticket
         assert ticket.decompose is not None
         response = Response(ticket, ticket.decompose(), past=ticket.past, muted=len(ticket.output))
@@ -104,7 +107,13 @@ class Threads:
 
     def accepted(self, lane: Lane, choice: Choice, survivor: Node | None,
                  missed: Callable[[Lane, int], None]) -> None:
-        """A token of a thread was accepted; `missed` issues it where it is not in flight."""
+        """Pass an accepted token to the decomposer and execute its actions.
+
+        lane: of the thread
+        choice: the accepted token
+        survivor: its node if it was in flight
+        missed: is called to issue the token if it was not
+        """
         response = self.of(lane)
         response.chosen.setdefault(lane.thread, []).append((choice, survivor is not None))
         actions = response.decomposer.accepted(lane.thread, choice.token)
@@ -116,7 +125,7 @@ class Threads:
         self._execute(response, actions)
 
     def ended(self, lane: Lane) -> None:
-        """A thread gets no further token."""
+        """End a thread, which gets no further token."""
         response = self.of(lane)
         lane.closing = True
         if lane.root_issued:  # else its newest token waits to be evaluated
@@ -125,7 +134,7 @@ class Threads:
         self._execute(response, response.decomposer.ended(lane.thread))
 
     def advance(self) -> None:
-        """After rows were issued: threads whose last row is under way, forks that may open."""
+        """Settle threads whose last row was issued, and open the forks that have room."""
         for response in self.responses.values():
             for thread in [t for t in response.settling if _is_issued(response.lanes[t])]:
                 response.settling.remove(thread)
@@ -149,7 +158,7 @@ class Threads:
                                          piece.thread, piece.text))
 
     def give_up(self, response: Response) -> None:
-        """Close every lane; the ticket remembers what the threads brought."""
+        """Close every lane of a response; the ticket retains the choices of its threads."""
         del self.responses[response.ticket.order]
         response.ticket.past = {thread: [choice for choice, _ in chosen]
                                 for thread, chosen in response.chosen.items()} | {
@@ -189,7 +198,7 @@ class Threads:
                     raise ProtocolError(f"unknown action {action!r}")
 
     def _restart(self, lane: Lane, token: int, pos: int) -> None:
-        """Nothing is in flight any more; a row at `pos` that is not issued is the frontier."""
+        """Drop all that is in flight; a row at `pos` that is not issued becomes the frontier."""
         dead = lane.tree.restart(token, pos)
         lane.root_issued = False
         lane.waiting_tip = None
@@ -208,7 +217,7 @@ class Threads:
         self._state.cancel(runs[node.run_id] for node in dead if node.run_id in runs)
 
     def _last_row(self, lane: Lane) -> None:
-        """Nothing follows the newest token; it is evaluated by itself."""
+        """Drop what follows the newest token, so that it is evaluated by itself."""
         self._prune(lane)
         lane.closing = True
         if lane.waiting_tip is not None:
@@ -256,8 +265,10 @@ class Threads:
         self._merge(kept, lane)
 
     def _keep(self, response: Response, thread: int) -> None:
-        """A thread is over and waits to be joined: its cells wait in one lane with those of others,
-        so that any number of threads can wait without taking room from those at work."""
+        """Move an ended thread's cells to the one lane that holds such cells until they are joined.
+
+        One lane for all of them, so that waiting threads take no room from active ones.
+        """
         lane = response.lanes.pop(thread)
         response.kept_threads.add(thread)
         if response.kept is None:
@@ -269,13 +280,13 @@ class Threads:
         self._merge(lane, response.kept)
 
     def _merge(self, lane: Lane, into: Lane) -> None:
-        """A lane's cells become another's, in the order of threads, whichever ended first."""
+        """Join a lane's cells to another lane, ordered by thread and not by time."""
         self._state.pool.join(lane.main_id, into.main_id, lane.thread)
         into.joined += len(lane.accepted) - lane.base + lane.joined
         self._close(lane, False)
 
     def _open(self, response: Response, fork: Fork, step: int) -> bool:
-        """A lane for a fork, once its parent's rows are issued and there is room for it."""
+        """Open a lane for a fork; False if its parent's rows are not issued or there is no room."""
         parent = response.lanes[fork.parent]
         limits, ticket = self._state.limits, response.ticket
         if parent.issued < fork.keep or len(response.lanes) > limits.threads:

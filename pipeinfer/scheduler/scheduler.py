@@ -1,8 +1,8 @@
 """The scheduler: events in, instructions out, and nothing else.
 
-`handle(event)` returns the instructions that a shell has to execute, in order. The scheduler
-knows no clock, thread, transport or model; every policy is a rule for what to issue next over
-the same token tree, and tokens come only from the tree's walk, so no policy, ablation or timing
+`handle(event)` returns the instructions that the head has to execute, in order. The scheduler does
+not depend on clocks, threads, transports or models. Every policy is a rule for what to issue next
+over the same token tree. Tokens come only from the tree's walk, so no policy, ablation or timing
 can change them (docs/algorithms.md 2.1).
 
     iterative    issue the accepted token, wait
@@ -55,8 +55,10 @@ from pipeinfer.strategies.proposers.base import InlineProposer
 class Scheduler:
     """Owns every lane, run and sequence id; see the module docstring.
 
-    rows: a proposer that puts rows of its own into runs. drafts: whether a draft can be asked.
-    validate: look at the whole state after every event, see `validate_state`.
+    limits: the settings
+    rows: an inline proposer, which adds hint rows to runs; None: none
+    drafts: whether drafting jobs can be executed
+    validate: whether to check the whole state after every event, see `validate_state`
     """
 
     def __init__(self, limits: Limits, rows: InlineProposer | None = None, *, drafts: bool = True,
@@ -66,20 +68,20 @@ class Scheduler:
         self.speculation = Speculation(self.state, rows, drafts=drafts)
         self.lanes, self.runs = self.state.lanes, self.state.runs
         self.calibration = self.speculation.calibration
-        self.totals = LaneStats()  # of all requests: tokens and how many were guessed
-        self.most_cells: int | None = None  # that lanes had at a time; None: nobody asks
+        self.totals = LaneStats()  # of all requests; only the counters of tokens are used
+        self.most_cells: int | None = None  # peak of cells in use; None: not recorded
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
         self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
 
     @property
     def limits(self) -> Limits:
-        """The knobs in use."""
+        """The settings in use."""
         return self.state.limits
 
     @property
     def admission(self) -> Admission:
-        """Who may start, and what the caches remember."""
+        """The part that admits requests and manages the prefix cache."""
         return self.state.admission
 
     @property
@@ -97,21 +99,23 @@ class Scheduler:
         self.state.next_run = run_id
 
     def validate_state(self) -> None:
-        """Raise InvariantError where the state contradicts itself; costs a walk over all of it."""
+        """Raise InvariantError if the state contradicts itself; walks over all of it."""
         validate(self.state, self._filling)
 
     @property
     def waiting(self) -> deque[QueuedRequest]:
-        """Requests without a lane."""
+        """The queue of requests without a lane."""
         return self.admission.waiting
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting, running or in flight."""
+        """Whether nothing is waiting, running or in flight."""
         return not (self.lanes or self.runs or self.waiting)
 
     def reconfigure(self, limits: Limits) -> None:
-        """Use other knobs from now on; only while idle, and run ids keep increasing."""
+        """Use other settings from now on; run ids keep increasing. Raises ProtocolError unless
+        idle.
+        """
         if not self.idle:
             raise ProtocolError("the scheduler can be reconfigured only while it is idle")
         self.state.limits = limits
@@ -123,7 +127,7 @@ class Scheduler:
     def tune(self, limits: Limits) -> None:
         """Use other sizes, credits and cutoffs from now on, at any time.
 
-        Raises ProtocolError when something would change that runs in flight rely on.
+        Raises ProtocolError for a change of a setting that runs in flight rely on.
         """
         old = self.limits
         fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
@@ -133,7 +137,11 @@ class Scheduler:
         self.state.limits = self.admission.limits = limits
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Advance by one event; returns the instructions to execute, in order."""
+        """Advance by one event; return the instructions to execute, in order.
+
+        Raises ProtocolError for an unknown event, and for a run that was not in flight, was skipped
+        although it was needed, or returned with another number of choices than it has output rows.
+        """
         match event:
             case Submit(request, output, decompose):
                 self._submit(request, output, decompose)
@@ -151,7 +159,7 @@ class Scheduler:
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
         ended = True
-        while ended:  # a response that ends makes room for who waits
+        while ended:  # a response that ends frees room for waiting requests
             self._make_room()
             self._admit()
             self._issue_tips()
@@ -170,14 +178,16 @@ class Scheduler:
 
     @property
     def concurrency(self) -> tuple[int, object]:
-        """How many requests are past their prompts, 0 while prompts are on their way; and a value
-        that changes when one comes or goes."""
+        """The number of lanes past their prompts, and a value that changes when one comes or goes.
+
+        The number is 0 while prompts are being computed.
+        """
         if self.state.chunks or self._filling or not self.lanes:
             return 0, None
         return len(self.lanes), tuple(self.lanes)
 
     def snapshot(self) -> dict[str, Any]:
-        """What is going on, for people: counts, and one entry per lane."""
+        """Return the present state for display: counts, and one entry per lane."""
         limits, admission = self.limits, self.admission
         return {
             "waiting": len(self.waiting), "runs": len(self.runs), "useful_runs": self.state.useful,
@@ -229,8 +239,11 @@ class Scheduler:
             self.speculation.warm_up(lane)
 
     def _make_room(self) -> None:
-        """While the cache is too full remembered prompts go, then the youngest requests; the oldest
-        always fits, once it is alone, unless its threads together outgrow the cache."""
+        """Free cells while the cache is too full: first cached prompts, then the youngest requests.
+
+        The oldest request always fits once it is alone, unless its threads together outgrow the
+        cache.
+        """
         while self.lanes and self.admission.over(self.lanes.values()):
             lane = max(self.lanes.values(), key=lambda lane: lane.ticket.order)
             if all(other.ticket is lane.ticket for other in self.lanes.values()):
@@ -242,7 +255,7 @@ class Scheduler:
             self.waiting.appendleft(lane.ticket)
 
     def _give_up(self, lane: Lane) -> None:
-        """Take a request out of the pipeline; its ticket keeps what it has brought."""
+        """Take a request out of the pipeline; its ticket retains its output."""
         if lane.has_threads:
             self.threads.give_up(self.threads.of(lane))
         else:
@@ -287,8 +300,10 @@ class Scheduler:
                 self._finish(lane, reason)
 
     def _restart(self, limits: Limits, reason: str) -> None:
-        """Every request goes back to the queue, in order of submission, with what it brought; or
-        those that ran end, where there is a reason."""
+        """Return every request to the queue, in order of submission, with its output so far.
+
+        With a reason, those that have a lane end instead.
+        """
         tickets = {lane.ticket.order: lane.ticket for lane in self.lanes.values()}
         for lane in list(self.lanes.values()):
             if lane.lane in self.lanes:  # giving up one thread of a response gives up all
@@ -359,26 +374,28 @@ class Scheduler:
             repeat_tip(self.state, lane)
 
     def _miss(self, lane: Lane, token: int) -> None:
-        """The accepted token is not in flight: it becomes the frontier and the new tip."""
+        """Make an accepted token that is not in flight the frontier and the new tip."""
         node = lane.tree.add(token, NO_RUN)
         if not self.speculation.missed(lane, node):
             self.state.wait(lane, node)
 
     def _n_chosen(self, lane: Lane) -> int:
-        """How many tokens the model chose in this lane."""
+        """The number of tokens that the model chose in this lane."""
         if lane.has_threads:
             return len(self.threads.of(lane).chosen[lane.thread])
         return lane.n_output
 
     def _end(self, lane: Lane, reason: str) -> None:
-        """A lane has all its tokens."""
+        """End a lane that has all its tokens."""
         if lane.has_threads:
             self.threads.ended(lane)
         else:
             self._finish(lane, reason)
 
     def _hand_out(self) -> bool:
-        """Text of responses with threads, in reading order; and their end. Whether one ended."""
+        """Emit text of decomposed responses in reading order, and finish them; return whether one
+        ended.
+        """
         ended = False
         for response in list(self.threads.responses.values()):
             decomposer, most = response.decomposer, response.ticket.request.max_tokens
@@ -402,7 +419,7 @@ class Scheduler:
         self.state.emit(Finish(ticket.request.request_id, reason, ticket.stats))
 
     def _close(self, lane: Lane, useless: bool = True) -> None:
-        """Take a lane out of the pipeline, with all it has in flight where that is useless."""
+        """Take a lane out of the pipeline; with `useless`, cancel all that it has in flight."""
         lane.done = True
         self.speculation.drop_job(lane)
         if lane.warm_up is not None:
@@ -422,11 +439,12 @@ class Scheduler:
     # --- what to issue next -------------------------------------------------------------------
 
     def _issue_tips(self) -> None:
-        """Accepted tokens: at once where every lane has a run of its own; else a group shares
-        one, and who finds all groups under way waits for the next that is back.
+        """Issue accepted tokens: at once where every lane has a run of its own, else in decode
+        groups.
 
-        Lanes are spread over the runs that fill the pipeline: all in one would leave its other
-        stages idle. Where stages share their cores, there is one at a time.
+        A lane that finds all groups in flight waits for the next one that returns. Lanes are spread
+        over the runs that fill the pipeline: all in one would leave its other stages idle. Where
+        stages share their cores, there is one run at a time.
         """
         if not self.state.tips:
             return
@@ -442,10 +460,10 @@ class Scheduler:
                 lane.tree.sent(node)
 
     def _prefill(self) -> None:
-        """Chunks of prompts, lane after lane.
+        """Issue chunks of prompts, one lane after the other.
 
-        Behind a chunk an accepted token travels at the chunk's pace, behind one or behind many; so
-        many may be on their way, and tokens go between them.
+        An accepted token behind chunks advances at their pace, whether there is one chunk or many.
+        So many may be in flight, and tokens go between them.
         """
         limits, turns = self.limits, len(self._filling)
         while turns and self.state.chunks < limits.credit:

@@ -1,4 +1,6 @@
-"""Where a later answer leaves what an earlier one has named (docs/algorithms.md 5, 11.6)."""
+"""Comparison of a later draft's proposals with those already in the tree (docs/algorithms.md 5,
+11.6).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,14 @@ from pipeinfer.scheduler.token_tree import Node
 
 def beyond(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal]
            ) -> tuple[Node, tuple[Proposal, ...]]:
-    """The last node below `tip`, issued or planned, on which the first chain of `proposals` agrees
-    with what is there, and the chain's rest below it; empty where it adds nothing, or where that
-    node is decided."""
+    """Find where the first chain of `proposals` leaves the tree below `tip`.
+
+    queue: the planned nodes of the lane
+    tip: the node that the proposals follow
+    proposals: parents before children
+    Returns the last node, issued or planned, that the chain agrees with, and the rest of the chain
+    below it. The rest is empty where it adds nothing, or where that node is decided.
+    """
     chain: list[Proposal] = []
     for guess in proposals:
         if guess.alternative or guess.parent != len(chain) - 1:
@@ -31,9 +38,14 @@ def beyond(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal]
 
 def merged(queue: GuessQueue, tip: Node, proposals: Sequence[Proposal], planned: Sequence[Node]
            ) -> Iterator[tuple[Proposal, Node]]:
-    """Those of a tree of `proposals` below `tip` that are new, each as if it were the only one, and
-    the node that it follows, unless that is decided. planned: the nodes made of them; the caller
-    adds one for each that it is given before it asks for the next."""
+    """Yield those of a tree of `proposals` below `tip` that are new, with the node that each
+    follows.
+
+    queue: the planned nodes of the lane
+    planned: nodes made of the yielded proposals; the caller has to append one for each before it
+        advances the iterator
+    Each proposal is yielded with parent -1. Those below a decided node are left out.
+    """
     where: list[Node | None] = []
     for one in proposals:
         parent = tip if one.parent < 0 else where[one.parent]

@@ -1,9 +1,9 @@
-"""Allocation of sequence ids, and the operations that prepare and clean them.
+"""Allocation of sequence ids, and the cache operations that prepare and clean them.
 
-An id is *live* while some path of a token tree uses it and *free* otherwise. Free ids are handed
-out first in, first out. A freed id is cleaned at once down to its *warm* prefix: the accepted
-tokens that it already holds, so that a later branch of the same lane copies only what is new.
-This module emits operations and knows neither stages nor tokens nor trees.
+An id is *live* while a path of a token tree uses it and *free* otherwise. Free ids are allocated
+first in, first out. A freed id is cleaned at once down to its *warm* prefix: the accepted tokens
+that it already holds, so that a later branch of the same lane copies only what is new. This module
+emits operations and is independent of stages, tokens and trees.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core.types import END, SeqCopy, SeqJoin, SeqOp, SeqRemove
 
-NO_LANE = -1  #: owner of an id that is kept for its prompt
+NO_LANE = -1  #: owner of an id that holds a cached prompt
 
 
 @dataclass(slots=True)
 class SequencePool:
-    """Ids `0..size-1`. `ops` are the operations not yet sent; whoever issues a run takes them.
+    """The ids `0..size-1`, and the operations that were not sent yet (`ops`).
 
-    reserved: free ids that branches must leave to lanes that may still start.
-    Invariants: an id is in `free` or in `owner`, never in both; a free id's cells are exactly
-    the first `warm[id]` accepted positions of lane `warm_lane[id]` once `ops` have run.
+    reserved: free ids that branches must leave to lanes that may still start
+    ops: the next run takes them with it
+    Invariants: an id is in `free` or in `owner`, never in both; a free id's cells are exactly the
+        first `warm[id]` accepted positions of lane `warm_lane[id]` once `ops` have run.
     """
 
     size: int
@@ -38,11 +39,11 @@ class SequencePool:
 
     @property
     def available(self) -> int:
-        """How many ids branches may take."""
+        """The number of ids that branches may take."""
         return max(len(self.free) - self.reserved, 0)
 
     def acquire(self, lane: int) -> int:
-        """An empty id for the start of a lane; the caller has made sure that one is free."""
+        """Return an empty id for a new lane. The caller has to make sure that one is free."""
         seq_id = self.free.popleft()
         if self.warm.pop(seq_id, 0):
             self.ops.append(SeqRemove(seq_id, 0, END))
@@ -50,19 +51,19 @@ class SequencePool:
         return seq_id
 
     def share(self, src: int, dst: int, start: int, stop: int) -> None:
-        """`dst`, which holds nothing there yet, gets what `src` holds in `[start, stop)`."""
+        """Copy the cells of `src` in `[start, stop)` to `dst`, which must hold none there yet."""
         self.ops.append(SeqCopy(src, dst, start, stop))
 
     def keep(self, seq_id: int, length: int) -> None:
         """Take a live id away from its lane, with its first `length` positions.
 
-        It stays live, without a lane, until `release`.
+        The id stays live, without a lane, until `release`.
         """
         self.truncate(seq_id, length)
         self.owner[seq_id] = NO_LANE
 
     def branch(self, lane: int, parent_id: int, length: int) -> int:
-        """An id that holds the first `length` positions of `parent_id`, of the same lane."""
+        """Return an id that holds the first `length` positions of `parent_id`, of the same lane."""
         seq_id = self._take(lane)
         start = self.warm.pop(seq_id, 0)
         if start and self.warm_lane[seq_id] != lane:
@@ -77,14 +78,14 @@ class SequencePool:
         return seq_id
 
     def propagate(self, lane: int, src: int, length: int) -> None:
-        """Give the lane's warm ids what they lack of the first `length` positions of `src`."""
+        """Copy to the lane's warm ids what they lack of the first `length` positions of `src`."""
         for seq_id, warm in self.warm.items():
             if self.warm_lane[seq_id] == lane and warm < length:
                 self.ops.append(SeqCopy(src, seq_id, warm, length))
                 self.warm[seq_id] = length
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Drop what a live id holds from position `length` on."""
+        """Remove a live id from its cells at position `length` and after."""
         self.ops.append(SeqRemove(seq_id, length, END))
 
     def release(self, seq_id: int, warm: int) -> None:
@@ -97,7 +98,9 @@ class SequencePool:
         self.free.append(seq_id)
 
     def cool(self, lane: int, length: int) -> None:
-        """What the lane's warm ids hold from position `length` on is no longer what it was."""
+        """Shorten the lane's warm ids to `length` positions, because the cells after those have
+        changed.
+        """
         for seq_id in [i for i, warm in self.warm.items()
                        if self.warm_lane[i] == lane and warm > length]:
             self.ops.append(SeqRemove(seq_id, length, END))
@@ -106,12 +109,13 @@ class SequencePool:
                 del self.warm[seq_id]
 
     def join(self, src: int, dst: int, order: int) -> None:
-        """All that `src` holds becomes visible through `dst`, whatever the positions. order: see
-        `SeqJoin`."""
+        """Make all cells of `src` visible through `dst`, whatever the positions; order: as in
+        `SeqJoin`.
+        """
         self.ops.append(SeqJoin(src, dst, order))
 
     def behead(self, seq_id: int, length: int) -> None:
-        """Drop what a live id holds before position `length`, and what was joined to it."""
+        """Remove a live id from its cells before position `length`, and from cells joined to it."""
         self.ops.append(SeqRemove(seq_id, 0, length))
 
     def release_lane(self, lane: int) -> None:
@@ -123,7 +127,7 @@ class SequencePool:
             self.ops.append(SeqRemove(seq_id, 0, END))
 
     def take_ops(self) -> tuple[SeqOp, ...]:
-        """The operations to send before the next rows, in order; they are forgotten here."""
+        """Return the operations to send before the next rows, in order, and clear them here."""
         ops = tuple(self.ops)
         self.ops.clear()
         return ops

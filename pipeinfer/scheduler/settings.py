@@ -1,7 +1,4 @@
-"""The policies, the ablations, and every knob of the scheduler.
-
-Plain data; what a knob does is the scheduler's affair.
-"""
+"""The settings of the scheduler, and those of the paper's experiments. Plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pipeinfer.core.policy import Ablation, Policy
 
 
 def row_price(costs: Sequence[float]) -> float:
-    """What a guess costs where most share a run, of `Limits.costs`."""
+    """Return the least cost per speculative token of `Limits.costs`, in runs of one row."""
     return min((cost / size for size, cost in enumerate(costs, 1)), default=0.0)
 
 
@@ -29,40 +26,41 @@ class Limits(Struct, frozen=True):
     exact_width: maximum rows of a run of generated tokens (R)
     credit: maximum runs in flight, prompt chunks and speculation; an accepted token is always
         issued
-    partitions: live leaf ids beside a lane's first
-    draft_max: guesses per micro-batch
+    partitions: live leaf ids besides a lane's first
+    draft_max: speculative tokens per micro-batch
     tree_max: drafted tokens of a synchronous tree, or of the single run of the `continuous`
         ablation
     branches: paths of a synchronous tree
-    alternatives: how many of the draft's second, third, ... choices may be issued beside its first
+    alternatives: how many of the draft's second, third, ... choices may be issued with its first
     p_min: cutoff: least confidence of a drafted token
     p_split: least confidence of an alternative
     p_recovery: raises the cutoff, per run issued since the last acceptance
     p_decay: lowers the cutoff, per empty draft since the last acceptance
-    path_min: least estimated probability of acceptance for which a guess is issued
-    eager: issue the best guess at hand rather than wait for a better one that is being drafted
+    path_min: least estimated probability of acceptance at which a speculative token is issued
+    eager: issue the best token at hand rather than wait for a better one that is being drafted
         (pays where the draft is slower than a stage)
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
         (one pass over the weights instead of two; pays where the draft is fast and stages are few)
     parallel: requests decoded at a time
-    cells: tokens of all requests and kept prompts together; 0: each request's context is the only
+    cells: tokens of all requests and cached prompts together; 0: each request's context is the only
         bound
-    kept: maximum prompts kept; 0 shares nothing
-    alone: guess in every lane as if it were the only one
-    guess_rows: maximum guesses in flight; 0: no bound
-    share: best size of the groups that share a run, by number of lanes (index: lanes - 1); empty:
-        as many groups as `credit` suggests
-    threads: maximum threads of a response that are at work beside its main one
-    take_turns: draft and target compute by turns, as under `synchronous`: for stages on the
-        draft's cores, where there is no pipeline to fill
-    same_cores: stages compute with the same cores: a run takes these for as long as all stages
-        take, and tokens of lanes are computed one run after the other
-    costs: of 1, 2, ... guesses beside their tip, in runs of one row, each of which would bring a
-        token: what guesses have to be worth to be issued; empty: all are
-    draft_price: of a token of the draft's models, in runs of one row: what their guesses have to
-        bring beyond their rows for the models to be asked; 0: always are; infinity: never
-    free_max, free_min: tree_max and p_min of guesses that cost no model, where draft and target
-        take turns; 0 and None: theirs are no others
+    kept: maximum prompts in the prefix cache; 0: prompts share nothing
+    alone: speculate in every lane as if it were the only one
+    guess_rows: maximum speculative tokens in flight; 0: no bound
+    share: best size of the decode groups, by number of lanes (index: lanes - 1); empty: as many
+        groups as `credit` suggests
+    threads: maximum threads of a response that are active besides its main one
+    take_turns: draft and target compute one after the other, as with `synchronous`: for stages on
+        the draft's cores, where there is no pipeline to fill
+    same_cores: stages compute with the same cores: a run occupies them for the sum of all stages'
+        times, and runs of different lanes are computed one after the other
+    costs: of 1, 2, ... speculative tokens in the run of their tip, in runs of one row; as many are
+        issued as make the sum of their probabilities exceed this cost most. Empty: all are issued
+    draft_price: time of a token of the draft's models, in runs of one row, which their proposals
+        have to gain besides their rows for the models to be queried; 0: always queried; infinity:
+        never
+    free_max, free_min: `tree_max` and `p_min` of proposals that no model is evaluated for, with
+        `take_turns`; 0 and None: the same as the others
     """
 
     n_ctx: int
@@ -107,33 +105,33 @@ class Limits(Struct, frozen=True):
 
     @property
     def joins(self) -> bool:
-        """Whether an accepted token waits for the guesses below it."""
+        """Whether an accepted token waits for the speculative tokens below it."""
         return self.synchronous or (
             self.join_tip and self.policy is Policy.PIPEINFER and self.exact_width > 1
         )
 
     @property
     def speculates(self) -> bool:
-        """Whether a draft is asked at all."""
+        """Whether proposers are queried at all."""
         return self.policy is not Policy.ITERATIVE and self.exact_width > int(self.synchronous)
 
     @property
     def asks_models(self) -> bool:
-        """Whether the draft's models may be asked at all."""
+        """Whether the draft's models may be queried at all."""
         return self.draft_price < math.inf
 
     @property
     def n_ids(self) -> int:
-        """How many sequence ids the cache needs in all."""
+        """The number of sequence ids that the cache needs in all."""
         return self.lanes + self.kept + self.partitions
 
     @property
     def lanes(self) -> int:
-        """How many causal threads (lanes) may be open at the same time."""
+        """The maximum number of open lanes."""
         return self.parallel * lanes_per_response(self.threads)
 
     def group(self, lanes: int) -> int:
-        """How many of so many lanes share a run, so that the runs fill the pipeline."""
+        """Return how many of `lanes` lanes share a run, so that the runs fill the pipeline."""
         if self.share:
             size = self.share[min(lanes, len(self.share)) - 1]
         else:
@@ -142,14 +140,14 @@ class Limits(Struct, frozen=True):
 
     @property
     def max_branches(self) -> int:
-        """Paths of a tree that is drafted at once."""
+        """The maximum number of paths of a tree that is drafted at once."""
         if self.policy is Policy.PUBLISHED or not self.synchronous:
             return 1
         return self.branches
 
     @property
     def wanted_alternatives(self) -> int:
-        """Alternatives wanted beside each first guess."""
+        """The number of alternatives wanted with each first proposal."""
         if Ablation.ALTERNATIVES in self.ablations or self.policy is Policy.PUBLISHED:
             return 0
         return 0 if self.synchronous or not self.partitions else self.alternatives
@@ -161,12 +159,12 @@ class Limits(Struct, frozen=True):
 
     @property
     def shares_early(self) -> bool:
-        """Whether runs read what earlier runs in flight compute (with `buffered`)."""
+        """Whether runs attend to cells of earlier runs in flight (with `buffered`)."""
         return Ablation.MULTIBUFFER not in self.ablations
 
 
-#: what PipeInfer's published experiments were started with: micro-batches of 3, cutoff 0.1, factors
-#: for which the program's default is 0; and what they do not have
+#: the settings of PipeInfer's published experiments: micro-batches of 3, cutoff 0.1, recovery and
+#: decay at the program's default of 0, and none of the features that pipeinfer added
 PUBLISHED: dict[str, Any] = {
     "draft_max": 3, "p_min": 0.1, "p_recovery": 0.0, "p_decay": 0.0, "path_min": 0.0,
     "tree_max": 4, "alternatives": 0, "eager": True, "join_tip": False,
@@ -174,6 +172,9 @@ PUBLISHED: dict[str, Any] = {
 
 
 def lanes_per_response(threads: int) -> int:
-    """Lanes that a response takes at most: its main thread, those at work beside it, and one that
-    keeps what ended threads have computed until it is joined."""
+    """Return the maximum number of lanes of a response with `threads` threads besides its main one.
+
+    These are the main thread, the active threads, and one lane that holds the cells of ended
+    threads until they are joined.
+    """
     return 2 + threads if threads else 1

@@ -1,8 +1,10 @@
-"""What is guessed, and when: drafts are asked, guesses wait, the best go out while there is room.
+"""Speculation: starts drafting jobs, queues speculative tokens, and issues the best while there is
+    room.
 
-The drafting half of the scheduler. Nothing here can change a token: guesses become tokens only
-through the walk (`scheduler`). A proposer of the target's own rows is asked first and inline; where
-it knows nothing, the draft in its thread is. It knows no clock, thread or model.
+This is the drafting half of the scheduler. It cannot change a token: speculative tokens are
+accepted only by the walk (`scheduler`). An inline proposer, which uses the target's own rows, is
+queried first. Where it proposes nothing, the draft in its thread gets a job. Independent of clocks,
+threads and models.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.strategies.proposers.base import InlineProposer
 
-_MOST_JOBS = 2  #: draft jobs that are out at a time: the draft does one after the other
-_OPEN_ANSWERS = 32  #: of which a better draft is still at work
-_MOST_ASKED = 8  #: leaves below which a proposer without a thread is asked per event and lane
+_MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
+_OPEN_ANSWERS = 32  #: answered jobs for which a better draft may still return proposals
+_MOST_ASKED = 8  #: leaves per event and lane at which an inline proposer is queried
 
 
 class Speculation:
-    """Asks the draft and issues guesses; see the module docstring.
+    """Starts drafting jobs and issues speculative tokens; see the module docstring.
 
-    rows: the proposer of the target's own rows, if any. drafts: whether there is a draft.
+    state: lanes and runs, shared with the scheduler
+    rows: the inline proposer, if any
+    drafts: whether drafting jobs can be executed
     """
 
     def __init__(
@@ -51,18 +55,18 @@ class Speculation:
 
     @property
     def limits(self) -> Limits:
-        """The knobs in use."""
+        """The settings in use."""
         return self.state.limits
 
     def warm_up(self, lane: Lane) -> None:
-        """Let the draft read the prompt while the stages do."""
+        """Start a job that brings the draft's cache up to the prompt while the stages prefill."""
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
                 self.limits.asks_models and len(self.state.lanes) == 1:
             lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
             self.state.emit(lane.warm_up)
 
     def news(self, lane: Lane) -> None:
-        """A result is back: what brought nothing before is worth another question."""
+        """Note that a result is back: places without proposals may be queried again."""
         if self.hints is not None:
             self.hints.back(lane)
         for node in lane.empty:
@@ -71,7 +75,7 @@ class Speculation:
         lane.empty.clear()
 
     def forget(self, lane: Lane) -> None:
-        """Guesses that wait, and those that are being drafted, are of no use."""
+        """Drop the lane's waiting speculative tokens and stop its drafting jobs."""
         lane.reserve.clear()
         lane.empty.clear()
         for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
@@ -80,8 +84,11 @@ class Speculation:
         self.drop_job(lane)
 
     def missed(self, lane: Lane, tip: Node) -> bool:
-        """Nothing below the walk was right, `tip` is issued next: forget what hung there; whether
-        the tip is to wait for guesses that travel with it."""
+        """Drop all speculation after a miss; return whether `tip` waits for speculative tokens to
+        join it.
+
+        tip: the accepted token to issue next
+        """
         self.forget(lane)
         # else no guess will do
         hopeful = self.limits.policy is Policy.SPECULATIVE or self.limits.path_min < 1.0
@@ -95,14 +102,18 @@ class Speculation:
 
     def drafted(self, job_id: int, proposals: tuple[Proposal, ...], *, rows: int = 0,
                 more: bool = False) -> None:
-        """A draft job ended. rows: see `Drafted`. more: a better draft is still at it."""
+        """Add the proposals of a drafting job to the lane.
+
+        rows: as in `Drafted`
+        more: whether a better draft may still answer the job
+        """
         lane = next((lane for lane in self.state.lanes.values()
                      if lane.job and lane.job.job_id == job_id), None)
         if lane is None or lane.job is None or lane.job_node is None:
             return
         node, lane.job, lane.job_node = lane.job_node, None, None
         lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
-        if rows and self.limits.draft_price:  # what it had to catch up with went in one pass
+        if rows and self.limits.draft_price:  # the rows of the path were evaluated in one pass
             self.worth.answered(min(rows, len(proposals) + 1), self.limits.draft_price)
         planned = self._plan(lane, node, proposals)
         if more and not self.limits.synchronous and not self.limits.buffered:
@@ -120,8 +131,11 @@ class Speculation:
             self._empty(lane, node)
 
     def corrected(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
-        """A better draft's answer to a job that was answered: where it leaves the path that was
-        named, its guesses go on, and what was planned there counts for no more than it leaves."""
+        """Add a better draft's proposals to a job that was answered already.
+
+        Where they leave the path of the first answer, their tokens are added. The probability of
+        what is planned there falls to what they leave.
+        """
         lane, node = self._open_answers.pop(job_id, (None, None))
         if lane is None or node is None or lane.done:
             return
@@ -134,7 +148,7 @@ class Speculation:
         lane.reserve.add(self._plan(lane, node, rest))
 
     def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
-        """Nodes for proposals, with what experience says of their confidence."""
+        """Nodes for proposals, with calibrated confidences."""
         estimate = self.calibration.estimate
         nodes = lane.tree.plan(
             tip,
@@ -157,7 +171,7 @@ class Speculation:
         return nodes
 
     def _empty(self, lane: Lane, node: Node) -> None:
-        """A draft brought nothing: wait for a result, or try again with a lower cutoff."""
+        """Handle an empty draft: wait for a result, or try again with a lower cutoff."""
         lane.empty_since_accept += 1
         lane.stats.empty_drafts += 1
         if self.limits.p_decay > 0.0 and self._cutoff(lane) > 0.0:
@@ -167,7 +181,9 @@ class Speculation:
             lane.empty.append(node)
 
     def learn(self, node: Node, token: int) -> None:
-        """What the target chose where the draft had named something, issued or not."""
+        """Record the target's choice after `node` in the calibration, for issued and unissued
+        proposals.
+        """
         guesses = node.guesses
         right = node.child(token)
         if right is not None and right.paid:
@@ -180,7 +196,7 @@ class Speculation:
             self.calibration.learn_second(len(guesses) > 1 and guesses[1].token == token)
 
     def drop_job(self, lane: Lane) -> None:
-        """What the draft does for this lane is not wanted any more."""
+        """Stop the lane's drafting job."""
         if lane.job is not None:
             self.state.emit(StopDraft(lane.job.job_id))
             lane.job = lane.job_node = None
@@ -188,7 +204,7 @@ class Speculation:
             self.hints.closed(lane)
 
     def room_to_guess(self) -> bool:
-        """Whether requests' own tokens leave stages idle."""
+        """Return whether the requests' accepted tokens leave stages idle."""
         if self.limits.alone or len(self.state.lanes) <= 1:
             return True
         lanes = self.state.decoding
@@ -198,12 +214,14 @@ class Speculation:
         return runs < credit - 1 and runs + self.state.chunks < credit
 
     def may_guess(self, lane: Lane) -> bool:
-        """Whether the policy speculates at all in this lane now."""
+        """Return whether speculation is possible in this lane now."""
         return self.limits.speculates and not (lane.done or lane.closing) and lane.root_issued \
             and self.room_to_guess()
 
     def speculate(self) -> None:
-        """Issue the best guesses of all lanes while there is room (docs/algorithms.md 4.3)."""
+        """Issue the best speculative tokens of all lanes while there is room (docs/algorithms.md
+        4.3).
+        """
         limits = self.limits
         if limits.synchronous or not limits.speculates or not self.room_to_guess():
             return
@@ -243,8 +261,10 @@ class Speculation:
             lane.runs_since_accept += 1
 
     def _hint(self) -> None:
-        """HintRows below frontiers whose run is on its way without them, if guesses leave room:
-        behind a guess that was right, or where they never fit into the run of a tip."""
+        """Issue hint rows below frontiers whose run is in flight without them, if there is room.
+
+        These are frontiers that were speculative, or whose hints never fit into the run of a tip.
+        """
         if self.hints is None:
             return
         apart = self.hints.proposer.rows >= self.limits.exact_width
@@ -262,11 +282,13 @@ class Speculation:
         return self.limits.n_ctx - 1
 
     def _floor(self, lane: Lane) -> float:
-        """The least priority of a guess that is issued."""
+        """The least priority of a token that is issued."""
         return lane.tree.frontier.score + math.log(max(self.limits.path_min, 1e-12))
 
     def _chance(self, lane: Lane) -> float:
-        """Probability of the guess that this lane would issue now, 0 when it should not."""
+        """The probability of the token that this lane would issue next; 0 when it should issue
+        none.
+        """
         limits, frontier = self.limits, lane.tree.frontier
         if lane.unsent or not self.may_guess(lane):
             return 0.0
@@ -287,19 +309,20 @@ class Speculation:
         return chance
 
     def _alternative_weight(self) -> float:
-        """What an accepted alternative is worth beside an accepted first guess.
+        """The gain of an accepted alternative relative to that of an accepted first proposal.
 
-        Nothing hangs below it yet, so the pipeline starts anew behind it all the same; it brings
-        one slot, and where the next guess is wrong it shows that a whole latency earlier.
+        Nothing is drafted below an alternative, so the pipeline has to be filled again after it. It
+        gains one slot, and where the next speculative token is wrong, the result is known a whole
+        latency earlier.
         """
         return min(1.0, 1.0 - self.calibration.acceptance + 1.0 / max(self.limits.credit, 1))
 
     def _promise(self, leaf: Node, frontier: Node) -> float:
-        """Expected probability of acceptance of the best guess below a leaf."""
+        """The expected probability of acceptance of the best proposal below a leaf."""
         return probability(leaf.score, frontier) * self.calibration.acceptance
 
     def _wanted_leaf(self, lane: Lane) -> Node | None:
-        """Where a draft would bring the best new guess, None when none is worth its while."""
+        """The leaf where a draft would gain most; None when no leaf is worth a job."""
         limits, frontier = self.limits, lane.tree.frontier
         if self._cutoff(lane) >= 1.0:
             return None
@@ -312,11 +335,13 @@ class Speculation:
         best = lane.reserve.best()
         if best is not None and \
                 probability(best.priority, frontier) > self._promise(leaf, frontier):
-            return None  # what is at hand comes first, and then a leaf may be better
+            return None  # issue the better token first; the leaf may be the best one after that
         return leaf
 
     def ask_draft(self) -> None:
-        """Give the draft work: below tokens that wait for it, then where it promises most."""
+        """Start drafting jobs: below tokens that wait for one, then where the expected gain is
+        largest.
+        """
         if not self.limits.speculates:
             return
         for lane in self.state.lanes.values():
@@ -338,7 +363,7 @@ class Speculation:
             self._start_draft(lane, leaf)
 
     def _ask_rows(self) -> None:
-        """Let the proposer without a thread name what it knows below the best leaves."""
+        """Query the inline proposer below the best leaves."""
         if self.hints is None:
             return
         found = self.hints.proposer.chained  # candidates that did not fit into a tip's run
@@ -362,8 +387,10 @@ class Speculation:
             self.speculate()
 
     def _go_on(self, lane: Lane) -> bool:
-        """Hints are back while guesses below the frontier travel: what they name there beside what
-        is known joins the guesses that wait. Whether there was any."""
+        """Query the inline proposer after new results, while speculative tokens are in flight.
+
+        What it proposes beyond the nodes that exist joins the queue. Returns whether there was any.
+        """
         assert self.hints is not None
         tip = lane.tree.frontier
         if not (self.may_guess(lane) and tip.open) or lane.unsent or lane.waiting_tip is not None:
@@ -382,8 +409,10 @@ class Speculation:
         return bool(planned)
 
     def _quick(self, lane: Lane, node: Node) -> list[Node]:
-        """What the proposer without a thread names below a node, planned; nothing where it is
-        unsure and a draft can be asked."""
+        """Planned nodes for the inline proposer's proposals below `node`.
+
+        Empty where its confidence is low and there is a draft.
+        """
         assert self.hints is not None
         room = self.limits.exact_width - (node is lane.waiting_tip)
         suffix = tuple(node.path_from(lane.tree.frontier))
@@ -403,7 +432,7 @@ class Speculation:
             return
         if self.hints is not None and node is lane.waiting_tip:
             if self.limits.synchronous and self.hints.out(lane):
-                return  # what was asked with the last token is still on its way
+                return  # hints of the last token are still in flight
             planned = self._quick(lane, node)
             if planned or not (self._drafts and self.limits.joins):
                 self._issue_tree(lane, node, planned,
@@ -431,8 +460,10 @@ class Speculation:
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:
-        """Tip and tree of at most `size` guesses in one run, and the hints if they fit, else in
-        one behind it; guesses that find no room wait."""
+        """Issue the tip and at most `size` planned tokens in one run.
+
+        Hints go into the same run if they fit, else into one after it. Other planned tokens wait.
+        """
         limits = self.limits
         lane.waiting_tip = None
         if not planned:
@@ -462,8 +493,9 @@ class Speculation:
             lane.reserve.add(planned)
 
     def _worth(self, chances: list[float]) -> int:
-        """How many guesses, likeliest first, bring most beyond the time that their rows take, in
-        tokens that plain decoding would make in it."""
+        """How many tokens, likeliest first, gain most beyond the time of their rows, by
+        `Limits.costs`.
+        """
         costs = self.limits.costs
         if not costs:
             return len(chances)
@@ -473,7 +505,7 @@ class Speculation:
         return gains.index(best) + 1 if best > 0.0 else 0
 
     def _cutoff(self, lane: Lane) -> float:
-        """Confidence a drafted token needs now (docs/algorithms.md 4.4)."""
+        """The confidence that a drafted token needs now (docs/algorithms.md 4.4)."""
         limits = self.limits
         if limits.costs:
             return self.calibration.least_claim(limits.p_min)
@@ -481,7 +513,7 @@ class Speculation:
                 - lane.empty_since_accept * limits.p_decay)
 
     def _depth_left(self, lane: Lane, tip: Node) -> int:
-        """Levels below `tip` that could still be part of the output."""
+        """The number of levels below `tip` that could still be part of the output."""
         frontier = lane.tree.frontier
         below = 0 if tip is frontier else tip.pos - frontier.next_pos + 1
         tokens = lane.request.max_tokens - lane.n_output - below

@@ -1,7 +1,7 @@
-"""Runs in flight: what is issued, what it takes of the pipeline's room, what is called off.
+"""The bookkeeping of runs in flight: issue, counters of the pipeline's load, cancellation.
 
-Everything that issues goes through here, so that counts are kept in one place. It does not know
-why a run is issued, what a result means, or what a draft thinks.
+Every run is issued through this module, so that the counters are updated in one place. Independent
+of why a run is issued, of the meaning of results, and of drafts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from pipeinfer.scheduler.token_tree import Node
 
 
 class SchedulerState:
-    """Lanes, runs, and the instructions that the event at hand brings.
+    """Lanes, runs, and the instructions of the present event.
 
-    tips: accepted tokens that are not issued yet. Of the useful runs: how many there are, plain
-    ones (accepted tokens), chunks of prompts; guess_rows: guesses in flight, useful or not.
+    tips: accepted tokens that are not issued yet
+    useful: number of useful runs
+    plain: of these, runs of accepted tokens
+    chunks: of these, chunks of prompts
+    guess_rows: speculative tokens in flight, useful or not
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -38,11 +41,11 @@ class SchedulerState:
         self._out: list[Instruction] = []
 
     def emit(self, instruction: Instruction) -> None:
-        """The event at hand wants this done; the only way in which anything is."""
+        """Append an instruction to those of the present event."""
         self._out.append(instruction)
 
     def take(self) -> list[Instruction]:
-        """What the event at hand wants done, in order."""
+        """Return the instructions of the present event, in order, and clear them."""
         out, self._out = self._out, []
         return out
 
@@ -52,7 +55,7 @@ class SchedulerState:
         return self.admission.pool
 
     def restart(self, limits: Limits) -> None:
-        """Nothing is in flight, no lane is open and no cache holds anything any more."""
+        """Reset to an empty state: nothing in flight, no open lane, empty caches."""
         self.limits = limits
         self.admission = Admission(limits, self.admission.next_lane_id)
         self.lanes.clear()
@@ -62,12 +65,18 @@ class SchedulerState:
 
     @property
     def decoding(self) -> int:
-        """Lanes beyond their prompt, at least one."""
+        """The number of lanes past their prompt, at least one."""
         return max(1, sum(lane.root_issued and not lane.closing for lane in self.lanes.values()))
 
     def send(self, parts: list[tuple[Lane, Node]], parent_id: int, *, speculative: bool,
              hint: bool = False) -> Run:
-        """Issue rows of one or several lanes in one run. hint: results are hints, see `Run`."""
+        """Issue rows of one or several lanes in one run.
+
+        parts: the rows, each with its lane
+        parent_id: the run whose cells they continue; NO_RUN: none
+        speculative: whether all rows are speculative tokens
+        hint: whether the results are hints, see `Run`
+        """
         views = tuple((*n.seq_ids, *n.sees) for _, n in parts) \
             if any([node.sees for _, node in parts]) else None
         rows = make_rows([(n.token, n.pos, n.seq_ids, n.wanted) for _, n in parts], views)
@@ -82,7 +91,15 @@ class SchedulerState:
     def launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
                speculative: bool, chunk: bool = False, block: Block | None = None,
                hint: bool = False) -> int:
-        """Issue a run with the operations that wait; returns its id. nodes: of its output rows."""
+        """Issue a run with the sequence operations that wait; return its id.
+
+        owners: the lane of each row; of a chunk: its lane
+        rows: to evaluate
+        nodes: of the output rows
+        parent_id, speculative, hint: as for `send`
+        chunk: whether it is a chunk of a prompt
+        block: the chunk that can be shared once the run is back
+        """
         run_id, self.next_run = self.next_run, self.next_run + 1
         run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block, hint)
         self.runs[run_id] = run
@@ -104,17 +121,17 @@ class SchedulerState:
         return run_id
 
     def wait(self, lane: Lane, node: Node) -> None:
-        """An accepted token is to be issued as soon as there is room."""
+        """Queue an accepted token, which is issued as soon as there is room."""
         lane.unsent = True
         self.tips.append((lane, node))
 
     def withdraw(self, lane: Lane) -> None:
-        """The lane's accepted token is not to be issued after all."""
+        """Remove the lane's accepted token from that queue."""
         lane.unsent = False
         self.tips = deque(tip for tip in self.tips if tip[0] is not lane)
 
     def cancel(self, runs: Iterable[Run]) -> None:
-        """Signal those of `runs` that have no live row left and were not signalled before."""
+        """Cancel those of `runs` that have no live row left and were not cancelled before."""
         run_ids = []
         for run in runs:
             if run.useful and not run.alive:
@@ -126,7 +143,7 @@ class SchedulerState:
             self.emit(CancelRuns(tuple(sorted(run_ids))))
 
     def retire(self, run: Run) -> None:
-        """The run takes no room any more: it is back, or nobody needs it."""
+        """Stop counting a run as useful: it is back, or its results are not needed."""
         if run.useful:
             run.useful = False
             self.useful -= 1

@@ -1,14 +1,14 @@
-"""The token tree in flight of one lane, and the walk that accepts tokens.
+"""The token tree of one lane, and the walk that accepts tokens.
 
-The root side of the tree is the last accepted token (the *frontier*); below it hang tokens that
-were already issued to the pipeline on a guess. When the target's choice after the frontier is
-known, that choice is accepted: if an issued child carries it the frontier moves there, else the
-caller issues the chosen token alone. Every other subtree dies. SpecInfer's verification,
-PipeInfer's continuous speculation and its invalidation are all this walk (docs/algorithms.md 3).
+The root is the last accepted token (the *frontier*). Below it are tokens that were already issued
+speculatively. When the target's choice after the frontier arrives, that choice is accepted: if an
+issued child has this token, the frontier moves there; else the caller issues the chosen token
+alone. Every other subtree dies. SpecInfer's verification, PipeInfer's continuous speculation and
+its invalidation are all this walk (docs/algorithms.md 3).
 
-Sequence ids: a child that is the first to continue its parent's id stays in it, every further
-one starts an id of its own; rows of one run that lie on several new paths carry all their ids.
-The tree knows no runs in flight, no policy and no draft; it asks the pool for ids.
+Sequence ids: the first child that continues its parent's id has the same id, every further one
+starts an id of its own; rows of one run that lie on several new paths carry all their ids. The pool
+allocates the ids. Independent of runs in flight, policies and drafts.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ PLANNED = -2  #: `run_id` of a node that has not been issued
 class Node(Struct, eq=False):
     """A token of the tree, issued or planned.
 
-    A planned one has no ids, its `run_id` is PLANNED, and its parent does not list it yet.
+    A planned node has no ids, its `run_id` is PLANNED, and it is not among its parent's children
+    yet.
 
     token: vocabulary id
     pos: position in the text
     parent: the node before it; None for the root
-    seq_ids: ids that its cell is stored under; the first is the one that it looks through and that
-        its first child continues
+    seq_ids: ids that its cell is stored under; it attends to the first, which its first child
+        continues
     run_id: the run that evaluates it, or PLANNED
-    speculative: whether it is a guess
-    score: log of the estimated probability of the guesses that lead to it
-    priority: the score by which it waits for room
-    ranked: whether a draft has named what may follow it (`guesses`)
-    guesses: what the draft named
+    speculative: whether it is a speculative token
+    score: log of the estimated probability of the speculative tokens that lead to it
+    priority: the score that sets its place in the queue
+    ranked: whether a draft has proposed what may follow it (`guesses`)
+    guesses: these proposals
     children: issued nodes that follow it
     choice: the target's choice after it; None while in flight
     alive: whether it can still be accepted
     accepted: whether the frontier has reached it
     skip: positions that are left free behind it
     hint: whether its result is a hint for its proposer; it is never accepted
-    wanted: whether its choice is asked for
-    sees: further ids that it looks through
-    paid: whether only a draft's model has named it
-    hinted: whether hints below it were asked for
+    wanted: whether its choice is returned
+    sees: further ids that it attends to
+    paid: whether only a draft's model has proposed it
+    hinted: whether hints below it were planned
     step: how many passes through the pipeline, one after the other, led to its being issued
     """
 
@@ -83,7 +84,7 @@ class Node(Struct, eq=False):
         return self.pos + 1 + self.skip
 
     def child(self, token: int) -> Node | None:
-        """The child that carries `token` and may be accepted, if any."""
+        """The child with `token` that may be accepted; None if there is none."""
         return next((c for c in self.children if c.token == token and not c.hint), None)
 
     def subtree(self) -> Iterator[Node]:
@@ -96,7 +97,9 @@ class Node(Struct, eq=False):
 
     @property
     def open(self) -> bool:
-        """Whether it can still be accepted later: alive, and nothing on its way is decided."""
+        """Whether it can still be accepted later: it is alive, and no choice on its path is
+        decided.
+        """
         node = self
         while node.run_id == PLANNED:
             assert node.parent is not None
@@ -106,7 +109,7 @@ class Node(Struct, eq=False):
         return node.alive and self.choice is None
 
     def path_from(self, ancestor: Node) -> list[int]:
-        """Tokens from below `ancestor` down to this node."""
+        """The tokens after `ancestor`, down to this node."""
         tokens: list[int] = []
         node = self
         while node is not ancestor:
@@ -117,14 +120,22 @@ class Node(Struct, eq=False):
 
 
 class Tree(Struct):
-    """The tree of one lane; `lane` names it to the pool."""
+    """The token tree of one lane.
+
+    lane: its number, for the pool
+    pool: allocates sequence ids
+    frontier: the last accepted token
+    """
 
     lane: int
     pool: SequencePool
     frontier: Node
 
     def add(self, token: int, run_id: int) -> Node:
-        """Issue the accepted token `token` alone (the non-speculative row); it is the frontier."""
+        """Add an accepted token as the new frontier.
+
+        run_id: the run that it is issued in; NO_RUN: it is not issued yet
+        """
         here = self.frontier
         node = self._attach(here, token, here.seq_ids[:1], run_id, speculative=False)
         node.parent = None
@@ -134,10 +145,10 @@ class Tree(Struct):
 
     def plan(self, tip: Node, proposals: Sequence[Proposal], alternative_weight: float = 1.0
              ) -> list[Node]:
-        """Nodes for `proposals` below `tip`, none issued yet; index by index.
+        """Return nodes for `proposals` below `tip`, index by index; none is issued yet.
 
-        alternative_weight: what an accepted alternative is worth beside another accepted guess,
-        in (0, 1].
+        alternative_weight: gain of an accepted alternative relative to that of another accepted
+            token, in (0, 1].
         """
         nodes: list[Node] = []
         for proposal in proposals:
@@ -193,17 +204,17 @@ class Tree(Struct):
         tip.seq_ids = tuple(ids)
 
     def rows_left(self, base: Node, width: int) -> int:
-        """How many guesses fit into a run of at most `width` rows below `base`."""
+        """Return how many speculative tokens fit into a run of `width` rows below `base`."""
         del base
         return width
 
     def repeated(self, nodes: Sequence[Node]) -> list[Node]:
-        """Rows that newly issued `nodes` need before them in their run."""
+        """Return the rows that newly issued `nodes` need before them in their run."""
         del nodes
         return []
 
     def sent(self, tip: Node) -> None:
-        """The run of an accepted token was issued."""
+        """Note that the run of the accepted token `tip` was issued."""
 
     def step(self, token: int) -> tuple[Node | None, list[Node]]:
         """Accept `token` after the frontier.
@@ -232,7 +243,7 @@ class Tree(Struct):
         return survivor, dead
 
     def prune(self) -> list[Node]:
-        """Everything below the frontier dies; returns it."""
+        """Kill everything below the frontier; return the nodes that died."""
         here = self.frontier
         if not here.children:
             return []
@@ -242,9 +253,10 @@ class Tree(Struct):
         return dead
 
     def restart(self, token: int, pos: int) -> list[Node]:
-        """The frontier and all below it die; a row that is not issued takes its place.
+        """Replace the frontier by a row that is not issued; kill the frontier and all below it.
 
-        What the lane's first id holds from `pos` on is dropped. Returns the nodes that died.
+        token, pos: of the new frontier. The lane's first id loses its cells from `pos` on. Returns
+            the nodes that died.
         """
         here = self.frontier
         below = [node for node in here.subtree() if node is not here]
@@ -262,7 +274,7 @@ class Tree(Struct):
             node.alive = False
 
     def kill(self) -> list[Node]:
-        """Everything in the tree dies (the lane ends); the caller releases the lane's ids."""
+        """Kill the whole tree because the lane ends; the caller releases the lane's ids."""
         nodes = list(self.frontier.subtree())
         for node in nodes:
             node.alive = False
@@ -281,7 +293,7 @@ class Tree(Struct):
         return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
 
     def _affordable(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes that have an id to live in, without repeated siblings."""
+        """The nodes for which there is a sequence id, without repeated siblings."""
         budget = self.pool.available
         inside = {id(node) for node in nodes}
         continued: dict[int, bool] = {}

@@ -1,11 +1,11 @@
-"""Whether guesses pay where draft and target take turns and each guess is weighed: by accounts.
+"""A trial of speculation where draft and target take turns, by an account of gains and losses.
 
-There what a step with guesses takes and brings is known as soon as it is back, so spans of plain
-decoding need not be set against spans with guesses (`speculation_trial`), which a short answer
-does not live to see. What steps have brought beyond what plain decoding would have made of their
-time goes into an account; once it has lost too much, plain decoding rests it, a longer while each
-time. How fast plain decoding is, a few tokens without guesses say, now and then. This module knows
-no clock: it is told times, in seconds.
+There the time and the tokens of a step with speculation are known as soon as the step is back. So
+long spans with and without speculation need not be compared (`speculation_trial`), for which short
+answers have too few tokens. The account adds the tokens of each step and subtracts those that plain
+decoding would have made in its time. Once it has lost too much, speculation rests, each time for
+longer. A few tokens without speculation, now and then, measure the speed of plain decoding.
+Independent of clocks: the caller passes times in seconds.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ from msgspec import Struct, field
 from pipeinfer.scheduler.rests import Rests
 
 _MEMORY = 0.98  #: weight of the account's past at each token
-_LOSS = 4.0  #: tokens of a request that trying guesses may cost
-_GAIN = 3.0  #: more is not saved up: another text may be another matter
-_KNOWN = 48  #: tokens with guesses after which the next rest is a short one again
-BEGIN = 12  #: tokens with guesses before it is asked how fast plain decoding is
-_SAMPLE = 4  #: tokens without guesses that say how fast plain decoding is
-_STALE = 64  #: tokens after which that is asked again, unless guesses bring much
-_MUCH = 1.25  #: times plain decoding, for which it may have changed meanwhile
+_LOSS = 4.0  #: tokens of a request that a trial of speculation may cost
+_GAIN = 3.0  #: upper bound of the balance, because the text may change
+_KNOWN = 48  #: tokens with speculation after which the next rest is a short one again
+BEGIN = 12  #: tokens with speculation before plain decoding is measured
+_SAMPLE = 4  #: tokens of a measurement of plain decoding
+_STALE = 64  #: tokens after which that is measured again, unless speculation gains much
+_MUCH = 1.25  #: times the speed of plain decoding: a gain so large that no new sample is needed
 _SETTLE = 1  #: tokens after a change that do not count
 _PAST = 0.5  #: weight of plain decoding's earlier samples
 
 
 class _Account(Struct):
-    """Of one number of requests. balance: tokens brought beyond plain decoding's. plain: tokens per
-    second, 0 while unknown. rest: tokens to go without guesses. rests: how many they are next time.
-    fresh: tokens until a sample of plain decoding is due. seconds, made: of the present one. begin:
-    tokens with guesses before the first. early, waiting: how many came so far, and their seconds.
+    """The account at one number of requests.
+
+    rest: tokens to go without speculation
+    begin: tokens with speculation before the first sample of plain decoding
+    balance: tokens gained over plain decoding
+    plain: speed of plain decoding, in tokens per second; 0 while unknown
+    rests: the lengths of successive rests
+    fresh: tokens until a new sample of plain decoding is due
+    seconds, made: time and tokens of the present sample
+    early, waiting: tokens with speculation before the first sample, and their seconds
     """
 
     rest: float = 0.0
@@ -45,7 +51,7 @@ class _Account(Struct):
     waiting: float = 0.0
 
     def plainly(self, tokens: float, seconds: float) -> None:
-        """So many tokens of a request came without guesses."""
+        """Record tokens of a request that came without speculation."""
         self.seconds += seconds
         self.made += tokens
         self.rest -= tokens
@@ -61,7 +67,7 @@ class _Account(Struct):
             self.guessed(tokens, seconds)
 
     def guessed(self, tokens: float, seconds: float) -> None:
-        """So many tokens of a request came with guesses."""
+        """Record tokens of a request that came with speculation."""
         if not self.plain:
             self.waiting, self.early = self.waiting + seconds, self.early + tokens
             if self.early >= self.begin:
@@ -79,10 +85,11 @@ class _Account(Struct):
 
 
 class TurnsTrial(Struct):
-    """`speculate` says what to do now, see `SpeculationTrial`.
+    """The trial; `speculate` is its present decision, as for `SpeculationTrial`.
 
-    rest: tokens without guesses at first, where they are not expected to pay. begin: tokens with
-    guesses after that, before there is any doubt. hopeless: not even good guesses would pay.
+    rest: tokens without speculation at first, where it is not expected to pay
+    begin: tokens with speculation after that, before plain decoding is measured
+    hopeless: whether not even a good draft would pay
     """
 
     rest: int = 0
@@ -98,7 +105,7 @@ class TurnsTrial(Struct):
         self.speculate = not (self.rest or self.hopeless)
 
     def tokens(self, total: int, now: float, lanes: int, key: object) -> bool:
-        """See `SpeculationTrial.tokens`."""
+        """Record tokens; arguments and result as for `SpeculationTrial.tokens`."""
         before = self.speculate
         if self.hopeless:
             return False

@@ -1,6 +1,6 @@
-"""What must hold in the scheduler's state between two events.
+"""The invariants of the scheduler's state between two events.
 
-Each check says in its error what it found. Used by the tests after every event, and by `--debug`.
+The error of each check states what it found. Used by the tests after every event, and by `--debug`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pipeinfer.scheduler.token_tree import Node
 
 
 def validate(state: SchedulerState, filling: Collection[Lane]) -> None:
-    """Raise InvariantError for the first thing that is wrong. filling: lanes whose prompt is not
-    issued in full."""
+    """Raise InvariantError for the first violated invariant.
+
+    state: the scheduler's state
+    filling: lanes whose prompt is not issued in full
+    """
     _counts(state)
     _sequence_ids(state)
     for lane in state.lanes.values():
@@ -32,7 +35,7 @@ def _check(holds: bool, what: str) -> None:
 
 
 def _counts(state: SchedulerState) -> None:
-    """The counters are what a count of the runs gives."""
+    """The counters equal a count of the runs."""
     runs = state.runs.values()
     useful = [run for run in runs if run.useful]
     _check(all(run.in_flight for run in runs), "a run that is back is still listed")
@@ -55,7 +58,7 @@ def _counts(state: SchedulerState) -> None:
 
 
 def _sequence_ids(state: SchedulerState) -> None:
-    """Each id is free or somebody's, and warm ids are free."""
+    """Each id is free or has an owner, and warm ids are free."""
     pool: SequencePool = state.pool
     free = list(pool.free)
     _check(len(set(free)) == len(free), "a sequence id is free twice")
@@ -107,8 +110,10 @@ def _tree(state: SchedulerState, lane: Lane, frontier: Node) -> None:
 
 
 def _cells(state: SchedulerState) -> None:
-    """What is promised fits, unless one request is alone with its own. Threads of a response that
-    fork in the course of an event are made room for in the next."""
+    """The cells in use fit, unless one request is alone.
+
+    Threads of a response that fork during an event get their room in the next one.
+    """
     limits, lanes = state.limits, list(state.lanes.values())
     several = len({id(lane.ticket) for lane in lanes}) > 1
     if limits.cells and several and not any(lane.has_threads for lane in lanes):
